@@ -384,8 +384,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         elif len(data) < body_end:
             self._phase, self._left = "body", body_end - len(data)
             if READ_BYTES < self._left <= gates.limits.max_body_bytes and not self._is_dropped:
-                # One copy and one turn of whoever waits for it. It takes no memory before it comes, as zeroes would; that
-                # of a long one goes back to the system, which the heap may keep.
+                # One copy and one turn of whoever waits for it. It takes no memory before it comes, as zeroes would;
+                # that of a long one goes back to the system, which the heap may keep.
                 is_long = length >= MAPPED_BYTES
                 self._body = memoryview(mmap.mmap(-1, length)) if is_long else np.empty(length, np.uint8).data
                 self._body[: -self._left] = data[body_at:]

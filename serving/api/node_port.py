@@ -68,6 +68,11 @@ class NodeMetrics:
         self._in_flight = Gauge(
             "shardrank_node_requests_in_flight", "Requests waiting for a thread or in one.", registry=registry
         )
+        self._buffered = Gauge("shardrank_buffered_bytes", "Bytes of messages that are held.", registry=registry)
+        self._buffer_refusals = Counter(
+            "shardrank_buffer_refusals", "Messages refused because max_buffered_bytes are held, by cause.", ("cause",),
+            registry=registry,
+        )  # fmt: skip
         self._connections = Gauge("shardrank_node_connections", "Connections of routers.", registry=registry)
         self._of_model = cache(lambda model: (self._seconds.labels(model),))
         self._kept: Kept = deque()
@@ -82,6 +87,10 @@ class NodeMetrics:
         """As `RequestWatch.refused`."""
         self._errors.labels("wire", kind).inc()
 
+    def buffer_refused(self, cause: str) -> None:
+        """As `RequestWatch.buffer_refused`."""
+        self._buffer_refusals.labels(cause).inc()
+
     def failed(self, api: str, method: str, kind: str) -> None:
         """Count what a connection to these metrics was refused for."""
         del method
@@ -92,6 +101,7 @@ class NodeMetrics:
         self.replica = replica
         self._in_flight.set_function(lambda: server.in_flight)
         self._connections.set_function(lambda: server.num_connections)
+        self._buffered.set_function(lambda: server.buffers.buffered)
 
     def render(self) -> bytes:
         """Write the exposition text. Of cards that have failed it says that, and what is known without them."""

@@ -9,15 +9,18 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from pydantic import Field
 
 from loader.errors import ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_PART_ROWS
+from shard_node.byte_budget import ByteAccount, ByteBudget, Cause, default_buffer_bytes
 from shard_node.errors import (
+    BufferFullError,
     DeadlineExceededError,
     FrameTooLargeError,
     InvalidBagsError,
@@ -64,8 +67,9 @@ class ServerLimits(Frozen):
 
     Attributes:
         max_frame_bytes: longest frame, request or answer.
-        max_in_flight: requests waiting for a thread or being pooled, over all connections.
-        max_in_flight_bytes: bytes of their frames and of the answers that they will get.
+        max_in_flight: requests waiting for a thread or being pooled, over all connections. Once half of the places are
+            taken, a connection may have its equal share of all.
+        max_buffered_bytes: of frames, from their first byte, and of answers, until they are sent; see `ByteBudget`.
         max_connections: more are answered with an ERROR frame and closed.
         max_values_per_request: rows in one request.
         max_unsent_bytes: answers that a peer leaves unread before no more of its requests are taken.
@@ -74,19 +78,23 @@ class ServerLimits(Frozen):
             then the loop pools nothing.
         max_spare_inline_bytes: the same for longer ones, while that takes no more than half of the loop's time.
         receive_timeout_ms: from the first byte of a frame to its last.
+        idle_timeout_ms: without a request, after which a peer is asked to go; it is cut off after as long again.
         send_timeout_ms: how long a peer may leave `max_unsent_bytes` unread.
         threads: that pool. More than there are cores does not help.
     """
 
     max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
     max_in_flight: int = Field(default=256, ge=1)
-    max_in_flight_bytes: int = Field(default=1 << 30, ge=1024)
+    max_buffered_bytes: int = Field(
+        default_factory=lambda limits: default_buffer_bytes(limits["max_frame_bytes"]), ge=1024
+    )
     max_connections: int = Field(default=1024, ge=1)
     max_values_per_request: int = Field(default=4 << 20, ge=1)
     max_unsent_bytes: int = Field(default=16 << 20, ge=1)
     max_inline_bytes: int = Field(default=16 << 10, ge=0)
     max_spare_inline_bytes: int = Field(default=1 << 20, ge=0)
     receive_timeout_ms: int = Field(default=5000, ge=1)
+    idle_timeout_ms: int = Field(default=600_000, ge=1)
     send_timeout_ms: int = Field(default=30_000, ge=1)
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024)
 
@@ -125,6 +133,17 @@ class RequestWatch(Protocol):
     def refused(self, kind: str) -> None:
         """Count an ERROR frame by its kind."""
 
+    def buffer_refused(self, cause: Cause) -> None:
+        """Count a message that was refused because no more bytes may be held."""
+
+
+@dataclass(slots=True, eq=False)
+class PeerLoad:
+    """What one connection has a node hold: bytes, and requests that wait for a thread or are pooled."""
+
+    account: ByteAccount
+    in_flight: int = 0
+
 
 class RequestHandler:
     """Answers request frames from one shard node: limits, admission, checks, pooling. Knows no socket.
@@ -143,7 +162,7 @@ class RequestHandler:
         self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
         self._spare_time = SpareTime(SPARE_SHARE, SPARE_SAVED_S, clock())
         self.in_flight = 0
-        self.in_flight_bytes = 0
+        self._busy_peers: set[PeerLoad] = set()
 
     def handle(
         self,
@@ -151,6 +170,7 @@ class RequestHandler:
         deadline: float | None,
         answer: Callable[[Answer], None],
         is_wanted: Callable[[], bool],
+        peer: PeerLoad,
     ) -> None:
         """Answers a frame, now or from a thread later; `answer` is always called on the event loop, exactly once.
 
@@ -159,18 +179,19 @@ class RequestHandler:
             deadline: on the clock, in seconds; None for none.
             answer: takes the answer's frame.
             is_wanted: whether anyone still waits for the answer; asked from another thread.
+            peer: whose it is.
         """
         request_id = frame.header.request_id
         try:
             if frame.header.frame_type == FrameType.POOL:
-                self._handle_pool(frame, deadline, answer, is_wanted)
+                self._handle_pool(frame, deadline, answer, is_wanted, peer)
             elif frame.header.frame_type == FrameType.INFO:
                 answer(self._fitting(encode_info_answer(request_id, self._node.info())))
             elif frame.header.frame_type == FrameType.COUNTS:
                 asked = decode_counts(frame)
                 size_bytes = _COUNTS_ANSWER_BYTES + 4 * min(asked.max_rows, MAX_PART_ROWS)
                 self._refuse_large_answer(size_bytes)
-                self._in_thread(request_id, partial(self._counts, request_id, asked), size_bytes, answer)
+                self._in_thread(request_id, partial(self._counts, request_id, asked), size_bytes, answer, peer)
             else:
                 raise WireError(
                     f"frame type {frame.header.frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
@@ -196,7 +217,12 @@ class RequestHandler:
         await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)
 
     def _handle_pool(
-        self, frame: Frame, deadline: float | None, answer: Callable[[Answer], None], is_wanted: Callable[[], bool]
+        self,
+        frame: Frame,
+        deadline: float | None,
+        answer: Callable[[Answer], None],
+        is_wanted: Callable[[], bool],
+        peer: PeerLoad,
     ) -> None:
         request_id, request, begun = frame.header.request_id, decode_pool(frame), self._clock()
         if request.values.size > self._limits.max_values_per_request:
@@ -221,7 +247,7 @@ class RequestHandler:
             answer(work())
             self._spare_time.spend(self._clock() - begun)
         else:
-            self._in_thread(request_id, work, frame.body.size + answer_bytes, answer)
+            self._in_thread(request_id, work, answer_bytes, answer, peer)
 
     def _answer_watched(
         self, watch: RequestWatch, answer: Callable[[Answer], None], model: str, begun: float, frame: Answer
@@ -230,15 +256,23 @@ class RequestHandler:
         watch.answered(model, self._clock() - begun)
 
     def _in_thread(
-        self, request_id: int, work: Callable[[], Answer], size_bytes: int, answer: Callable[[Answer], None]
+        self,
+        request_id: int,
+        work: Callable[[], Answer],
+        answer_bytes: int,
+        answer: Callable[[Answer], None],
+        peer: PeerLoad,
     ) -> None:
-        """Have a thread work on a request that takes so many bytes; `work` raises nothing."""
-        self._admit(size_bytes)
+        """Have a thread work on a request whose answer takes so many bytes; `work` raises nothing."""
+        self._admit(answer_bytes, peer)
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
 
         def finished(done: asyncio.Future[Answer]) -> None:
             self.in_flight -= 1
-            self.in_flight_bytes -= size_bytes
+            peer.in_flight -= 1
+            if not peer.in_flight:
+                self._busy_peers.discard(peer)
+            peer.account.refund(answer_bytes)
             if done.cancelled():
                 error = NodeOverloadedError("the node is closing, the request was not started")
                 answer(self.failure(request_id, error))
@@ -247,19 +281,22 @@ class RequestHandler:
 
         future.add_done_callback(finished)
 
-    def _admit(self, size_bytes: int) -> None:
+    def _admit(self, answer_bytes: int, peer: PeerLoad) -> None:
         """Count a request that goes to a thread. Raises NodeOverloadedError."""
-        limits = self._limits
-        if self.in_flight >= limits.max_in_flight:
-            raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {limits.max_in_flight} are taken")
-        # One request alone is always taken: it has passed max_frame_bytes.
-        if self.in_flight and self.in_flight_bytes + size_bytes > limits.max_in_flight_bytes:
-            raise NodeOverloadedError(
-                f"{self.in_flight_bytes} bytes in flight, with this request's {size_bytes} more than "
-                f"the {limits.max_in_flight_bytes} that are taken"
-            )
+        most = self._limits.max_in_flight
+        if self.in_flight >= most:
+            raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {most} are taken")
+        num_busy = len(self._busy_peers | {peer})
+        if 2 * self.in_flight >= most and peer.in_flight >= max(1, most // num_busy):
+            says = f"{peer.in_flight} of {self.in_flight} requests in flight are of this connection"
+            raise NodeOverloadedError(f"{says}, one of {num_busy}; at most {most} are taken, in equal shares")
+        try:
+            peer.account.charge(answer_bytes)
+        except BufferFullError as error:
+            raise NodeOverloadedError(str(error)) from None
         self.in_flight += 1
-        self.in_flight_bytes += size_bytes
+        peer.in_flight += 1
+        self._busy_peers.add(peer)
 
     def _pool(
         self,
@@ -323,8 +360,8 @@ class RequestHandler:
 class ServerConnection(FrameConnection):
     """Serves one peer. A bad request is answered with an ERROR frame; only a broken stream ends the connection.
 
-    When the peer leaves answers unread, no more of its requests are taken, so what it can make the node hold is
-    bounded by `max_unsent_bytes` and what was in flight by then.
+    When the peer leaves more than `max_unsent_bytes` of answers unread, no more of its requests are taken until it has
+    read all.
     """
 
     def __init__(
@@ -338,6 +375,11 @@ class ServerConnection(FrameConnection):
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._frame_begun_at = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._is_asked_to_go = self._is_idle = False
+        # Bytes that came and are of no frame yet that was taken; and those that are written and not sent.
+        self._untaken = self._unsent = 0
+        self._load = PeerLoad(ByteAccount(server.buffers, self._give_way))
 
     def go_away(self) -> None:
         """Asks the peer to send no more requests; it closes the connection when it has its answers."""
@@ -349,12 +391,22 @@ class ServerConnection(FrameConnection):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BUFFER_BYTES)
+        # Asked to pause as soon as anything is not sent, and to resume when everything is: that is counted.
+        cast(asyncio.Transport, transport).set_write_buffer_limits(0)
+        self._watch_idleness()
         self._server.opened(self)
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take frames, and start the time limit of one that is not whole yet."""
         if self._receive_timer is None:
             self._frame_begun_at = self._clock()
+        if not self.is_discarding:
+            try:
+                self._load.account.charge(nbytes)
+            except BufferFullError as error:
+                self._give_way(error)
+                return
+            self._untaken += nbytes
         super().buffer_updated(nbytes)
         self._watch_receiving()
 
@@ -365,7 +417,11 @@ class ServerConnection(FrameConnection):
         self._stop_receive_timer()
         budget_us = frame.header.budget_us
         deadline = begun_at + budget_us * 1e-6 if budget_us else None
-        self._handler.handle(frame, deadline, self._send_answer, self._is_wanted)
+        size_bytes = HEADER.size + frame.body.size
+        self._untaken -= size_bytes
+        self._is_idle = False
+        answer = partial(self._send_answer, size_bytes)
+        self._handler.handle(frame, deadline, answer, self._is_wanted, self._load)
         self._frame_begun_at = self._clock()
 
     def stream_broken(self, error: WireError, request_id: int) -> None:
@@ -374,13 +430,14 @@ class ServerConnection(FrameConnection):
         self.refuse(self._handler.failure(request_id, error))
 
     def pause_writing(self) -> None:
-        """Take nothing more from a peer that does not read."""
-        self._stop_receive_timer()
-        self.hold_reading()
-        self._send_timer = self._loop.call_later(self._limits.send_timeout_ms / 1e3, self._send_timed_out)
+        """Count what is not sent; take nothing more from a peer that does not read."""
+        self._count_unsent()
 
     def resume_writing(self) -> None:
         """Take requests again."""
+        self._count_unsent()
+        if not self.is_reading_held:
+            return
         self._stop_send_timer()
         self._frame_begun_at = self._clock()
         self.release_reading()
@@ -391,11 +448,46 @@ class ServerConnection(FrameConnection):
         del error
         self._stop_receive_timer()
         self._stop_send_timer()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._load.account.close()
         self._server.ended(self)
 
-    def _send_answer(self, buffers: Answer) -> None:
+    def _send_answer(self, frame_bytes: int, buffers: Answer) -> None:
         # False means that the peer has gone: nobody is left to be told.
-        self.send(buffers)
+        if self.send(buffers):
+            self._load.account.refund(frame_bytes)
+            self._count_unsent()
+
+    def _count_unsent(self) -> None:
+        if self._transport is None:
+            return
+        unsent = self._transport.get_write_buffer_size()
+        self._load.account.hold(unsent - self._unsent)
+        self._unsent = unsent
+        if unsent > self._limits.max_unsent_bytes and not self.is_reading_held:
+            self._stop_receive_timer()
+            self.hold_reading()
+            self._send_timer = self._loop.call_later(self._limits.send_timeout_ms / 1e3, self._send_timed_out)
+
+    def _give_way(self, error: BufferFullError) -> None:
+        """Refuse a frame that is not whole, and with it the connection."""
+        if self._untaken or self._receiver.is_mid_frame:
+            self._load.account.refund(self._untaken)
+            self._untaken = 0
+            request_id = self._receiver.request_id
+            self.refuse(self._handler.failure(request_id, NodeOverloadedError(str(error))))
+
+    def _watch_idleness(self) -> None:
+        """Ask a peer to go that has asked nothing for a while, and cut it off if it does not."""
+        if self._is_idle and self._load.in_flight == 0:
+            if self._is_asked_to_go:
+                self.abort()
+                return
+            self._is_asked_to_go = True
+            self.go_away()
+        self._is_idle = True
+        self._idle_timer = self._loop.call_later(self._limits.idle_timeout_ms / 1e3, self._watch_idleness)
 
     def _is_wanted(self) -> bool:
         return not self.closed.done()
@@ -443,6 +535,8 @@ class NodeServer:
         self._limits = limits or ServerLimits()
         self._tls = tls
         self._handler = RequestHandler(node, self._limits, time.monotonic, watch)
+        note = (lambda cause: None) if watch is None else watch.buffer_refused
+        self.buffers = ByteBudget(self._limits.max_buffered_bytes, note)
         self._listeners: list[Listener] = []
         self._connections: set[ServerConnection] = set()
         self._is_draining = False

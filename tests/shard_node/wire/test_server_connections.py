@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
@@ -130,6 +131,54 @@ async def test_a_peer_that_never_reads_is_cut_off(place, tmp_path):
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
                 await loop.sock_sendall(peer, request * 200)
         await until(lambda: not server.num_connections)
+
+
+async def test_half_sent_frames_leave_room_for_whole_ones(place, tmp_path):
+    """Of 20 connections that send a part of a long frame each, those beyond the budget are refused and freed."""
+    limits = ServerLimits(max_frame_bytes=1 << 20, max_buffered_bytes=4 << 20)
+    half_sent = pack_header(FrameType.POOL, 5, 900_000) + bytes(600_000)
+    async with place.peer(tmp_path, None, limits) as (server, good), contextlib.AsyncExitStack() as stack:
+        greedy = [await stack.enter_async_context(raw_peer(server.addresses[0])) for _ in range(20)]
+        for peer in greedy:
+            peer.write(half_sent)
+            await assert_serves(good)
+        await until(lambda: server.num_connections < 21)
+        assert 0 < server.buffers.buffered <= 4 << 20
+        errors = [peer for peer in greedy if peer.writer.is_closing() or peer.reader.at_eof()]
+        refused = decode_error(await greedy[-1].read_frame())
+        await assert_serves(good)
+    assert type(refused) is NodeOverloadedError
+    assert "max_buffered_bytes = 4194304" in str(refused)
+    assert len(errors) < 20
+    assert server.buffers.buffered == 0
+
+
+async def test_answers_that_are_not_read_are_counted_until_they_are(place, tmp_path):
+    bags = film_bags([7], *[[]] * 20_000)
+    async with place.peer(tmp_path, None, ServerLimits(max_inline_bytes=1 << 20)) as (server, peer):
+        for number in range(8):
+            peer.write(*encode_pool(number + 1, 0, MODEL, VERSION, bags))
+        await until(lambda: server.buffers.buffered > 1 << 20)
+        for _ in range(8):
+            await peer.read_frame()
+        await until(lambda: server.buffers.buffered == 0)
+
+
+async def test_a_connection_that_asks_nothing_is_asked_to_go(place, tmp_path):
+    """And cut off if it stays; one that goes on asking is kept."""
+    async with place.peer(tmp_path, None, ServerLimits(idle_timeout_ms=150)) as (server, busy):
+        async with raw_peer(server.addresses[0]) as idle:
+            asking = asyncio.create_task(keep_asking(busy))
+            assert (await idle.read_frame()).header.frame_type == FrameType.GOAWAY
+            await idle.read_end()
+            asking.cancel()
+        await assert_serves(busy)
+
+
+async def keep_asking(peer: RawPeer) -> None:
+    while True:
+        await asyncio.sleep(0.03)
+        await asyncio.shield(assert_serves(peer))
 
 
 async def test_one_connection_too_many_is_refused(place, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
+from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,
@@ -27,7 +28,7 @@ from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import Buffer, CountsRequest, decode_answer, decode_error, encode_answer, encode_pool
-from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
+from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, PeerLoad, RequestHandler, ServerLimits
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import (
     MODEL,
@@ -37,6 +38,7 @@ from shardrank_testing.nodes import (
     Gate,
     HookedEngine,
     RawPeer,
+    connected,
     expected_films,
     film_bags,
     in_every_place,
@@ -141,8 +143,7 @@ async def test_unknown_versions_and_failures_are_carried_by_name(place, tmp_path
     ("limits", "requests", "message"),
     [
         ({"max_in_flight": 3}, [[[SLOW_ROW]]] * 3, "3 requests in flight, at most 3"),
-        # One request is always accepted.
-        ({"max_in_flight_bytes": 1024}, [[[SLOW_ROW], *[[]] * 100]], "more than the 1024 that are taken"),
+        ({"max_buffered_bytes": 9000}, [[[SLOW_ROW], *[[]] * 100]], "bytes of messages are buffered of the limit"),
     ],
 )
 async def test_limits_of_requests_and_bytes_in_flight(place, limits, requests, message, tmp_path):
@@ -156,6 +157,23 @@ async def test_limits_of_requests_and_bytes_in_flight(place, limits, requests, m
         await asyncio.gather(*tasks)
         await pool_films(client, [1])
         assert server.in_flight == 0
+
+
+async def test_places_are_shared_once_half_are_taken(place, tmp_path):
+    gate = Gate()
+    limits = BY_ONE_THREAD.model_copy(update={"max_in_flight": 8})
+    async with place.client(tmp_path, gate.node, limits) as (server, first), connected(server.addresses[0]) as second:
+        tasks = [asyncio.create_task(pool_films(first, [SLOW_ROW])) for _ in range(5)]
+        await gate.wait_entered()
+        await until(lambda: server.in_flight == 5)
+        tasks += [asyncio.create_task(pool_films(second, [1])) for _ in range(2)]
+        await until(lambda: server.in_flight == 7)
+        with pytest.raises(NodeOverloadedError, match="5 of 7 requests in flight are of this connection, one of 2"):
+            await pool_films(first, [1])
+        tasks.append(asyncio.create_task(pool_films(second, [1])))
+        await until(lambda: server.in_flight == 8)
+        gate.opened.set()
+        await asyncio.gather(*tasks)
 
 
 async def test_a_request_past_its_deadline_is_not_pooled(place, tmp_path):
@@ -285,10 +303,11 @@ async def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[
         now[0] += pooling_s
 
     handler = RequestHandler(small_node(HookedEngine({SLOW_ROW: pooling})), limits, lambda: now[0])
+    peer = PeerLoad(ByteAccount(ByteBudget(1 << 20), lambda error: None))
     for bags in requests:
         answered: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
         frame = received(encode_pool(1, 0, MODEL, VERSION, bags))
-        handler.handle(frame, None, answered.set_result, lambda: True)
+        handler.handle(frame, None, answered.set_result, lambda: True, peer)
         answer = decode_answer(received(await answered))
         np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(bags)[1])
     await handler.close()
