@@ -83,7 +83,12 @@ class InternalError(ClientError):
     """A fault of the server, or an answer that is none."""
 
 
-_BY_KIND = {"overloaded": OverloadedError, "memory_budget": InternalError, "header_too_large": InvalidRequestError}
+_BY_KIND = {
+    "overloaded": OverloadedError,
+    "buffer_full": OverloadedError,
+    "memory_budget": InternalError,
+    "header_too_large": InvalidRequestError,
+}
 _BY_STATUS: dict[int | str, type[ClientError]] = {
     # Of two classes with one status the later: InvalidRequestError, and UnavailableError where no kind says otherwise.
     **{one.http_status: one for one in ClientError.__subclasses__()},
