@@ -46,7 +46,7 @@ from shardrank_testing.serving_api import (
 
 NAN = float("nan")
 MIB = 2**20
-# All calls come from one address, which is not to wait for the work that it causes.
+# All calls come over one connection, which is not to end for the work that it causes.
 LIMITS = RequestLimits(max_idle_work_ms=0)
 SMALL_LIMITS = RequestLimits(
     max_candidates=50, max_ids_per_bag=40, max_ids_per_request=3000, max_timeout_ms=40_000, max_idle_work_ms=0
@@ -570,6 +570,36 @@ def test_the_collector_is_held_off_only_while_a_text_is_refused():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+async def test_floods_of_parallel_messages_fail_no_valid_call(api_model, expected):
+    """Half-sent bodies, and messages that expand 200 times, from the address of the valid calls."""
+    limits = RequestLimits(max_body_bytes=MIB, max_buffered_bytes=4 * MIB)
+    packed, half_sent = zlib.compress(bytes(MIB)), field(1, MODEL.encode()) + bytes(MIB // 2)
+    async with served_api(api_model, limits) as api, contextlib.AsyncExitStack() as stack:
+        buffers = api.service.buffers
+
+        async def half() -> bytes:
+            reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
+            stack.push_async_callback(writer.wait_closed)
+            stack.callback(writer.close)
+            writer.write(b"POST /v1/models/%b:rank HTTP/1.1\r\nhost: a\r\n" % MODEL.encode())
+            writer.write(b"content-type: application/x-protobuf\r\ncontent-length: %d\r\n\r\n" % MIB + half_sent)
+            return (await reader.read(12))[-3:]
+
+        halves = [asyncio.create_task(half()) for _ in range(40)]
+        refusals = [
+            await send_beside_good_calls(api, expected, send(api, GRPC_RANK, packed, "deflate")) for _ in range(10)
+        ]
+        assert buffers.buffered <= 4 * MIB
+        first = asyncio.as_completed(halves)
+        assert await next(first) == b"429"
+        refusals += await asyncio.gather(*(send(api, GRPC_RANK, packed, "deflate") for _ in range(60)))
+        assert {refusal.kind for refusal in refusals} <= {"malformed", "buffer_full"}
+        assert await send_beside_good_calls(api, expected, asyncio.sleep(0, "done")) == "done"
+        await stack.aclose()
+        await asyncio.gather(*halves)
+        await until(lambda: buffers.buffered == 0)
 
 
 async def test_nothing_of_a_message_that_is_cut_off_is_kept(api):
