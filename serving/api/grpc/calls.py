@@ -386,6 +386,11 @@ class GrpcCall:
         self._on_leave = callback
 
     @property
+    def connection(self) -> Http2Protocol:
+        """The connection that it came on."""
+        return self._connection
+
+    @property
     def owner(self) -> str:
         """The account of its client's address; "" for one that stands for many."""
         return self._connection.listener.addresses.owner(self._connection.address)

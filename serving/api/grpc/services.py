@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +21,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from serving.api import documents
 from serving.api.dealing import Place
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
-from serving.api.grpc.listener import Http2Listener
+from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits
 from serving.api.listening import Addresses
 from serving.api.tokens import Scope, Tokens
@@ -33,6 +35,7 @@ from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService, answer
 
 HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.5, 0.1
+MAX_WATCHES_PER_CONNECTION = 64
 CALL_WORTH_S = 1e-3
 """Work at the front that a ranking call makes good, beside that of its bytes."""
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
@@ -47,6 +50,10 @@ _Fields = dict[str, Any]
 
 class UnknownServiceError(ServingError, kind="unknown_service", http=404, grpc="NOT_FOUND"):
     """The health of a service was asked for that is not served here."""
+
+
+class TooManyWatchesError(ServingError, kind="too_many_watches", http=429, grpc="RESOURCE_EXHAUSTED"):
+    """A connection watches the health as often as it may."""
 
 
 class GrpcServer:
@@ -189,7 +196,22 @@ class Health:
 
     def by_path(self) -> dict[bytes, GrpcMethod]:
         """Its methods."""
-        return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": streamed(self._watch)})
+        watch, watches = streamed(self._watch), Counter[Http2Protocol]()
+
+        async def bounded(call: GrpcCall) -> None:
+            connection = call.connection
+            if watches[connection] >= MAX_WATCHES_PER_CONNECTION:
+                says = f"the connection has {watches[connection]} calls of Watch; {MAX_WATCHES_PER_CONNECTION} are allowed"
+                raise TooManyWatchesError(says)
+            watches[connection] += 1
+            try:
+                await watch.answer(call)
+            finally:
+                watches[connection] -= 1
+                if not watches[connection]:
+                    del watches[connection]
+
+        return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": replace(watch, answer=bounded)})
 
     async def _check(self, call: GrpcCall) -> bytes:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
