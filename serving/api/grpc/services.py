@@ -146,7 +146,7 @@ def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     fields_of: dict[str, tuple[Callable[[Any], _Fields], Scope | None]] = {
         "ServerLive": (lambda _: {"live": True}, None),
         "ServerReady": (lambda _: {"ready": not service.watch.problems()}, None),
-        "ModelReady": (lambda asked: {"ready": documents.model_is_ready(*model_of(asked))}, None),
+        "ModelReady": (lambda asked: {"ready": documents.model_is_ready(*model_of(asked))}, "describe"),
         "ServerMetadata": (lambda _: documents.server_metadata(service), "describe"),
         "ModelMetadata": (lambda asked: documents.model_metadata(*model_of(asked)), "describe"),
         "ModelConfig": (lambda asked: {"config": documents.model_config(*model_of(asked))}, "describe"),
@@ -161,7 +161,12 @@ def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
 
     def document(name: str, fields: Callable[[Any], _Fields], scope: Scope | None) -> GrpcMethod:
         takes, gives = getattr(inference, f"{name}Request"), getattr(inference, f"{name}Response")
-        return _document(service, "oip_grpc", takes, lambda _, asked: gives(**fields(asked)).SerializeToString(), scope)
+        is_probe = name.endswith(("Live", "Ready"))
+
+        def tell(call: Call, asked: Any) -> bytes:
+            return gives(**fields(asked)).SerializeToString()  # type: ignore[no-any-return]  # of no known class
+
+        return _document(service, "oip_grpc", takes, tell, scope, is_probe=is_probe)
 
     methods = {name: document(name, *told) for name, told in fields_of.items()}
     return _paths(INFERENCE, {"ModelInfer": _ranked(service, InferGrpcCodec()), **methods})
@@ -200,9 +205,8 @@ class Health:
 
         async def bounded(call: GrpcCall) -> None:
             connection = call.connection
-            if watches[connection] >= MAX_WATCHES_PER_CONNECTION:
-                says = f"the connection has {watches[connection]} calls of Watch; {MAX_WATCHES_PER_CONNECTION} are allowed"
-                raise TooManyWatchesError(says)
+            if (count := watches[connection]) >= MAX_WATCHES_PER_CONNECTION:
+                raise TooManyWatchesError(f"the connection has {count} calls of Watch, as many as are allowed")
             watches[connection] += 1
             try:
                 await watch.answer(call)
@@ -284,14 +288,16 @@ def _document(
     takes: type[_Read],
     tell: Callable[[Call, _Read], bytes],
     scope: Scope | None = "describe",
+    *,
+    is_probe: bool = False,
 ) -> GrpcMethod:
-    """Return a method that tells what is known; without a scope it is a probe, which is answered under any load."""
+    """Return a method that tells what is known; a probe is answered under any load."""
 
     async def document(call: GrpcCall) -> bytes:
         with service.call(api, "model") as counted:
             data = await call.receive()
             counted.received = service.clock()
-            if scope is not None:
+            if not is_probe:
                 service.admit(counted)
             return tell(counted, _decoded(data, takes))
 
