@@ -18,6 +18,7 @@ from loader.errors import ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.errors import (
+    CertificateRoleError,
     DeadlineExceededError,
     FrameTooLargeError,
     InvalidBagsError,
@@ -44,6 +45,7 @@ from shard_node.wire.messages import (
     encode_goaway,
     encode_info_answer,
 )
+from shard_node.wire.roles import CLIENTS, Role, check_frame
 from shard_node.wire.tls import ReloadingContext
 
 logger = logging.getLogger(__name__)
@@ -151,6 +153,7 @@ class RequestHandler:
         deadline: float | None,
         answer: Callable[[Answer], None],
         is_wanted: Callable[[], bool],
+        roles: frozenset[Role] = CLIENTS,
     ) -> None:
         """Answers a frame, now or from a thread later; `answer` is always called on the event loop, exactly once.
 
@@ -159,9 +162,11 @@ class RequestHandler:
             deadline: on the clock, in seconds; None for none.
             answer: takes the answer's frame.
             is_wanted: whether anyone still waits for the answer; asked from another thread.
+            roles: of the peer.
         """
         request_id = frame.header.request_id
         try:
+            check_frame(roles, frame.header.frame_type)
             if frame.header.frame_type == FrameType.POOL:
                 self._handle_pool(frame, deadline, answer, is_wanted)
             elif frame.header.frame_type == FrameType.INFO:
@@ -338,6 +343,7 @@ class ServerConnection(FrameConnection):
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._frame_begun_at = 0.0
+        self.roles = CLIENTS
 
     def go_away(self) -> None:
         """Asks the peer to send no more requests; it closes the connection when it has its answers."""
@@ -365,7 +371,7 @@ class ServerConnection(FrameConnection):
         self._stop_receive_timer()
         budget_us = frame.header.budget_us
         deadline = begun_at + budget_us * 1e-6 if budget_us else None
-        self._handler.handle(frame, deadline, self._send_answer, self._is_wanted)
+        self._handler.handle(frame, deadline, self._send_answer, self._is_wanted, self.roles)
         self._frame_begun_at = self._clock()
 
     def stream_broken(self, error: WireError, request_id: int) -> None:
@@ -512,7 +518,16 @@ class NodeServer:
             error = NodeOverloadedError(f"at most {self._limits.max_connections} connections are taken")
             logger.warning("refusing the connection from %s: %s", connection.peer, error)
             connection.refuse(self._handler.failure(0, error))
-        elif self._is_draining:
+            return
+        if self._tls is not None and connection.certificate:
+            host = connection.peer.rpartition(":")[0]
+            try:
+                connection.roles = self._tls.roles.check(connection.certificate, host, CLIENTS)
+            except CertificateRoleError as error:
+                self._tls.refusals.add(host, error)
+                connection.refuse(self._handler.failure(0, error))
+                return
+        if self._is_draining:
             connection.go_away()
 
     def ended(self, connection: ServerConnection) -> None:

@@ -42,12 +42,12 @@ def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def node(ca: Authority) -> Pair:
-    return ca.issue("node")
+    return ca.issue("node", uris=["spiffe://fleet/node"])
 
 
 @pytest.fixture(scope="module")
 def router(ca: Authority) -> Pair:
-    return ca.issue("router")
+    return ca.issue("router", uris=["shardrank:router"])
 
 
 def tls_flags(pair: Pair, ca: Authority) -> tuple[str, ...]:
@@ -66,9 +66,15 @@ def test_nodes_are_reached_over_mutual_tls_with_a_valid_certificate_only(
     with running("shard-node", *shard, *tls_flags(node, ca)) as node_program:
         address = node_program.read_until(r"listens on tcp://(\S+)")[1]
         serve = ("serve", "--store", str(store), "--model", "films", "--shard", address, *QUICK)
-        with running(*serve, *node_flags(router, ca)) as program:
+        roles = ("--tls-role", "node=spiffe://fleet/node")
+        with running(*serve, *node_flags(router, ca), *roles) as program:
             assert len(program.rank("films", REQUEST).json()["scores"]) == 2
             assert program.stop() == 0
+        assert "has no role" not in program.output
+        client = ca.issue("client", uris=["shardrank:client"])
+        with running(*serve, *node_flags(client, ca), *roles) as program:
+            program.read_until("can't be served yet: .*tls_certificate_role")
+        assert "has no role" not in node_program.output
         with running(*serve, *node_flags(ca.issue("expired", days=-1), ca)) as program:
             program.read_until("can't be served yet: .*tls_expired_certificate")
         with running(*serve) as program:
@@ -76,6 +82,7 @@ def test_nodes_are_reached_over_mutual_tls_with_a_valid_certificate_only(
         assert node_program.stop() == 0
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_expired_certificate") == 1
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_plain_text") == 1
+    assert node_program.output.count("refused a connection from 127.0.0.1: tls_certificate_role") == 1
     assert "Traceback" not in node_program.output
 
 
@@ -151,9 +158,11 @@ def test_options_are_read_and_passed_on_to_children(ca: Authority, node: Pair, r
     assert protection.node_tls == TlsClientConfig(ca=ca.cert, cert=node.cert, key=node.key)
     assert protection.tokens == tokens
     assert front_arguments(options) == [*tls_flags(node, ca), "--tokens", str(tokens)]
-    private = options | {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key}
-    assert Protection.of(private).node_tls == TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key)
-    assert front_arguments(private)[6:12] == list(node_flags(router, ca))
+    roles = (("node", "spiffe://fleet/node"),)
+    private = options | {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key, "tls_role": roles}
+    shown = TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key, role_uris=roles)
+    assert Protection.of(private).node_tls == shown
+    assert front_arguments(private)[6:14] == [*node_flags(router, ca), "--tls-role", "node=spiffe://fleet/node"]
     none = dict.fromkeys(private) | limits
     assert Protection.of(none) == Protection(None, None, None)
     assert front_arguments(none) == []

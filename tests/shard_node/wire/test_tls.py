@@ -6,7 +6,8 @@ import asyncio
 import logging
 import socket
 import ssl
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from shard_node.errors import (
+    CertificateRoleError,
     ExpiredCertificateError,
     MissingCertificateError,
     NodeUnavailableError,
@@ -23,6 +25,7 @@ from shard_node.errors import (
 )
 from shard_node.wire.address import MAX_HANDSHAKES, Address, listen
 from shard_node.wire.client import ShardClient
+from shard_node.wire.messages import CountsRequest
 from shard_node.wire.server import NodeServer
 from shard_node.wire.tls import (
     MAX_LINES_PER_MINUTE,
@@ -34,7 +37,18 @@ from shard_node.wire.tls import (
     server_context,
 )
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
-from shardrank_testing.nodes import NEVER_S, connected, expected_films, pool_films, raw_peer, serving, until
+from shardrank_testing.nodes import (
+    MODEL,
+    NEVER_S,
+    VERSION,
+    connected,
+    expected_films,
+    pool_films,
+    raw_peer,
+    serving,
+    soon,
+    until,
+)
 
 pytestmark = needs_openssl
 
@@ -46,7 +60,7 @@ class Papers:
 
     def __init__(self, folder: Path) -> None:
         self.ca, self.other_ca = Authority(folder / "ca"), Authority(folder / "other", "other-ca")
-        self.pairs = {name: self.ca.issue(name) for name in ("node", "router")}
+        self.pairs = {name: self.ca.issue(name, uris=[f"shardrank:{name}"]) for name in ("node", "router")}
         self.pairs["expired"] = self.ca.issue("expired", days=-1)
         self.pairs["foreign"] = self.other_ca.issue("foreign")
         self.pairs["elsewhere"] = self.ca.issue("elsewhere", host="elsewhere.example")
@@ -129,6 +143,72 @@ async def test_a_node_without_a_valid_certificate_is_not_used(shown, ca, kind, p
             await ask(client)
         assert type(caught.value) is kind
         assert server.num_connections == 0
+
+
+OTHER_NAMES = (("router", "spiffe://fleet/serve"), ("operator", "spiffe://fleet/ops"), ("node", "spiffe://fleet/n"))
+WARNING = "has no role: the next release lets in only one with a URI"
+
+
+@pytest.mark.parametrize(
+    ("uris", "pools", "tells", "warns"),
+    [
+        (["shardrank:router"], True, True, False),
+        (["spiffe://fleet/serve"], True, True, False),
+        (["shardrank:client", "shardrank:router"], True, True, False),
+        (["shardrank:operator"], False, True, False),
+        (["spiffe://fleet/ops", "shardrank:node"], False, True, False),
+        (["shardrank:node"], False, False, False),
+        (["shardrank:client"], False, False, False),
+        ([], True, True, True),
+        (["spiffe://elsewhere/serve"], True, True, True),
+    ],
+)
+async def test_a_peer_may_do_what_its_role_allows(uris, pools, tells, warns, papers, caplog):
+    """A router everything, an operator status and counts, others nothing; one without a role is warned about once."""
+    pair, node = papers.ca.issue("peer", uris=uris), papers.pairs["node"]
+    mine = client_context(TlsClientConfig(ca=papers.ca.cert, cert=pair.cert, key=pair.key, role_uris=OTHER_NAMES))
+    context = server_context(TlsConfig(cert=node.cert, key=node.key, client_ca=papers.ca.cert, role_uris=OTHER_NAMES))
+    counted = CountsRequest(MODEL, VERSION, 1, 0, 10)
+    async with serving(ANY_PORT, tls=context) as server:
+        for _ in range(2):
+            async with connected(server.addresses[0], tls=mine) as client:
+                for call, allowed in (
+                    (client.info, tells),
+                    (partial(client.counts, counted, soon()), tells),
+                    (partial(ask, client), pools),
+                ):
+                    with nullcontext() if allowed else pytest.raises(CertificateRoleError, match="allowed here"):
+                        await call()
+    assert context.refusals.counts.keys() == (set() if tells else {CertificateRoleError.kind})
+    assert caplog.text.count(f"127.0.0.1 {WARNING}") == warns
+    assert [uri for uri in uris if uri in caplog.text and uri != "shardrank:router"] == []
+
+
+@pytest.mark.parametrize(
+    ("uris", "is_used", "warns"),
+    [
+        (["shardrank:node"], True, False),
+        (["spiffe://fleet/n"], True, False),
+        (["shardrank:router"], False, False),
+        (["shardrank:client"], False, False),
+        ([], True, True),
+    ],
+)
+async def test_a_client_uses_nodes_with_the_role_of_one(uris, is_used, warns, papers, caplog):
+    """One without a role is used, and warned about once."""
+    node, router = papers.ca.issue("peer", uris=uris), papers.pairs["router"]
+    mine = client_context(TlsClientConfig(ca=papers.ca.cert, cert=router.cert, key=router.key, role_uris=OTHER_NAMES))
+    tls = server_context(TlsConfig(cert=node.cert, key=node.key, client_ca=papers.ca.cert))
+    async with serving(ANY_PORT, tls=tls) as server:
+        for _ in range(2):
+            async with connected(server.addresses[0], tls=mine) as client:
+                with (
+                    nullcontext()
+                    if is_used
+                    else pytest.raises(CertificateRoleError, match="allowed here is shardrank:node")
+                ):
+                    await ask(client)
+        assert caplog.text.count(f"{server.addresses[0]} {WARNING}") == warns
 
 
 async def test_plain_text_and_tls_on_the_wrong_port_are_refused(papers, caplog):
