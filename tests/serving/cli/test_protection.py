@@ -18,8 +18,10 @@ from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import rank_arguments
 from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.movielens import small_interactions
+from shardrank_testing.otlp_receiver import collector
 from shardrank_testing.processes import running, wait_until
 from shardrank_testing.registered_fleet import publish, want
+from shardrank_testing.registries import redis_server
 
 QUICK = (*ANY_PORTS, "--shutdown-delay-s", "0")
 REQUEST = {
@@ -122,21 +124,49 @@ def test_every_port_needs_a_certificate_and_a_token(
 
 
 @needs_openssl
-def test_a_fleet_of_a_registry_speaks_mutual_tls(
-    store: Path, ca: Authority, node: Pair, router: Pair, tmp_path: Path
-) -> None:
-    registry = tmp_path / "registry"
-    publish(registry, store / "films" / "1")
-    want(registry, "films", live=1, hold=(1,), serve=(1,))
-    member = ("--registry", str(registry), "--store", str(store))
-    listen = ("--shard", "0/1", "--listen", "127.0.0.1:0")
-    with (
-        running("shard-node", *member, *listen, *tls_flags(node, ca)) as node_program,
-        running("serve", *member, *QUICK, *node_flags(router, ca)) as program,
-    ):
-        assert len(program.rank("films", REQUEST).json()["scores"]) == 2
-        assert program.stop() == 0
-        assert node_program.stop() == 0
+def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_path: Path) -> None:
+    """A SAN, a token and a password in no log, metric, span or recording, of calls that pass and that are refused."""
+    san, password, recorded, tokens = "san-5e8c", "password-77d1", tmp_path / "recorded", tmp_path / "tokens.json"
+    token, entry = new_token("ops", "admin")
+    add_token(tokens, entry)
+    node, router, stranger = (
+        ca.issue(f"{role}-of-fleet", uris=[f"shardrank:{role}", f"spiffe://{san}/{role}"])
+        for role in ("node", "router", san)
+    )
+    listen = ("--shard", "0/1", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+    with redis_server(tmp_path, tcp=True, settings={"requirepass": password}) as redis, collector() as spans:
+        publish(redis.url, store / "films" / "1")
+        want(redis.url, "films", live=1, hold=(1,), serve=(1,))
+        traces = ("--trace-endpoint", spans.url, "--trace-protocol", "http")
+        member = ("--registry", redis.url, "--store", str(store), *traces)
+        front = ("--tokens", str(tokens), "--record", str(recorded), "--record-share", "1", "--trace-sample-share", "1")
+        roles = ("--tls-role", f"node=spiffe://{san}/node")
+        with (
+            running("--log-level", "debug", "shard-node", *member, *listen, *tls_flags(node, ca)) as node_program,
+            running(
+                "--log-level", "debug", "serve", *member, *front, *QUICK, *node_flags(router, ca), *roles
+            ) as program,
+        ):
+            metrics_url = node_program.read_until(r"metrics: (https://\S+)")[1]
+            address = node_program.read_until(r"listens on tcp://(\S+)")[1]
+            url = f"{program.url}/v1/models/films:rank"
+            for shown, status in ((token, 200), (f"{token}-wrong", 401)):
+                headers = {"authorization": f"Bearer {shown}"}
+                assert httpx.post(url, json=REQUEST, headers=headers, timeout=30).status_code == status
+            counts = ("counts", "--shard", address, "--out", tmp_path / "counts")
+            refused = shardrank(*counts, *node_flags(stranger, ca), code=1).output
+            assert "tls_certificate_role" in node_program.read_until("refused a connection").string
+            locked_out = shardrank("versions", "--registry", redis.url.replace(password, f"{password}-wrong"), code=1)
+            context = client_context(TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key))
+            metrics = httpx.get(metrics_url, verify=context).text
+            metrics += httpx.get(f"{program.url}/metrics", headers={"authorization": f"Bearer {token}"}).text
+            assert (program.stop(), node_program.stop()) == (0, 0)
+    written = b"".join(path.read_bytes() for path in recorded.glob("*.requests"))
+    assert written
+    assert {span.name for span in spans.spans} >= {"http rank", "shardrank.pool"}
+    logs = program.output + node_program.output + refused + locked_out.output
+    told = logs + metrics + repr(spans.spans) + written.decode("latin-1")
+    assert [secret for secret in (san, password, token) if secret in told] == []
 
 
 @needs_openssl
