@@ -93,17 +93,16 @@ def test_the_cuda_overlay_gives_each_shard_node_gpus_and_as_many_cards():
 
 def test_certificates_of_the_wire_have_the_role_of_their_pods(tmp_path):
     """And nodes' names are those that they advertise."""
-    parts = {"resources": ["base"], "components": ["wire-tls"]}
-    paths = {kind: [os.path.relpath(BASE.parent / name, tmp_path) for name in names] for kind, names in parts.items()}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(paths))
+    folder = os.path.relpath(BASE.parent, tmp_path)
+    parts = {"resources": [f"{folder}/base"], "components": [f"{folder}/wire-tls"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(parts))
     found = rendered(tmp_path)
     issued = {one["spec"]["secretName"]: one["spec"] for one in found if one["kind"] == "Certificate"}
     roles = {}
     for name, pod in pods(found):
         for secret in (one["secret"]["secretName"] for one in pod["spec"].get("volumes", ()) if "secret" in one):
             arguments = pod["spec"]["containers"][0]["args"]
-            files = {text.partition("=/tls/")[2] for text in arguments} - {""}
-            assert files == {"ca.crt", "tls.crt", "tls.key"}
+            assert {text.partition("=/tls/")[2] for text in arguments} == {"", "ca.crt", "tls.crt", "tls.key"}
             if (address := parse_command_line(arguments).get("advertise")) is not None:
                 pattern = "*." + address.partition(".")[2].rpartition(":")[0]
                 assert {pattern, name} <= set(issued[secret]["dnsNames"])

