@@ -33,7 +33,7 @@ _MAX_WARNINGS: Final = 256
 
 
 class CertificateRoles:
-    """Tells the roles of peers; of those whose certificates have none, each address is warned about once."""
+    """Reads the roles of peers, and warns once for each address of certificates that have none."""
 
     def __init__(self, uris: RoleUris = ()) -> None:
         self._role_uris = {*((role, f"{SCHEME}{role}") for role in ROLES), *uris}
