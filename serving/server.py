@@ -144,8 +144,8 @@ async def serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             admin_port = None
+            tokens, ssl = _protection(service, config, "http")
             if config.admin_port is not None:
-                tokens, ssl = _protection(service, config, "http")
                 num_workers = 1 if config.place is None else config.place.num_workers
                 page: Callable[[], Source] = partial(ProcessSource, service, num_workers)
                 if open_registry is not None:
@@ -156,7 +156,7 @@ async def serve(
             if probe_port is None:
                 listening = await stack.enter_async_context(running_server(service, config))
             else:
-                await stack.enter_async_context(running_admin(service, "127.0.0.1", probe_port))
+                await stack.enter_async_context(running_admin(service, "127.0.0.1", probe_port, tokens=tokens))
                 listening = Listening(config.host, config.http_port, config.grpc_port)
             on_listening(replace(listening, admin_port=admin_port))
             try:

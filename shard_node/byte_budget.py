@@ -112,3 +112,30 @@ class ByteAccount:
             if budget.buffered + num_bytes <= budget.max_bytes:
                 return
         raise budget.refusal("full")
+
+
+class MessageBytes:
+    """The bytes that one message, what it is expanded to, and its answer hold of a connection's account."""
+
+    def __init__(self, account: ByteAccount) -> None:
+        self._account = account
+        self.held = 0
+
+    def charge(self, num_bytes: int) -> None:
+        """As `ByteAccount.charge`."""
+        self._account.charge(num_bytes)
+        self.held += num_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """As `ByteAccount.hold`."""
+        self._account.hold(num_bytes)
+        self.held += num_bytes
+
+    def refund(self, num_bytes: int) -> None:
+        """Count bytes out that are not held any more."""
+        self._account.refund(num_bytes)
+        self.held -= num_bytes
+
+    def refund_all(self) -> None:
+        """Count the whole message out: its answer was taken, or it is given up. Idempotent."""
+        self.refund(self.held)

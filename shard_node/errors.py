@@ -65,6 +65,12 @@ class MissingCertificateError(TlsHandshakeError, kind="tls_missing_certificate")
     """A client that shows no certificate to a server that asks for one."""
 
 
+class CertificateRoleError(
+    TlsHandshakeError, http_status=403, grpc_status="PERMISSION_DENIED", kind="tls_certificate_role"
+):
+    """A certificate whose role on the wire does not reach as far as the connection or the frame."""
+
+
 class NodeOverloadedError(ShardNodeError, http_status=503, grpc_status="RESOURCE_EXHAUSTED", kind="node_overloaded"):
     """The node's queue is full; the request was not started."""
 

@@ -7,13 +7,14 @@ import logging
 import time
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from starlette.types import Receive
 
 from loader.errors import ShardrankError
 from serving.errors import BodyTooLargeError, ClientGoneError, MalformedRequestError, printable
 from serving.formats.json_text import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
+from shard_node.byte_budget import MessageBytes
 
 logger = logging.getLogger(__name__)
 
@@ -69,32 +70,21 @@ async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes 
             return part if len(parts) == 1 else b"".join(parts)
 
 
-class Expanding(Protocol):
-    """Who is charged for a body that is decompressed."""
-
-    def charge(self, num_bytes: int) -> None:
-        """Count bytes that it became. Raises BufferFullError: there is no room for them."""
-
-    def refund(self, num_bytes: int) -> None:
-        """Count bytes out that are not held any more."""
-
-    def spent(self, seconds: float) -> None:
-        """Count processor time beyond what as many bytes usually take: blocks that hold nothing cost most."""
-
-
 async def expand(
     body: Buffer,
     max_body_bytes: int,
-    payer: Expanding,
+    held: MessageBytes,
+    spent: Callable[[float], object],
     places: asyncio.Semaphore,
     clock: Callable[[], float] = time.thread_time,
 ) -> bytes:
     """Decompress a body without holding the event loop up: what goes in and what comes out are both bounded at once.
 
     Args:
-        body: gzip (RFC 1952) or deflate (RFC 1950), which the payer was charged for, and is refunded.
+        body: gzip (RFC 1952) or deflate (RFC 1950).
         max_body_bytes: the longest that it may become; no more is made.
-        payer: is charged for each piece before the next one.
+        held: has the body, and then instead of it what it became: each piece is charged before the next one is made.
+        spent: is told the seconds beyond those that as many bytes usually take: blocks that hold nothing cost most.
         places: of bodies that are decompressed at a time.
         clock: seconds of processor time of this thread.
 
@@ -104,12 +94,18 @@ async def expand(
         MalformedRequestError: if it is neither, incomplete, or followed by something else.
     """
     async with places:
-        expanded = await _expanded(body, max_body_bytes, payer, clock)
-    payer.refund(len(body))
+        expanded = await _expanded(body, max_body_bytes, held, spent, clock)
+    held.refund(len(body))
     return expanded
 
 
-async def _expanded(body: Buffer, max_body_bytes: int, payer: Expanding, clock: Callable[[], float]) -> bytes:
+async def _expanded(
+    body: Buffer,
+    max_body_bytes: int,
+    held: MessageBytes,
+    spent: Callable[[float], object],
+    clock: Callable[[], float],
+) -> bytes:
     stream, view = zlib.decompressobj(_GZIP_OR_ZLIB), memoryview(body)
     pieces: list[bytes] = []
     taken = made = 0
@@ -127,7 +123,7 @@ async def _expanded(body: Buffer, max_body_bytes: int, payer: Expanding, clock: 
                 raise MalformedRequestError("", f"the body is neither gzip nor deflate: {error}") from error
             finally:
                 took_s += clock() - began
-            payer.charge(len(piece))
+            held.charge(len(piece))
             pieces.append(piece)
             made += len(piece)
             if made > max_body_bytes:
@@ -138,7 +134,7 @@ async def _expanded(body: Buffer, max_body_bytes: int, payer: Expanding, clock: 
             if not stream.eof:
                 await asyncio.sleep(0)
     finally:
-        payer.spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
+        spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
     if rest := len(stream.unused_data) + len(view) - taken:
         raise MalformedRequestError("", f"{rest} bytes follow the compressed body")
     return b"".join(pieces)

@@ -47,6 +47,7 @@ METRICS_REFRESH_TIMEOUT_S = 1.0
 SERVER_NAME = "shardrank"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics")
 PLATFORM = "shardrank"
+HIDDEN_PROBLEMS = "it is not ready; a token with the scope 'describe' is told why"
 
 # https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto
 _CONFIG_TYPES = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
@@ -350,7 +351,7 @@ class _Documents:
             add(path, metadata, "Inputs and outputs of a model")
             add(f"{path}/config", config, "Configuration of a model")
             add(f"{path}/stats", statistics, "Statistics of a model")
-            add(f"{path}/ready", model_ready, "The model would answer", right=None)
+            add(f"{path}/ready", model_ready, "The model would answer", is_probe=True)
         index = "All versions of all models"
         add(f"{OPEN_INFERENCE}/repository/index", repository_index, index, method="POST", takes_body=True)
         for action in ("load", "unload"):
@@ -365,11 +366,13 @@ class _Documents:
         async def healthz() -> HealthDocument:
             return HealthDocument()
 
-        async def readyz(response: Response) -> ReadyDocument:
-            problems = watch.problems()
+        async def readyz(request: Request, response: Response) -> ReadyDocument:
+            # Rows that lag don't change the status.
+            problems, degraded, tokens = watch.problems(), watch.degraded(), self._tokens
             response.status_code = 503 if problems else 200
-            # Rows that lag don't change it.
-            return ReadyDocument(ready=not problems, problems=problems, degraded=watch.degraded())
+            if tokens is not None and not tokens.allows(request.headers.get("authorization"), "describe"):
+                problems, degraded = {"": HIDDEN_PROBLEMS} if problems else {}, {}
+            return ReadyDocument(ready=response.status_code == 200, problems=problems, degraded=degraded)
 
         async def live() -> Response:
             return Response()
@@ -427,22 +430,22 @@ class _Documents:
         method: str = "GET",
         api: str = "oip_http",
         counted: str = "model",
-        right: Right | None = "describe",
+        right: Right = "describe",
+        is_probe: bool = False,
         takes_body: bool = False,
         **options: Any,
     ) -> None:
         """Add a path whose calls are counted, as `counted` of an API.
 
-        `tell` answers a model and a version, "" where the path names none, or with `takes_body` a request. Without a
-        `right` that tokens must have it is a probe, which is never shed.
+        `tell` answers a model and a version, "" where the path names none, or with `takes_body` a request. A probe is
+        never shed.
         """
 
         async def endpoint(request: Request) -> Any:
             model = request.path_params.get("model", "")
-            if right is not None:
-                self._check(request, right)
+            self._check(request, right)
             with self._service.call(api, counted) as call:
-                if right is not None:
+                if not is_probe:
                     self._service.admit(call)
                 if takes_body:
                     return await tell(request)

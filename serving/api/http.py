@@ -122,7 +122,9 @@ class HttpApp:
                 coding = headers.get(b"content-encoding")
                 is_plain = coding is None or _is_identity(coding, codings)
                 data = await read_body(receive, "max_body_bytes", max_bytes, headers.get(b"content-length"))
-                return data if is_plain else await expand(data, max_bytes, gate, self._service.expanding)
+                if is_plain:
+                    return data
+                return await expand(data, max_bytes, gate.bytes, gate.spent, self._service.expanding)
 
             encoded = await answer(self._service, codec, body, gate, parent)
             return HttpReply(200, encoded.body, encoded.content_type, encoded.headers)

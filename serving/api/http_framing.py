@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TypeAlias
 
+import numpy as np
+
 from loader.errors import ShardrankError
 from serving.api.bodies import HttpReply, error_reply
 from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
 
+MAPPED_BYTES = 2**20
+"""From here on a body has a mapping of its own, which no heap keeps."""
 _LENGTH_DIGITS = 18
 _LINES_BETWEEN_LOOKS = 256
 _STATUS_LINES = {one.value: b"HTTP/1.1 %d %b" % (one.value, one.phrase.encode()) for one in HTTPStatus}
@@ -162,6 +167,11 @@ def header_too_large(max_header_bytes: int) -> HeaderTooLargeError:
     return HeaderTooLargeError(f"the headers are longer than the limit max_header_bytes = {max_header_bytes}")
 
 
+def body_buffer(num_bytes: int) -> memoryview:
+    """Make room for a body, which takes no memory before it comes; that of a long one goes back to the system."""
+    return memoryview(mmap.mmap(-1, num_bytes)) if num_bytes >= MAPPED_BYTES else np.empty(num_bytes, np.uint8).data
+
+
 def whole_answer(reply: HttpReply, headers: list[tuple[bytes, bytes]], *, is_last: bool) -> bytes:
     """Write an answer, head and body, with these headers before its own; `is_last` of its connection."""
     lines = [_STATUS_LINES[reply.status]]
@@ -173,6 +183,6 @@ def whole_answer(reply: HttpReply, headers: list[tuple[bytes, bytes]], *, is_las
     return b"\r\n".join((*lines, b"", reply.body))
 
 
-def last_answer(error: ShardrankError, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Write the answer of a connection that is ended for an error, likewise."""
-    return whole_answer(error_reply("", "", error), headers, is_last=True)
+def error_answer(error: ShardrankError, headers: list[tuple[bytes, bytes]], *, is_last: bool = True) -> bytes:
+    """Write the answer to a request that is refused before the application sees it, likewise."""
+    return whole_answer(error_reply("", "", error), headers, is_last=is_last)

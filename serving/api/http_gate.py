@@ -9,27 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import mmap
 import select
 import socket
 import ssl as tls
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import chain, takewhile
 from typing import Literal, TypeAlias, cast
 
-import numpy as np
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
-from serving.api.bodies import error_reply
 from serving.api.http_framing import (
     ChunkReader,
     Refuse,
+    body_buffer,
+    error_answer,
     header_too_large,
-    last_answer,
     read_head,
     whole_answer,
     without_upgrade,
@@ -42,10 +39,10 @@ from serving.api.listening import (
     forget_unsent,
     poll_socket,
 )
-from serving.errors import ClientGoneError, MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
+from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
-from shard_node.byte_budget import ByteAccount, ByteBudget
+from shard_node.byte_budget import ByteAccount, ByteBudget, MessageBytes
 from shard_node.errors import BufferFullError
 
 logger = logging.getLogger(__name__)
@@ -54,8 +51,6 @@ logger = logging.getLogger(__name__)
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
 READ_BYTES = 64 * 2**10
 """Read at once; as much may be held of requests that are sent ahead."""
-MAPPED_BYTES = 2**20
-"""From here on a body has a mapping of its own."""
 LINGER_S = 1.0
 """How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -68,6 +63,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     Attributes:
         is_feeding: whether the protocol behind reads, so that what it wants is no answer.
         owes: whether the protocol behind has a request that is not answered.
+        bytes: of the request that is not answered yet, and of its answer.
         has_begun: whether some of a request has come, but not all of it.
     """
 
@@ -87,11 +83,9 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._untaken: list[Callable[[], None]] = []
         self._idle_work_s = 0.0
         self._account = ByteAccount(gates.buffers, self._give_way)
-        self._charged = 0  # of the request that is not answered yet
+        self.bytes = MessageBytes(self._account)  # of the request that is not answered yet
         self._transport: asyncio.Transport
         self._protocol: HttpToolsProtocol | None = None
-
-    # What the event loop calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
@@ -107,7 +101,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._unsent, self._untaken = self._unsent + self._untaken, []
         self._take()
         self._account.close()
-        self._charged = 0
         if self._protocol is not None:
             self._protocol.connection_lost(exc)
         watcher, self._watcher = self._watcher, None
@@ -123,8 +116,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take what was read."""
-        body = self._body
-        if body is None:
+        if (body := self._body) is None:
             self.data_received(bytes(self._gates.read_buffer[:nbytes]))
             return
         began = self._gates.clock()
@@ -223,27 +215,14 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._gates.note("idle_work")
             self.drop()
 
-    def charge(self, num_bytes: int) -> None:
-        """Count bytes of the request, until its answer is taken. Raises BufferFullError, ClientGoneError."""
-        if self.is_ended:
-            raise ClientGoneError("the connection has ended")
-        self._account.charge(num_bytes)
-        self._charged += num_bytes
-
-    def refund(self, num_bytes: int) -> None:
-        """Count bytes of the request out that are not held any more."""
-        num_bytes = min(num_bytes, self._charged)
-        self._account.refund(num_bytes)
-        self._charged -= num_bytes
-
     def answered(self) -> None:
         """Go on to the next request: the answer to this one is written as a whole."""
         self._watcher = None
         self.owes = False
         self._flush()
-        if self._charged:
-            self._untaken.append(partial(self._account.refund, self._charged))
-            self._charged = 0
+        if self.bytes.held:
+            self._untaken.append(self.bytes.refund_all)
+            self.bytes = MessageBytes(self._account)
         if self._untaken:
             self._unsent, self._untaken = self._unsent + self._untaken, []
             if self not in self._gates.unread:
@@ -256,8 +235,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._gates.lingering[self] = self._gates.clock()
         else:
             self._await_next()
-
-    # What the listener calls.
 
     def begin_drain(self) -> None:
         """Make the answer that is owed the connection's last."""
@@ -282,7 +259,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._flush()
             self.is_ended = True
             self._held, self._body = b"", None
-            self._refund()
+            self.bytes.refund_all()
             self._gates.forget(self)
             self._gates.closing[self] = self._gates.clock()
             self._transport.close()
@@ -307,8 +284,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         else:
             self.end()
 
-    # What the protocol behind does to its transport.
-
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send what belongs to an answer: its head together with what follows, by one system call."""
         if self.is_feeding:
@@ -318,8 +293,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             return
         elif self._has_written:
             head, self._answer_head = self._answer_head, b""
-            self._account.hold(len(data))
-            self._charged += len(data)
+            self.bytes.hold(len(data))
             self._transport.writelines((head, data) if head else (data,))
         elif data == _CONTINUE:
             self._transport.write(data)
@@ -342,8 +316,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
                 self._gates.ahead.discard(self)
             if not self._paused_by and not self.is_ended:
                 self._transport.resume_reading()
-
-    # How a request is framed.
 
     def _take_head(self, data: bytes, now: float) -> None:
         gates, searched = self._gates, 0
@@ -384,10 +356,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         elif len(data) < body_end:
             self._phase, self._left = "body", body_end - len(data)
             if READ_BYTES < self._left <= gates.limits.max_body_bytes and not self._is_dropped:
-                # One copy and one turn of whoever waits for it. It takes no memory before it comes, as zeroes would;
-                # that of a long one goes back to the system, which the heap may keep.
-                is_long = length >= MAPPED_BYTES
-                self._body = memoryview(mmap.mmap(-1, length)) if is_long else np.empty(length, np.uint8).data
+                # One copy and one turn of whoever waits for it.
+                self._body = body_buffer(length)
                 self._body[: -self._left] = data[body_at:]
                 data = data[:body_at]
             self._give(data)
@@ -427,7 +397,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         """Count bytes that the application is to be given; refuse the request if there is no room for them."""
         if num_bytes and self.owes:
             try:
-                self.charge(num_bytes)
+                self.bytes.charge(num_bytes)
             except BufferFullError as error:
                 self._refuse_rest(error)
 
@@ -439,22 +409,15 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             return
         protocol, self._protocol, self._body, self.owes = self._protocol, None, None, False
         if protocol is not None:
-            # It has half a request; the next one gets another protocol.
-            protocol.connection_lost(None)
-        self._refund()
+            protocol.connection_lost(None)  # it has half a request; the next one gets another
+        self.bytes.refund_all()
         self._is_dropped = True
-        self._transport.write(
-            whole_answer(error_reply("", "", error), self._gates.state.default_headers, is_last=False)
-        )
+        self._transport.write(error_answer(error, self._gates.state.default_headers, is_last=False))
         self.answered()
-
-    def _refund(self) -> None:
-        self._account.refund(self._charged)
-        self._charged = 0
 
     def _give_way(self, error: ShardrankError) -> None:
         """Refuse a request that is not complete."""
-        if self._charged and self._phase in ("body", "chunks"):
+        if self.bytes.held and self._phase in ("body", "chunks"):
             self._refuse_rest(error)
 
     def _give(self, data: Buffer) -> None:
@@ -532,14 +495,12 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         if self._phase != "complete" or not self._held:
             self.resume("ahead")
 
-    # How it ends.
-
     def _refuse(self, error: ShardrankError) -> None:
         """Answer without the application, and close. A handler that waits for the body learns that the client left."""
         self._gates.note(error.kind)
         is_answered = self._has_written if self.owes else self._phase != "head"
         if not (is_answered or self.is_ended):
-            self._transport.write(last_answer(error, self._gates.state.default_headers))
+            self._transport.write(error_answer(error, self._gates.state.default_headers))
         self.end()
 
 
@@ -595,7 +556,7 @@ class Gates(Front[Gate]):
 
     def tell_refused(self, connection: socket.socket, error: OverloadedError) -> None:
         """See `Front`."""
-        connection.send(last_answer(error, self.state.default_headers))
+        connection.send(error_answer(error, self.state.default_headers))
 
     def leave(self, connection: Gate) -> None:
         """See `Front`."""

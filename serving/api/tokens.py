@@ -25,7 +25,7 @@ from serving.errors import PermissionDeniedError, ServingError, TokensFileError,
 
 Scope: TypeAlias = Literal["rank", "describe", "admin"]
 """What a token is good for. `describe`: models' descriptions, metadata and statistics. `rank`: rank, lookup and infer,
-and `describe`. `admin`: everything, metrics too. Health probes need no token."""
+and `describe`. `admin`: everything, metrics too. Health probes need no token, but name no model without one."""
 
 MAX_TOKENS: Final = 256
 MAX_FILE_BYTES: Final = 1 << 18
@@ -90,6 +90,17 @@ class Tokens:
             UnauthenticatedError: no token, or one that is not known.
             PermissionDeniedError: its scope is too narrow.
         """
+        found = self._find(authorization, scope)
+        if isinstance(found, ServingError):
+            self._note(found.kind)
+            raise found
+        return found.name
+
+    def allows(self, authorization: str | None, scope: Scope) -> bool:
+        """Return whether `check` would let it pass; a probe that shows no token is no refusal, and is not counted."""
+        return isinstance(self._find(authorization, scope), TokenEntry)
+
+    def _find(self, authorization: str | None, scope: Scope) -> TokenEntry | ServingError:
         scheme, _, token = (authorization or "")[:MAX_HEADER_CHARS].partition(" ")
         digest = hashlib.sha256(token.strip(" ").encode("utf-8", "surrogatepass")).digest()
         found: TokenEntry | None = None
@@ -97,19 +108,15 @@ class Tokens:
         for known, entry in self._entries.get():
             if hmac.compare_digest(known, digest):
                 found = entry
-        error: ServingError
         if authorization is None:
-            error = UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
-        elif scheme.lower() != "bearer":
-            error = UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
-        elif found is None:
-            error = UnauthenticatedError("the token is not known here")
-        elif scope not in _ALLOWS[found.scope]:
-            error = PermissionDeniedError(f"token {found.name!r} has scope {found.scope!r}; {scope!r} is needed here")
-        else:
-            return found.name
-        self._note(error.kind)
-        raise error
+            return UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
+        if scheme.lower() != "bearer":
+            return UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
+        if found is None:
+            return UnauthenticatedError("the token is not known here")
+        if scope not in _ALLOWS[found.scope]:
+            return PermissionDeniedError(f"token {found.name!r} has scope {found.scope!r}; {scope!r} is needed here")
+        return found
 
 
 def read_tokens(path: Path) -> TokenFile:

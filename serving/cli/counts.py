@@ -13,7 +13,7 @@ import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.settings import Options, opened_registry
+from serving.cli.settings import Options, Protection, opened_registry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +68,7 @@ _SCHEMES = ("http://", "https://")
 @opts.option("--node-ca", "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs.", opts.FILE)
 @opts.option("--node-cert", "Certificate to show to shard nodes.", opts.FILE)
 @opts.option("--node-key", "Private key of --node-cert.", opts.FILE)
+@opts.tls_role_option
 @opts.option("--server-ca", "CAs of serving processes at https://. Default: the system's.", opts.EXISTING_FILE)
 @opts.option(
     "--token TOKEN", "For serving processes: one with the right `admin`.", envvar=TOKEN_VARIABLE, show_envvar=True
@@ -92,10 +93,6 @@ def counts(**options: Any) -> None:
     is_named = bool(options["shards"] or options["servers"])
     if is_named == (options["registry"] is not None):
         raise click.UsageError("Name who has counted: either --registry, or --shard and --server.")
-    if (options["node_cert"] is None) != (options["node_key"] is None):
-        raise click.UsageError("--node-cert and --node-key belong together.")
-    if options["node_cert"] is not None and options["node_ca"] is None:
-        raise click.UsageError("--node-cert needs --node-ca.")
     found, num_processes = asyncio.run(_gathered(options))
     if not any(one.rows.size for one in found.values()):
         raise click.ClickException("no lookup was counted yet: a process counts one batch in some hundred")
@@ -230,10 +227,10 @@ async def _of_fleet(
 async def _connected(addresses: Sequence[str], options: Options) -> AsyncIterator[list[ShardClient]]:
     from shard_node.wire.address import Address
     from shard_node.wire.client import ShardClient
-    from shard_node.wire.tls import TlsClientConfig, client_context
+    from shard_node.wire.tls import client_context
 
-    ca, cert, key = options["node_ca"], options["node_cert"], options["node_key"]
-    tls = None if ca is None else client_context(TlsClientConfig(ca=ca, cert=cert, key=key))
+    config = Protection.of(options).node_tls
+    tls = None if config is None else client_context(config)
     clients = [
         ShardClient(Address.parse(address), connect_timeout_s=options["timeout_s"], tls=tls) for address in addresses
     ]

@@ -484,10 +484,16 @@ def tls_options(client_ca_help: str) -> Option:
 
 _NODE_CA = "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs. Default: --tls-client-ca."
 _TOKENS = "Let in only who has one of these tokens; see `shardrank token new`. Probes need none. Read again on change."
+tls_role_option = assignments(
+    "--tls-role ROLE=URI",
+    "On the wire, a URI in certificates (subjectAltName) that stands for the role router, node or operator, such as a "
+    "SPIFFE id, beside shardrank:ROLE.",
+)
 node_tls_options = together(
     option("--node-ca", _NODE_CA, FILE),
     option("--node-cert", "Certificate to show to shard nodes. Default: --tls-cert, if TLS is spoken to them.", FILE),
     option("--node-key", "Private key of --node-cert. Default: --tls-key.", FILE),
+    tls_role_option,
 )
 tokens_option = option("--tokens", _TOKENS, FILE)
 

@@ -331,6 +331,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
 @opts.option("--listen ADDRESS", "host:port, or unix:/path of a socket. Repeatable.", multiple=True, required=True)
 @opts.name_options("ADDRESS", "where routers reach this node. Default: the first address that it listens on")
 @opts.tls_options("CAs of routers: only who shows a certificate of theirs is let in. Needed with --tls-cert.")
+@opts.tls_role_option
 @opts.cards_option(1)
 @opts.sharding_option
 @opts.plan_option
@@ -450,7 +451,8 @@ async def _listening(
 ) -> AsyncIterator[NodeServer]:
     """Listen while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
     from shard_node.wire.address import Address
-    from shard_node.wire.server import NodeServer, ServerLimits
+    from shard_node.wire.requests import ServerLimits
+    from shard_node.wire.server import NodeServer
     from shard_node.wire.tls import server_context
 
     limits = ServerLimits(threads=threads, max_inline_bytes=0) if may_wait else ServerLimits(threads=threads)

@@ -429,7 +429,9 @@ def front_arguments(options: Options) -> list[str]:
             told += ["--limit", f"{name}={getattr(limits, name)}"]
     # What can't be is refused before a child is started.
     trace_config(options, "")
-    return told + arguments(options, ["admin_port", *_TLS, *_NODE_TLS, "tokens", *TRACES, "trace_sample_share"])
+    return told + arguments(
+        options, ["admin_port", *_TLS, *_NODE_TLS, "tls_role", "tokens", *TRACES, "trace_sample_share"]
+    )
 
 
 def trace_config(options: Options, service_name: str) -> TraceConfig | None:
@@ -490,7 +492,7 @@ class Protection:
         """
         from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context, server_context
 
-        cert, key, client_ca = (options[name] for name in _TLS)
+        cert, key, client_ca = (options.get(name) for name in _TLS)
         node_ca, node_cert, node_key = (options.get(name) for name in _NODE_TLS)
         if (cert is None) != (key is None) or (client_ca is not None and cert is None):
             raise click.UsageError("--tls-cert and --tls-key belong together, and --tls-client-ca needs both.")
@@ -501,8 +503,12 @@ class Protection:
             raise click.UsageError("--node-cert needs --node-ca or --tls-client-ca.")
         if node_cert is None:
             node_cert, node_key = cert, key
-        tls = None if cert is None else TlsConfig(cert=cert, key=key, client_ca=client_ca)
-        node_tls = None if node_ca is None else TlsClientConfig(ca=node_ca, cert=node_cert, key=node_key)
+        if options.get("tls_role") and node_ca is None:
+            raise click.UsageError("--tls-role needs --tls-client-ca or --node-ca.")
+        roles, place = {"role_uris": options.get("tls_role")}, "--tls-role: "
+        tls = None if cert is None else config_of(TlsConfig, roles, place, cert=cert, key=key, client_ca=client_ca)
+        node = {"ca": node_ca, "cert": node_cert, "key": node_key}
+        node_tls = None if node_ca is None else config_of(TlsClientConfig, roles, place, **node)
         tokens: Path | None = options.get("tokens")
         if tls is not None:
             server_context(tls)

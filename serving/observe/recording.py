@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import itertools
 import logging
+import os
 import queue
 import random
 import struct
@@ -28,7 +29,7 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 from sys import getsizeof
-from typing import BinaryIO, TypeAlias, TypeVar
+from typing import BinaryIO, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -247,9 +248,10 @@ class _Files:
         self._size, self._began = 0, 0.0
         self._schemas: dict[tuple[str, str, tuple[str, ...]], int] = {}
         try:
-            # Ids may tell who a user is: nobody else reads a folder that is made here.
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (self._folder / LOCK).open("wb")
+            # Ids may tell who a user is: nobody else reads what is made here. Of parents `mkdir` takes no mode.
+            for folder in (*reversed(self._folder.parents), self._folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            self._lock = _open_private(self._folder / LOCK, "wb")
         except OSError as error:
             raise RecordingFolderError(f"--record {self._folder}: {error.strerror or error}") from error
         try:
@@ -313,13 +315,18 @@ class _Files:
         began_at, self._began = self._wall_clock(), self._clock()
         # Names are in the order of time, also where a clock is set back.
         stamp = max([int(began_at * 1e6), *(_stamp_of(path) + 1 for path in sizes)])
-        self._file, self._size, self._schemas = (self._folder / f"{stamp:017d}{SUFFIX}").open("xb"), 0, {}
+        self._file = _open_private(self._folder / f"{stamp:017d}{SUFFIX}", "xb")
+        self._size, self._schemas = 0, {}
         self._write(_document(_BEGIN, _Begin(began_at=began_at)))
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None
         self._file.write(data)
         self._size += len(data)
+
+
+def _open_private(path: Path, mode: Literal["wb", "xb"]) -> BinaryIO:
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _stamp_of(path: Path) -> int:

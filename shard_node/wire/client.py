@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -16,6 +15,7 @@ from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import (
+    CertificateRoleError,
     DeadlineExceededError,
     FrameTooLargeError,
     NodeOverloadedError,
@@ -39,7 +39,8 @@ from shard_node.wire.messages import (
     encode_info,
     encode_pool,
 )
-from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, connection_failure
+from shard_node.wire.roles import NODES
+from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, ReloadingContext, connection_failure
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,11 @@ class ClientConnection(FrameConnection):
         limits: ClientLimits,
         going_away: Callable[[ClientConnection], None],
         ended: Callable[[ClientConnection, type[NodeUnavailableError], str], None],
+        tls: ReloadingContext | None,
     ) -> None:
         super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
         self._address = address
+        self._tls = tls
         self._going_away = going_away
         self._ended = ended
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
@@ -126,11 +129,17 @@ class ClientConnection(FrameConnection):
             self._close_if_done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set the socket up."""
+        """Set the socket up; leave a peer whose certificate is not a node's."""
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_TIMEOUT_MS)
+        if self._tls is not None and self.certificate:
+            try:
+                self._tls.roles.check(self.certificate, str(self._address), NODES)
+            except CertificateRoleError as error:
+                self._refusal = error
+                self.abort()
 
     def frame_received(self, frame: Frame) -> None:
         """Hands an answer to whoever waits for it."""
@@ -144,11 +153,12 @@ class ClientConnection(FrameConnection):
             self._going_away(self)
             self._close_if_done()
         elif frame.header.frame_type == FrameType.ERROR:
-            # About the connection as a whole; the node closes it next.
+            # About the connection as a whole, which the node closes within a second: nobody waits for that.
             try:
                 self._refusal = decode_error(frame)
             except WireError as error:
                 self._refusal = error
+            self.abort()
         else:
             self.stream_broken(WireError(f"frame type {frame.header.frame_type} without a request id"), 0)
 
@@ -221,7 +231,7 @@ class ShardClient:
         clock: Callable[[], float] = time.monotonic,
         limits: ClientLimits | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        tls: ssl.SSLContext | None = None,
+        tls: ReloadingContext | None = None,
     ) -> None:
         self.address = address
         self.in_flight = 0
@@ -441,7 +451,7 @@ class ShardClient:
 
         def make() -> ClientConnection:
             nonlocal made
-            made = ClientConnection(self.address, self._limits, self._going_away, self._ended)
+            made = ClientConnection(self.address, self._limits, self._going_away, self._ended, self._tls)
             self._open.add(made)
             return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from shard_node.errors import WireError
 from shard_node.wire.frame import Frame, FrameReceiver
@@ -53,6 +53,12 @@ class FrameConnection(asyncio.BufferedProtocol):
         """The other end, for messages."""
         name = self._transport.get_extra_info("peername") if self._transport is not None else None
         return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a Unix socket"
+
+    @property
+    def certificate(self) -> dict[str, Any]:
+        """The other end's certificate, verified, as `ssl.SSLSocket.getpeercert` has it; empty if none was asked for."""
+        found = self._transport.get_extra_info("peercert") if self._transport is not None else None
+        return found or {}
 
     @property
     def was_made(self) -> bool:

@@ -30,6 +30,7 @@ from shard_node.errors import (
     TlsHandshakeError,
     UntrustedCertificateError,
 )
+from shard_node.wire.roles import CertificateRoles, RoleUris
 
 if TYPE_CHECKING:
     from socket import socket
@@ -80,11 +81,13 @@ class TlsConfig(Frozen):
         cert: its certificate and those between it and its CA, PEM.
         key: the certificate's private key, PEM, not encrypted.
         client_ca: CAs of which every client has to show a certificate, PEM; None to ask for none.
+        role_uris: in certificates of clients on the wire.
     """
 
     cert: Path
     key: Path
     client_ca: Path | None = None
+    role_uris: RoleUris = ()
 
 
 class TlsClientConfig(Frozen):
@@ -93,11 +96,13 @@ class TlsClientConfig(Frozen):
     Attributes:
         ca: CAs of servers, PEM. A server's certificate must be for the host that was connected to.
         cert, key: shown to servers that ask for a certificate, PEM; both or none.
+        role_uris: in certificates of nodes.
     """
 
     ca: Path
     cert: Path | None = None
     key: Path | None = None
+    role_uris: RoleUris = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -141,13 +146,16 @@ class ReloadingContext(ssl.SSLContext):
     """An `ssl.SSLContext` that makes each handshake by the certificates that lie in their files then.
 
     Settings of this object itself have no effect: they are those that it was made with. `refusals` has what failed, if
-    it is a server's.
+    it is a server's; `roles` reads those in peers' certificates.
     """
 
-    def __init__(self, protocol: int, made: FileBacked[ssl.SSLContext], refusals: Refusals) -> None:
+    def __init__(
+        self, protocol: int, made: FileBacked[ssl.SSLContext], refusals: Refusals, roles: CertificateRoles
+    ) -> None:
         del protocol  # taken by __new__
         self._made = made
         self.refusals = refusals
+        self.roles = roles
 
     def wrap_bio(
         self,
@@ -242,7 +250,7 @@ def server_context(
 
     paths = [path for path in (config.cert, config.key, config.client_ca) if path is not None]
     made = FileBacked(paths, make, clock, interval_s)
-    return ReloadingContext(ssl.PROTOCOL_TLS_SERVER, made, Refusals(clock))
+    return ReloadingContext(ssl.PROTOCOL_TLS_SERVER, made, Refusals(clock), CertificateRoles(config.role_uris))
 
 
 def client_context(
@@ -265,7 +273,7 @@ def client_context(
 
     paths = [path for path in (config.ca, config.cert, config.key) if path is not None]
     made = FileBacked(paths, make, clock, interval_s)
-    return ReloadingContext(ssl.PROTOCOL_TLS_CLIENT, made, Refusals(clock))
+    return ReloadingContext(ssl.PROTOCOL_TLS_CLIENT, made, Refusals(clock), CertificateRoles(config.role_uris))
 
 
 def tls_error(error: ssl.SSLError) -> TlsHandshakeError:
@@ -291,8 +299,9 @@ def tls_error(error: ssl.SSLError) -> TlsHandshakeError:
 def connection_failure(error: BaseException) -> tuple[type[NodeUnavailableError], str]:
     """Tell what ended a connection, or kept it from being made: the error's class for callers, and the reason."""
     if isinstance(error, ssl.SSLError):
-        told = tls_error(error)
-        return type(told), str(told)
+        error = tls_error(error)
+    if isinstance(error, TlsHandshakeError):
+        return type(error), str(error)
     return NodeUnavailableError, str(error) or type(error).__name__
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from loader.registry.redis_url import parse_redis_url
 from serving.server import ServerConfig
 from shardrank_testing.command_line import parse_command_line
 
@@ -88,6 +89,29 @@ def test_every_service_of_the_compose_file_is_a_command_of_this_release():
         if name.startswith("serve-"):
             grace_s = int(services[name]["stop_grace_period"].removesuffix("s"))
             assert one["shutdown_delay_s"] + ServerConfig().drain_timeout_s < grace_s
+
+
+def test_the_compose_file_keeps_ports_and_the_password_of_redis_in(tmp_path):
+    """Ports are published on loopback; every container reads the password from a file, and none has it in settings."""
+    services, text = compose()["services"].values(), (DEPLOY / "docker" / "compose.yaml").read_text()
+    assert {port.partition(":")[0] for one in services for port in one.get("ports", ())} == {"127.0.0.1"}
+    assert [one["secrets"] for one in services] == [["redis-password"]] * len(services)
+    assert not re.search(r"REDIS_PASSWORD\b", text)
+    (tmp_path / "password").write_text("hidden\n")
+    url = compose()["x-shardrank"]["environment"]["SHARDRANK_REGISTRY"]
+    here = url.replace("/run/secrets/redis-password", str(tmp_path / "password"))
+    assert parse_redis_url(here).connection["password"] == "hidden"
+
+
+def test_images_and_actions_are_of_one_version():
+    """Images by a full tag, but for ours where kustomize sets it; actions by the commit of the tag beside it."""
+    files = [*DEPLOY.rglob("*.yaml"), DEPLOY / "docker" / "Dockerfile"]
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    images = [line for line in lines if re.match(r" *(- )?image: |ARG PYTHON_IMAGE=|# syntax=", line)]
+    assert {line.split()[-1] for line in images if not re.search(r":\d+\.\d+\.\d+", line)} == {"shardrank"}
+    workflows = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+    uses = re.findall(r"uses: (.*)", workflows)
+    assert [one for one in uses if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", one)] == []
 
 
 def test_the_tools_of_the_compose_file_are_commands_of_this_release(tmp_path):

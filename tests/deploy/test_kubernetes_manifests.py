@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -33,7 +34,7 @@ def base_documents() -> list[dict[str, Any]]:
     return [one for name in names for one in yaml.safe_load_all((BASE / name).read_text())]
 
 
-def rendered(overlay: str) -> list[dict[str, Any]]:
+def rendered(overlay: str | Path) -> list[dict[str, Any]]:
     """Return every object of an overlay as `kubectl kustomize` renders it. Skips where kubectl is not installed."""
     if (kubectl := shutil.which("kubectl")) is None:
         pytest.skip("kubectl is not installed")
@@ -88,6 +89,29 @@ def test_the_cuda_overlay_gives_each_shard_node_gpus_and_as_many_cards():
             assert command["pinned_memory_gb"] * 1e9 < int(container["resources"]["limits"]["memory"][:-2]) << 30
         else:
             assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+
+def test_certificates_of_the_wire_have_the_role_of_their_pods(tmp_path):
+    """And nodes' names are those that they advertise."""
+    folder = os.path.relpath(BASE.parent, tmp_path)
+    parts = {"resources": [f"{folder}/base"], "components": [f"{folder}/wire-tls"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(parts))
+    found = rendered(tmp_path)
+    issued = {one["spec"]["secretName"]: one["spec"] for one in found if one["kind"] == "Certificate"}
+    roles = {}
+    for name, pod in pods(found):
+        for secret in (one["secret"]["secretName"] for one in pod["spec"].get("volumes", ()) if "secret" in one):
+            arguments = pod["spec"]["containers"][0]["args"]
+            assert {text.partition("=/tls/")[2] for text in arguments} == {"", "ca.crt", "tls.crt", "tls.key"}
+            if (address := parse_command_line(arguments).get("advertise")) is not None:
+                pattern = "*." + address.partition(".")[2].rpartition(":")[0]
+                assert {pattern, name} <= set(issued[secret]["dnsNames"])
+            roles[name] = issued[secret]["uris"]
+    assert roles == {"shard-0": ["shardrank:node"], "shard-1": ["shardrank:node"], "serving": ["shardrank:router"]}
+    (monitor,) = (one for one in found if one["kind"] == "PodMonitor")
+    (port,) = monitor["spec"]["podMetricsEndpoints"]
+    assert issued[port["tlsConfig"]["cert"]["secret"]["name"]]["uris"] == ["shardrank:operator"]
+    assert port["tlsConfig"]["serverName"] in issued["wire-node"]["dnsNames"]
 
 
 def test_selectors_choose_the_pods_that_they_are_for():

@@ -13,14 +13,13 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 import grpc
 
 from loader.errors import ShardrankError
-from serving.api.bodies import CODINGS, Expanding, expand
+from serving.api.bodies import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
@@ -40,6 +39,7 @@ from serving.errors import (
 )
 from serving.formats.json_text import RETRY_AFTER_S
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
+from shard_node.byte_budget import MessageBytes
 from shard_node.errors import BufferFullError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,13 @@ class MessageReader:
 
 
 async def plain_message(
-    flag: int, message: bytes, coding: str, max_bytes: int, payer: Expanding, places: asyncio.Semaphore
+    flag: int,
+    message: bytes,
+    coding: str,
+    max_bytes: int,
+    held: MessageBytes,
+    spent: Callable[[float], object],
+    places: asyncio.Semaphore,
 ) -> bytes:
     """Return a message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
     if not flag:
@@ -234,7 +240,7 @@ async def plain_message(
         raise MalformedRequestError("", "a message is flagged as compressed, but the call has no grpc-encoding")
     if coding not in CODINGS:
         raise UnknownCodingError(coding, KNOWN_CODINGS)
-    return await expand(message, max_bytes, payer, places)
+    return await expand(message, max_bytes, held, spent, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +321,7 @@ class GrpcCall:
         self._ignores_more = method is None
         self._began = connection.clock()
         self._received_bytes, self._working_since = 0, 0.0
-        self._charged = 0
+        self._bytes = MessageBytes(connection.account)
 
     def begin(self) -> None:
         """Start the method."""
@@ -344,7 +350,7 @@ class GrpcCall:
             return
         reader = self._reader
         try:
-            self.charge(len(data))
+            self._bytes.charge(len(data))
             while data:
                 message, data = reader.feed(data)
                 if message is None:
@@ -381,7 +387,7 @@ class GrpcCall:
         self._ignores_more = True
         self._reader.clear()
         self._messages.clear()
-        self.refund(self._charged)
+        self._bytes.refund_all()
         if self._on_leave is not None:
             self._connection.spent(CANCELLED_CALL_S)
             self._on_leave()
@@ -392,28 +398,13 @@ class GrpcCall:
             self._messages.clear()
             self._end_with(error)
 
-    def charge(self, num_bytes: int) -> None:
-        """Count bytes that the call holds, until its answer is taken. Raises BufferFullError."""
-        self._connection.account.charge(num_bytes)
-        self._charged += num_bytes
-
-    def refund(self, num_bytes: int) -> None:
-        """Count bytes out that the call does not hold any more."""
-        num_bytes = min(num_bytes, self._charged)
-        self._connection.account.refund(num_bytes)
-        self._charged -= num_bytes
-
-    def spent(self, seconds: float) -> None:
-        """Charge the peer for work, as `Http2Protocol.spent`."""
-        self._connection.spent(seconds)
-
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the client leaves, instead of the method being cancelled."""
         self._on_leave = callback
 
     @property
     def connection(self) -> Http2Protocol:
-        """What stands for its connection."""
+        """The connection that it came on."""
         return self._connection
 
     @property
@@ -493,11 +484,10 @@ class GrpcCall:
                 self._end(grpc.StatusCode.OK, "")
             else:
                 self._connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
-                self._connection.account.hold(len(message))
-                self._charged += len(message)
+                self._bytes.hold(len(message))
                 self._connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
         finally:
-            self.when_taken(partial(self.refund, self._charged))
+            self.when_taken(self._bytes.refund_all)
 
     def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
         self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
@@ -520,11 +510,12 @@ class GrpcCall:
         assert method is not None
         if method.is_streamed:
             connection.grant(self._stream_id, PREFIX_BYTES + len(message))
-            self.refund(PREFIX_BYTES + len(message))
+            self._bytes.refund(min(self._bytes.held, PREFIX_BYTES + len(message)))
         if flag:
             try:
                 max_bytes, coding = method.max_message_bytes, self._head.coding
-                message = await plain_message(flag, message, coding, max_bytes, self, self._methods.expanding)
+                account = self._bytes, connection.spent, self._methods.expanding
+                message = await plain_message(flag, message, coding, max_bytes, *account)
             except BodyTooLargeError:
                 connection.spent(BYTE_WORTH_S * method.max_message_bytes)
                 raise

@@ -6,7 +6,9 @@ import asyncio
 import math
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from serving.api import documents
 from serving.api.dealing import Place
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
-from serving.api.grpc.listener import Http2Listener
+from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits
 from serving.api.tokens import Scope, Tokens
 from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryControlError, ServingError
@@ -33,6 +35,7 @@ from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService, answer
 
 HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.5, 0.1
+MAX_WATCHES_PER_CONNECTION = 64
 CALL_WORTH_S = 1e-3
 """Work at the front that a ranking call makes good, beside that of its bytes."""
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
@@ -47,6 +50,10 @@ _Fields = dict[str, Any]
 
 class UnknownServiceError(ServingError, kind="unknown_service", http=404, grpc="NOT_FOUND"):
     """The health of a service was asked for that is not served here."""
+
+
+class TooManyWatchesError(ServingError, kind="too_many_watches", http=429, grpc="RESOURCE_EXHAUSTED"):
+    """A connection watches the health as often as it may."""
 
 
 class GrpcServer:
@@ -141,7 +148,7 @@ def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     fields_of: dict[str, tuple[Callable[[Any], _Fields], Scope | None]] = {
         "ServerLive": (lambda _: {"live": True}, None),
         "ServerReady": (lambda _: {"ready": not service.watch.problems()}, None),
-        "ModelReady": (lambda asked: {"ready": documents.model_is_ready(*model_of(asked))}, None),
+        "ModelReady": (lambda asked: {"ready": documents.model_is_ready(*model_of(asked))}, "describe"),
         "ServerMetadata": (lambda _: documents.server_metadata(service), "describe"),
         "ModelMetadata": (lambda asked: documents.model_metadata(*model_of(asked)), "describe"),
         "ModelConfig": (lambda asked: {"config": documents.model_config(*model_of(asked))}, "describe"),
@@ -156,7 +163,12 @@ def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
 
     def document(name: str, fields: Callable[[Any], _Fields], scope: Scope | None) -> GrpcMethod:
         takes, gives = getattr(inference, f"{name}Request"), getattr(inference, f"{name}Response")
-        return _document(service, "oip_grpc", takes, lambda _, asked: gives(**fields(asked)).SerializeToString(), scope)
+        is_probe = name.endswith(("Live", "Ready"))
+
+        def tell(call: Call, asked: Any) -> bytes:
+            return gives(**fields(asked)).SerializeToString()  # type: ignore[no-any-return]  # of no known class
+
+        return _document(service, "oip_grpc", takes, tell, scope, is_probe=is_probe)
 
     methods = {name: document(name, *told) for name, told in fields_of.items()}
     return _paths(INFERENCE, {"ModelInfer": _ranked(service, InferGrpcCodec()), **methods})
@@ -191,7 +203,21 @@ class Health:
 
     def by_path(self) -> dict[bytes, GrpcMethod]:
         """Its methods."""
-        return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": streamed(self._watch)})
+        watch, watches = streamed(self._watch), Counter[Http2Protocol]()
+
+        async def bounded(call: GrpcCall) -> None:
+            connection = call.connection
+            if (count := watches[connection]) >= MAX_WATCHES_PER_CONNECTION:
+                raise TooManyWatchesError(f"the connection has {count} calls of Watch, as many as are allowed")
+            watches[connection] += 1
+            try:
+                await watch.answer(call)
+            finally:
+                watches[connection] -= 1
+                if not watches[connection]:
+                    del watches[connection]
+
+        return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": replace(watch, answer=bounded)})
 
     async def _check(self, call: GrpcCall) -> bytes:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
@@ -264,14 +290,16 @@ def _document(
     takes: type[_Read],
     tell: Callable[[Call, _Read], bytes],
     scope: Scope | None = "describe",
+    *,
+    is_probe: bool = False,
 ) -> GrpcMethod:
-    """Return a method that tells what is known; without a scope it is a probe, which is answered under any load."""
+    """Return a method that tells what is known; a probe is answered under any load."""
 
     async def document(call: GrpcCall) -> bytes:
         with service.call(api, "model") as counted:
             data = await call.receive()
             counted.received = service.clock()
-            if scope is not None:
+            if not is_probe:
                 service.admit(counted)
             return tell(counted, _decoded(data, takes))
 

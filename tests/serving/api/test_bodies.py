@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import zlib
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,13 +10,16 @@ from hypothesis import strategies as st
 
 from serving.api.bodies import PIECE_BYTES, expand
 from serving.errors import BodyTooLargeError, MalformedRequestError
+from shard_node.byte_budget import MessageBytes
 from shard_node.errors import BufferFullError
-from shardrank_testing.http_wire import Payer
+from shardrank_testing.http_wire import message_bytes
 from shardrank_testing.serving_api import counted_turns
 
 
-async def expanded(body: bytes, max_bytes: int, payer: Payer | None = None) -> bytes:
-    return await expand(body, max_bytes, payer or Payer(), asyncio.Semaphore(2))
+async def expanded(body: bytes, max_bytes: int, held: MessageBytes | None = None) -> bytes:
+    held = held or message_bytes()
+    held.charge(len(body))
+    return await expand(body, max_bytes, held, lambda seconds: None, asyncio.Semaphore(2))
 
 
 @given(st.binary(max_size=2000), st.sampled_from([gzip.compress, zlib.compress]))
@@ -42,34 +44,25 @@ async def test_no_more_is_made_than_is_allowed():
 
 
 async def test_each_piece_is_charged_before_the_next():
-    packed, payer = gzip.compress(bytes(10 * PIECE_BYTES)), Payer(8 * PIECE_BYTES)
-    payer.charge(len(packed))
-    with pytest.raises(BufferFullError, match=f"max_buffered_bytes = {8 * PIECE_BYTES}"):
-        await expanded(packed, 10 * PIECE_BYTES, payer)
-    assert payer.account.held == len(packed) + 7 * PIECE_BYTES
-    payer = Payer()
-    payer.charge(len(packed))
-    await expanded(packed, 10 * PIECE_BYTES, payer)
-    assert payer.account.held == 10 * PIECE_BYTES
+    packed, held = gzip.compress(bytes(10 * PIECE_BYTES)), message_bytes(16 * PIECE_BYTES)
+    with pytest.raises(BufferFullError, match=f"max_buffered_bytes = {16 * PIECE_BYTES}"):
+        await expanded(packed, 10 * PIECE_BYTES, held)
+    assert held.held == len(packed) + 7 * PIECE_BYTES
+    held = message_bytes()
+    await expanded(packed, 10 * PIECE_BYTES, held)
+    assert held.held == 10 * PIECE_BYTES
 
 
 async def test_two_bodies_are_expanded_at_a_time():
-    running, most = set[Payer](), 0
-
-    class Counted(Payer):
-        def spent(self, seconds: float) -> None:
-            running.discard(self)
-
-    def charge(payer: Payer, num_bytes: int) -> None:
-        nonlocal most
-        running.add(payer)
-        most = max(most, len(running))
-
-    payers, places = [Counted() for _ in range(5)], asyncio.Semaphore(2)
-    for payer in payers:
-        payer.charge, payer.refund = partial(charge, payer), lambda num_bytes: None
-    body = gzip.compress(bytes(4 * PIECE_BYTES))
-    await asyncio.gather(*(expand(body, 2**24, payer, places) for payer in payers))
+    body, places = gzip.compress(bytes(4 * PIECE_BYTES)), asyncio.Semaphore(2)
+    messages = [message_bytes() for _ in range(5)]
+    tasks = [asyncio.create_task(expand(body, 2**24, held, lambda seconds: None, places)) for held in messages]
+    for held in messages:
+        held.hold(len(body))
+    most = 0
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        most = max(most, sum(len(body) < held.held for held in messages if held.held < 4 * PIECE_BYTES))
     assert most == 2
 
 

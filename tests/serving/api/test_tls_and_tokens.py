@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from serving.api import listening
+from serving.api.documents import HIDDEN_PROBLEMS
 from serving.api.grpc import wire as frames
 from serving.api.tokens import Scope, TokenFile, new_token
 from serving.client import PermissionDeniedError, RetryPolicy, UnauthenticatedError
@@ -233,6 +234,8 @@ RIGHTS = [
     ("describe", "GET", "/v2"),
     ("describe", "GET", f"/v2/models/{MODEL}/config"),
     ("describe", "GET", f"/v2/models/{MODEL}/stats"),
+    ("describe", "GET", f"/v2/models/{MODEL}/ready"),
+    ("describe", "GET", f"/v2/models/{MODEL}/versions/7/ready"),
     ("describe", "POST", "/v2/repository/index"),
     ("describe", "GET", "/docs"),
     ("describe", "GET", "/openapi.json"),
@@ -281,6 +284,7 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(
             list_services="*"
         ),
+        "/inference.GRPCInferenceService/ModelReady": inference.ModelReadyRequest(name=MODEL),
         "/inference.GRPCInferenceService/RepositoryModelLoad": inference.RepositoryModelLoadRequest(model_name=MODEL),
     }
     code, tokens = grpc.StatusCode, papers.token
@@ -291,18 +295,18 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
         papers.channel(listening.grpc_port) as channel,
     ):
         for token, expected in [
-            (None, [none, none, none, none]),
-            ("shardrank_unknown", [none, none, none, none]),
-            (tokens["describe"], [narrow, fine, fine, narrow]),
-            (tokens["rank"], [fine, fine, fine, narrow]),
-            (tokens["admin"], [fine, fine, fine, never]),
+            (None, [none, none, none, none, none]),
+            ("shardrank_unknown", [none, none, none, none, none]),
+            (tokens["describe"], [narrow, fine, fine, fine, narrow]),
+            (tokens["rank"], [fine, fine, fine, fine, narrow]),
+            (tokens["admin"], [fine, fine, fine, fine, never]),
         ]:
             options = {"metadata": token and (("authorization", f"Bearer {token}"),), "timeout": 20}
             sent = [(path, message.SerializeToString()) for path, message in calls.items()]
             found = [await grpc_status(channel.unary_stream(path)(message, **options)) for path, message in sent]
             assert found == expected
         assert refused(service) == {
-            ("grpc", "authorization", "unauthenticated"): 8,
+            ("grpc", "authorization", "unauthenticated"): 10,
             ("grpc", "authorization", "permission_denied"): 3,
         }
 
@@ -313,13 +317,27 @@ async def test_probes_need_no_token(service, papers):
             for port in (listening.http_port, listening.admin_port):
                 for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
                     assert (await client.get(f"https://127.0.0.1:{port}{path}")).status_code == 200
-            assert (await client.get(f"/v2/models/{MODEL}/ready")).status_code == 200
         async with papers.channel(listening.grpc_port) as channel:
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
             for name in ("ServerLive", "ServerReady"):
                 path = f"/inference.GRPCInferenceService/{name}"
                 await channel.unary_unary(path)(b"", timeout=20)
+        assert refused(service) == {}
+
+
+async def test_without_a_token_readiness_names_nothing(papers):
+    """Neither models nor the addresses of shards, at the API's port and that of operators."""
+    service = RankingService(expected_models=[MODEL])
+    async with protected(service, papers, tokens=True, tls=False) as listening:
+        for port in (listening.http_port, listening.admin_port):
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                for token in ("unknown", papers.token["describe"]):
+                    answer = await client.get("/readyz", headers={"authorization": f"Bearer {token}"})
+                    problems = {"": HIDDEN_PROBLEMS} if token == "unknown" else {MODEL: "no live version"}
+                    told = {"ready": False, "problems": problems, "degraded": {}}
+                    assert (answer.status_code, answer.json()) == (503, told)
+                assert (await client.get("/readyz")).json()["problems"] == {"": HIDDEN_PROBLEMS}
         assert refused(service) == {}
 
 

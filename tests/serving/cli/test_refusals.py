@@ -85,7 +85,9 @@ REFUSALS = [
     ("serve --store s --node-cert a --node-key b", USAGE, "--node-cert needs --node-ca or --tls-client-ca"),
     ("up --store s --tls-key a", USAGE, "--tls-cert and --tls-key belong together"),
     (f"{NODE} --store s --tls-cert a", USAGE, "belong together"),
-    (f"{NODE} --store s --tls-cert a", USAGE, "belong together"),
+    (f"{NODE} --store s --tls-role router=urn:a", USAGE, "--tls-role needs --tls-client-ca or --node-ca"),
+    ("counts --out f --shard unix:a --node-ca c --tls-role shop=urn:a", USAGE, "--tls-role: role_uris.0.0"),
+    ("serve --store s --node-ca c --tls-role node=a", USAGE, "--tls-role: role_uris.0.1"),
     ("counts --out f --shard unix:a --node-cert c --node-key d", USAGE, "--node-cert needs --node-ca"),
     ("counts --out f --shard unix:a --node-cert c", USAGE, "--node-cert and --node-key belong together"),
     # Counts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import struct
@@ -272,6 +273,15 @@ def test_frames_that_no_recorder_wrote_are_refused_by_name(
     with pytest.raises(RecordingDamagedError, match=re.escape(problem)):
         list(read_file(tmp_path / "0.requests"))
     assert last_requests(tmp_path, SCHEMA, 5, 1 << 30) == []
+
+
+def test_recordings_are_for_their_owner_alone(tmp_path: Path) -> None:
+    """Whatever the umask, the folder of a worker and the one around it too."""
+    request, before = parse_json(SCHEMA, api_request(0)), os.umask(0)
+    with closing(recorder(tmp_path / "r" / "0")) as own:
+        own.offer(SCHEMA, request, answer_of(request), 100.0)
+    os.umask(before)
+    assert sorted(path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")) == [0o600, 0o600, 0o700, 0o700]
 
 
 def test_a_folder_is_recorded_into_by_one_process(tmp_path: Path) -> None:

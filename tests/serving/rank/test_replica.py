@@ -30,7 +30,8 @@ from shard_node.bags import KeyedBags
 from shard_node.errors import NodeOverloadedError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.server import NodeServer, ServerLimits
+from shard_node.wire.requests import ServerLimits
+from shard_node.wire.server import NodeServer
 from shardrank_testing.nodes import NEVER_S, NearShard, until
 from shardrank_testing.serving_api import (
     MODEL,

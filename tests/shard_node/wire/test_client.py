@@ -19,7 +19,7 @@ from shard_node.errors import (
 from shard_node.wire.client import ClientLimits, ShardClient
 from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import encode_answer, encode_error, encode_info
-from shard_node.wire.server import ServerLimits
+from shard_node.wire.requests import ServerLimits
 from shardrank_testing.nodes import (
     SLOW_ROW,
     Gate,

@@ -18,7 +18,8 @@ from shard_node.errors import AddressError, FrameTooLargeError, NodeOverloadedEr
 from shard_node.wire.address import Address
 from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import decode_answer, decode_error, encode_pool
-from shard_node.wire.server import NodeServer, ServerLimits
+from shard_node.wire.requests import ServerLimits
+from shard_node.wire.server import NodeServer
 from shardrank_testing.nodes import (
     MODEL,
     NEVER_S,

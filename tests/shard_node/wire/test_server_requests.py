@@ -28,7 +28,7 @@ from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import Buffer, CountsRequest, decode_answer, decode_error, encode_answer, encode_pool
-from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, PeerLoad, RequestHandler, ServerLimits
+from shard_node.wire.requests import SPARE_SAVED_S, SPARE_SHARE, Peer, RequestHandler, ServerLimits
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import (
     MODEL,
@@ -303,7 +303,7 @@ async def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[
         now[0] += pooling_s
 
     handler = RequestHandler(small_node(HookedEngine({SLOW_ROW: pooling})), limits, lambda: now[0])
-    peer = PeerLoad(ByteAccount(ByteBudget(1 << 20), lambda error: None))
+    peer = Peer(ByteAccount(ByteBudget(1 << 20), lambda error: None))
     for bags in requests:
         answered: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
         frame = received(encode_pool(1, 0, MODEL, VERSION, bags))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from shard_node.errors import (
+    CertificateRoleError,
     ExpiredCertificateError,
     MissingCertificateError,
     NodeUnavailableError,
@@ -23,6 +25,7 @@ from shard_node.errors import (
 )
 from shard_node.wire.address import MAX_HANDSHAKES, Address, listen
 from shard_node.wire.client import ShardClient
+from shard_node.wire.messages import CountsRequest
 from shard_node.wire.server import NodeServer
 from shard_node.wire.tls import (
     MAX_LINES_PER_MINUTE,
@@ -34,7 +37,18 @@ from shard_node.wire.tls import (
     server_context,
 )
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
-from shardrank_testing.nodes import NEVER_S, connected, expected_films, pool_films, raw_peer, serving, until
+from shardrank_testing.nodes import (
+    MODEL,
+    NEVER_S,
+    VERSION,
+    connected,
+    expected_films,
+    pool_films,
+    raw_peer,
+    serving,
+    soon,
+    until,
+)
 
 pytestmark = needs_openssl
 
@@ -46,18 +60,18 @@ class Papers:
 
     def __init__(self, folder: Path) -> None:
         self.ca, self.other_ca = Authority(folder / "ca"), Authority(folder / "other", "other-ca")
-        self.pairs = {name: self.ca.issue(name) for name in ("node", "router")}
+        self.pairs = {name: self.ca.issue(name, uris=[f"shardrank:{name}"]) for name in ("node", "router", "client")}
         self.pairs["expired"] = self.ca.issue("expired", days=-1)
         self.pairs["foreign"] = self.other_ca.issue("foreign")
         self.pairs["elsewhere"] = self.ca.issue("elsewhere", host="elsewhere.example")
 
-    def node_context(self, name: str = "node", **options) -> ReloadingContext:
+    def node_context(self, name: str = "node", **fields) -> ReloadingContext:
         pair = self.pairs[name]
-        return server_context(TlsConfig(cert=pair.cert, key=pair.key, client_ca=self.ca.cert), **options)
+        return server_context(TlsConfig(cert=pair.cert, key=pair.key, client_ca=self.ca.cert, **fields))
 
-    def router_context(self, name: str | None = "router", ca: Authority | None = None, **options) -> ReloadingContext:
+    def router_context(self, name: str | None = "router", ca: Authority | None = None, **fields) -> ReloadingContext:
         pair = {} if name is None else {"cert": self.pairs[name].cert, "key": self.pairs[name].key}
-        return client_context(TlsClientConfig(ca=(ca or self.ca).cert, **pair), **options)
+        return client_context(TlsClientConfig(ca=(ca or self.ca).cert, **pair, **fields))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +108,13 @@ async def test_certificates_of_the_ca_are_accepted(papers):
 
 @pytest.mark.parametrize(
     ("shown", "kind"),
-    [("expired", ExpiredCertificateError), ("foreign", UntrustedCertificateError), (None, MissingCertificateError)],
+    [
+        ("expired", ExpiredCertificateError),
+        ("foreign", UntrustedCertificateError),
+        (None, MissingCertificateError),
+        ("client", CertificateRoleError),
+        ("node", CertificateRoleError),
+    ],
 )
 async def test_a_client_without_access_is_refused_and_counted(shown, kind, papers, caplog):
     context = papers.node_context()
@@ -117,6 +137,8 @@ async def test_a_client_without_access_is_refused_and_counted(shown, kind, paper
         ("node", "other_ca", UntrustedCertificateError),
         ("elsewhere", "ca", UntrustedCertificateError),
         ("expired", "ca", ExpiredCertificateError),
+        ("router", "ca", CertificateRoleError),
+        ("client", "ca", CertificateRoleError),
     ],
 )
 async def test_a_node_without_a_valid_certificate_is_not_used(shown, ca, kind, papers):
@@ -128,7 +150,43 @@ async def test_a_node_without_a_valid_certificate_is_not_used(shown, ca, kind, p
         with pytest.raises(kind, match=str(server.addresses[0])) as caught:
             await ask(client)
         assert type(caught.value) is kind
-        assert server.num_connections == 0
+        await until(lambda: server.num_connections == 0)
+
+
+ROLE_URIS = (("router", "spiffe://fleet/serve"), ("operator", "spiffe://fleet/ops"), ("node", "spiffe://fleet/node"))
+
+
+@pytest.mark.parametrize("uri", ["shardrank:operator", "spiffe://fleet/ops"])
+async def test_an_operator_gets_status_and_counts_but_no_rows(uri, papers):
+    papers.pairs["operator"] = papers.ca.issue("operator", uris=["shardrank:node", uri])
+    async with (
+        serving(ANY_PORT, tls=papers.node_context(role_uris=ROLE_URIS)) as server,
+        connected(server.addresses[0], tls=papers.router_context("operator")) as client,
+    ):
+        assert (await client.counts(CountsRequest(MODEL, VERSION, 1, 0, 10), soon())).counts.size == 10
+        with pytest.raises(CertificateRoleError, match="frame type 1 is for shardrank:router"):
+            await ask(client)
+        assert (await client.info()).versions
+
+
+@pytest.mark.parametrize(
+    ("client", "node", "warnings"),
+    [
+        ([], [], ["shardrank:node", "shardrank:operator or shardrank:router"]),
+        (["spiffe://elsewhere/serve"], ["shardrank:node"], ["shardrank:operator or shardrank:router"]),
+        (["spiffe://fleet/serve"], ["spiffe://fleet/node"], []),
+        (["shardrank:client", "shardrank:router"], ["shardrank:node", "shardrank:router"], []),
+    ],
+)
+async def test_a_peer_without_a_role_is_warned_about_once(client, node, warnings, papers, caplog):
+    """And taken, as one with a role, or with a URI that stands for one."""
+    papers.pairs |= {"taken": papers.ca.issue("taken", uris=client), "peer": papers.ca.issue("peer", uris=node)}
+    mine, its = papers.router_context("taken", role_uris=ROLE_URIS), papers.node_context("peer", role_uris=ROLE_URIS)
+    async with serving(ANY_PORT, tls=its) as server:
+        for _ in range(2):
+            async with connected(server.addresses[0], tls=mine) as connection:
+                await ask(connection)
+    assert sorted(re.findall(r"has no role: .*\(subjectAltName\) (.*)", caplog.text)) == warnings
 
 
 async def test_plain_text_and_tls_on_the_wrong_port_are_refused(papers, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +42,13 @@ class Authority:
             *("-addext", "basicConstraints=critical,CA:TRUE", "-out", str(self.cert)),
         )
 
-    def issue(self, name: str, host: str = "127.0.0.1", days: int = 2) -> Pair:
-        """A certificate for a host; with `days` below 0 it has expired."""
+    def issue(self, name: str, host: str = "127.0.0.1", days: int = 2, uris: Sequence[str] = ()) -> Pair:
+        """A certificate for a host, with these URIs beside it; with `days` below 0 it has expired."""
         pair = Pair(self.folder / f"{name}.crt", self.folder / f"{name}.key")
         request, extensions = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
         _make_key(pair.key)
-        extensions.write_text(f"subjectAltName={'IP' if host[0].isdigit() else 'DNS'}:{host}\n")
+        names = [f"{'IP' if host[0].isdigit() else 'DNS'}:{host}", *(f"URI:{uri}" for uri in uris)]
+        extensions.write_text(f"subjectAltName={','.join(names)}\n")
         _openssl("req", "-new", "-key", str(pair.key), "-subj", f"/CN={name}", "-out", str(request))
         _openssl(
             *("x509", "-req", "-in", str(request), "-CA", str(self.cert), "-CAkey", str(self._key), "-CAcreateserial"),

@@ -17,7 +17,7 @@ from serving.api.http_server import behind_gate
 from serving.api.listening import forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
-from shard_node.byte_budget import ByteAccount, ByteBudget
+from shard_node.byte_budget import ByteAccount, ByteBudget, MessageBytes
 from shardrank_testing.serving_api import Api
 from shardrank_testing.waiting import Clock
 
@@ -78,17 +78,9 @@ async def http_peer(api: Api) -> AsyncIterator[HttpPeer]:
         peer.writer.close()
 
 
-class Payer:
-    """Is charged for up to so many bytes."""
-
-    def __init__(self, max_bytes: int = 1 << 30) -> None:
-        self.account = ByteAccount(ByteBudget(max_bytes), lambda error: None)
-        self.charge, self.refund = self.account.charge, self.account.refund
-        self.spent_s = 0.0
-
-    def spent(self, seconds: float) -> None:
-        """Adds it up."""
-        self.spent_s += seconds
+def message_bytes(max_bytes: int = 1 << 30) -> MessageBytes:
+    """What a message holds of a budget of its own."""
+    return MessageBytes(ByteAccount(ByteBudget(max_bytes), lambda error: None))
 
 
 class Wire(asyncio.Transport):

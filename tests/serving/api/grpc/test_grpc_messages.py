@@ -12,7 +12,7 @@ from loader.errors import ShardrankError
 from serving.api.grpc.calls import CallHead, MessageReader, plain_message, read_head
 from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
 from shardrank_testing.http2_peer import prefixed
-from shardrank_testing.http_wire import Payer
+from shardrank_testing.http_wire import message_bytes
 
 MAX_HEADER_BYTES = 1000
 CALL = [
@@ -28,14 +28,17 @@ def received(headers) -> HeaderList:
 
 
 def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity") -> list[bytes]:
-    messages = []
+    messages, held = [], message_bytes()
     for piece in pieces:
         # In the midst of other bytes, as a frame's payload is.
         data = memoryview(b"###" + piece + b"####")[3 : 3 + len(piece)]
         while data:
             message, data = reader.feed(data)
             if message is not None:
-                messages.append(asyncio.run(plain_message(*message, coding, 1000, Payer(), asyncio.Semaphore(2))))
+                held.hold(len(message[1]))
+                messages.append(
+                    asyncio.run(plain_message(*message, coding, 1000, held, lambda seconds: None, asyncio.Semaphore(2)))
+                )
     return messages
 
 

@@ -1,0 +1,351 @@
+"""What a shard node does with a request frame: limits, admission, checks, pooling. Knows no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from pydantic import Field
+
+from loader.errors import ShardrankError
+from loader.snapshot.tables import Frozen
+from shard_node.access_counts import MAX_PART_ROWS
+from shard_node.byte_budget import ByteAccount, Cause, default_buffer_bytes
+from shard_node.errors import (
+    BufferFullError,
+    DeadlineExceededError,
+    FrameTooLargeError,
+    InvalidBagsError,
+    NodeOverloadedError,
+    RemoteError,
+    WireError,
+)
+from shard_node.node import ShardNode
+from shard_node.tracing import Span, error_text
+from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
+from shard_node.wire.messages import (
+    MAX_NAME_BYTES,
+    Buffer,
+    CountsRequest,
+    PoolRequest,
+    array_section_bytes,
+    decode_counts,
+    decode_pool,
+    encode_answer,
+    encode_counts_answer,
+    encode_error,
+    encode_info_answer,
+)
+from shard_node.wire.roles import CLIENTS, Role, check_frame
+
+logger = logging.getLogger(__name__)
+
+Answer = list[Buffer]
+# Of the event loop's time, for requests that a thread could pool as well; and what it may take at once after a pause.
+SPARE_SHARE = 0.5
+SPARE_SAVED_S = 0.005
+# Of an answer with access counts, beside the counts: its numbers and a name.
+_COUNTS_ANSWER_BYTES = HEADER.size + array_section_bytes(1) + 64 + MAX_NAME_BYTES
+
+
+class ServerLimits(Frozen):
+    """What a node server takes from its peers.
+
+    Attributes:
+        max_frame_bytes: longest frame, request or answer.
+        max_in_flight: requests waiting for a thread or being pooled, over all connections. Once half of the places are
+            taken, a connection may have its equal share of all.
+        max_buffered_bytes: of frames, from their first byte, and of answers, until they are sent; see `ByteBudget`.
+        max_connections: more are answered with an ERROR frame and closed.
+        max_values_per_request: rows in one request.
+        max_unsent_bytes: answers that a peer leaves unread before no more of its requests are taken.
+        max_inline_bytes: requests whose frame and answer are both at most this long are pooled by the event loop
+            itself, which saves handing them to a thread and back. 0 for rows that may have to be read from disk:
+            then the loop pools nothing.
+        max_spare_inline_bytes: the same for longer ones, while that takes no more than half of the loop's time.
+        receive_timeout_ms: from the first byte of a frame to its last.
+        idle_timeout_ms: without a request, after which a peer is asked to go; it is cut off after as long again.
+        send_timeout_ms: how long a peer may leave `max_unsent_bytes` unread.
+        threads: that pool. More than there are cores does not help.
+    """
+
+    max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
+    max_in_flight: int = Field(default=256, ge=1)
+    max_buffered_bytes: int = Field(
+        default_factory=lambda limits: default_buffer_bytes(limits["max_frame_bytes"]), ge=1024
+    )
+    max_connections: int = Field(default=1024, ge=1)
+    max_values_per_request: int = Field(default=4 << 20, ge=1)
+    max_unsent_bytes: int = Field(default=16 << 20, ge=1)
+    max_inline_bytes: int = Field(default=16 << 10, ge=0)
+    max_spare_inline_bytes: int = Field(default=1 << 20, ge=0)
+    receive_timeout_ms: int = Field(default=5000, ge=1)
+    idle_timeout_ms: int = Field(default=600_000, ge=1)
+    send_timeout_ms: int = Field(default=30_000, ge=1)
+    threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024)
+
+
+class SpareTime:
+    """A share of the event loop's time, for pooling that a thread could do as well.
+
+    Handing work to a thread and back takes longer than a small batch's rows. The loop pools while it has time to spare;
+    under a load that would take more than its `share`, work goes to the threads. `saved_s` is the most that is saved
+    up: what may be spent at once after a pause.
+    """
+
+    def __init__(self, share: float, saved_s: float, now: float) -> None:
+        self._share = share
+        self._most_s = saved_s
+        self._saved_s = saved_s
+        self._as_of = now
+
+    def is_left(self, now: float) -> bool:
+        """Whether any is left at this time, in monotonic seconds."""
+        self._saved_s = min(self._most_s, self._saved_s + (now - self._as_of) * self._share)
+        self._as_of = now
+        return self._saved_s > 0
+
+    def spend(self, seconds: float) -> None:
+        """Count what work took. It may be more than was left: then the next has to wait for longer."""
+        self._saved_s -= seconds
+
+
+class RequestWatch(Protocol):
+    """Is told what becomes of requests, from any thread; it must take no longer than a number takes to be kept."""
+
+    def answered(self, model: str, seconds: float) -> None:
+        """Take the time from a whole POOL frame to its answer, which may be an error."""
+
+    def refused(self, kind: str) -> None:
+        """Count an ERROR frame by its kind."""
+
+    def buffer_refused(self, cause: Cause) -> None:
+        """Count a message that was refused because no more bytes may be held."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """What one connection may ask, and has a node hold: bytes, and requests that wait for a thread or are pooled."""
+
+    account: ByteAccount
+    roles: frozenset[Role] = CLIENTS
+    in_flight: int = 0
+
+
+class RequestHandler:
+    """Answers request frames from one shard node: limits, admission, checks, pooling. Knows no socket.
+
+    `handle` runs on the event loop; large requests go to threads. `watch` is told of each, if there is one.
+    """
+
+    def __init__(
+        self, node: ShardNode, limits: ServerLimits, clock: Callable[[], float], watch: RequestWatch | None = None
+    ) -> None:
+        self._node = node
+        self._limits = limits
+        self._clock = clock
+        self._watch = watch
+        self._executor = ThreadPoolExecutor(limits.threads, thread_name_prefix="pool")
+        self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
+        self._spare_time = SpareTime(SPARE_SHARE, SPARE_SAVED_S, clock())
+        self.in_flight = 0
+        self._busy_peers: set[Peer] = set()
+
+    def handle(
+        self,
+        frame: Frame,
+        deadline: float | None,
+        answer: Callable[[Answer], None],
+        is_wanted: Callable[[], bool],
+        peer: Peer,
+    ) -> None:
+        """Answers a frame, now or from a thread later; `answer` is always called on the event loop, exactly once.
+
+        Args:
+            frame: as received.
+            deadline: on the clock, in seconds; None for none.
+            answer: takes the answer's frame.
+            is_wanted: whether anyone still waits for the answer; asked from another thread.
+            peer: whose it is.
+        """
+        request_id = frame.header.request_id
+        try:
+            check_frame(peer.roles, frame.header.frame_type)
+            if frame.header.frame_type == FrameType.POOL:
+                self._handle_pool(frame, deadline, answer, is_wanted, peer)
+            elif frame.header.frame_type == FrameType.INFO:
+                answer(self._fitting(encode_info_answer(request_id, self._node.info())))
+            elif frame.header.frame_type == FrameType.COUNTS:
+                asked = decode_counts(frame)
+                size_bytes = _COUNTS_ANSWER_BYTES + 4 * min(asked.max_rows, MAX_PART_ROWS)
+                self._refuse_large_answer(size_bytes)
+                self._in_thread(request_id, partial(self._counts, request_id, asked), size_bytes, answer, peer)
+            else:
+                raise WireError(
+                    f"frame type {frame.header.frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
+                    f"{FrameType.INFO:d} (INFO) and {FrameType.COUNTS:d} (COUNTS)"
+                )
+        except Exception as error:
+            answer(self.failure(request_id, error))
+
+    def failure(self, request_id: int, error: Exception) -> Answer:
+        """Return the ERROR frame for whatever was raised, and count it. Runs in any thread.
+
+        What nobody raised on purpose is logged, and is a RemoteError.
+        """
+        if not isinstance(error, ShardrankError):
+            logger.error("request %d failed", request_id, exc_info=error)
+            error = RemoteError(f"the node failed: {type(error).__name__}: {error}")
+        if self._watch is not None:
+            self._watch.refused(error.kind)
+        return encode_error(request_id, error)
+
+    async def close(self) -> None:
+        """Wait for the pooling that has begun, and drop what has not. Idempotent."""
+        await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)
+
+    def _handle_pool(
+        self,
+        frame: Frame,
+        deadline: float | None,
+        answer: Callable[[Answer], None],
+        is_wanted: Callable[[], bool],
+        peer: Peer,
+    ) -> None:
+        request_id, request, begun = frame.header.request_id, decode_pool(frame), self._clock()
+        if request.values.size > self._limits.max_values_per_request:
+            raise InvalidBagsError(
+                f"values has {request.values.size} entries, "
+                f"a request may have at most {self._limits.max_values_per_request}"
+            )
+        layout = self._node.table_layout(request.model, request.version)
+        if self._watch is not None:
+            answer = partial(self._answer_watched, self._watch, answer, request.model, begun)
+        answer_bytes = (
+            HEADER.size
+            + array_section_bytes(2 * len(layout.groups))
+            + layout.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
+        )
+        self._refuse_large_answer(answer_bytes)
+        work = partial(self._pool, request_id, request, deadline, is_wanted, begun)
+        longest = max(frame.body.size, answer_bytes)
+        if longest <= self._limits.max_inline_bytes:
+            answer(work())
+        elif longest <= self._spare_inline_bytes and self._spare_time.is_left(begun):
+            answer(work())
+            self._spare_time.spend(self._clock() - begun)
+        else:
+            self._in_thread(request_id, work, answer_bytes, answer, peer)
+
+    def _answer_watched(
+        self, watch: RequestWatch, answer: Callable[[Answer], None], model: str, begun: float, frame: Answer
+    ) -> None:
+        answer(frame)
+        watch.answered(model, self._clock() - begun)
+
+    def _in_thread(
+        self,
+        request_id: int,
+        work: Callable[[], Answer],
+        answer_bytes: int,
+        answer: Callable[[Answer], None],
+        peer: Peer,
+    ) -> None:
+        """Have a thread work on a request whose answer takes so many bytes; `work` raises nothing."""
+        self._admit(answer_bytes, peer)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+        def finished(done: asyncio.Future[Answer]) -> None:
+            self.in_flight -= 1
+            peer.in_flight -= 1
+            if not peer.in_flight:
+                self._busy_peers.discard(peer)
+            peer.account.refund(answer_bytes)
+            if done.cancelled():
+                error = NodeOverloadedError("the node is closing, the request was not started")
+                answer(self.failure(request_id, error))
+            else:
+                answer(done.result())
+
+        future.add_done_callback(finished)
+
+    def _admit(self, answer_bytes: int, peer: Peer) -> None:
+        """Count a request that goes to a thread. Raises NodeOverloadedError."""
+        most = self._limits.max_in_flight
+        if self.in_flight >= most:
+            raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {most} are taken")
+        num_busy = len(self._busy_peers | {peer})
+        if 2 * self.in_flight >= most and peer.in_flight >= max(1, most // num_busy):
+            says = f"{peer.in_flight} of {self.in_flight} requests in flight are of this connection"
+            raise NodeOverloadedError(f"{says}, one of {num_busy}; at most {most} are taken, in equal shares")
+        try:
+            peer.account.charge(answer_bytes)
+        except BufferFullError as error:
+            raise NodeOverloadedError(str(error)) from None
+        self.in_flight += 1
+        peer.in_flight += 1
+        self._busy_peers.add(peer)
+
+    def _pool(
+        self,
+        request_id: int,
+        request: PoolRequest,
+        deadline: float | None,
+        is_wanted: Callable[[], bool],
+        received: float,
+    ) -> Answer:
+        """Pools; what fails becomes an ERROR frame. Runs in any thread."""
+        began, failure = self._clock(), ""
+        try:
+            if not is_wanted():
+                raise DeadlineExceededError("the client is gone, the request was not started")
+            late_s = -1.0 if deadline is None else began - deadline
+            if late_s >= 0:
+                raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
+            pooled = self._node.answer(request.model, request.version, request.bags(), request.forms)
+            answer = self._fitting(encode_answer(request_id, pooled, tell_sequence=request.takes_sequence))
+        except Exception as error:
+            answer, failure = self.failure(request_id, error), error_text(error)
+        self._tell(request, answer, received, began, failure)
+        return answer
+
+    def _tell(self, request: PoolRequest, answer: Answer, received: float, began: float, error: str) -> None:
+        """Make a span of a request that is traced, from when it had come to its encoded answer."""
+        if request.trace is None or self._node.sink is None:
+            return
+        attributes: dict[str, str | int | float] = {
+            "shardrank.model": request.model,
+            "shardrank.version": request.version,
+            "shardrank.shard": self._node.identity.shard_index,
+            "shardrank.bags": request.offsets.size - 1,
+            "shardrank.values": request.values.size,
+            "shardrank.queue_ms": 1e3 * (began - received),
+            "shardrank.answer_bytes": sum(map(len, answer)),
+        }
+        own, ended = request.trace.child(), self._clock()
+        span = Span("shardrank.pool", "server", own, request.trace, received, ended, attributes, (), error)
+        self._node.sink.put(span)
+
+    def _counts(self, request_id: int, asked: CountsRequest) -> Answer:
+        """Tell access counts; what fails becomes an ERROR frame. Runs in any thread: estimates take milliseconds."""
+        try:
+            part = self._node.counts(asked.model, asked.version, asked.table, asked.first_row, asked.max_rows)
+            return self._fitting(encode_counts_answer(request_id, part))
+        except Exception as error:
+            return self.failure(request_id, error)
+
+    def _fitting(self, answer: Answer) -> Answer:
+        self._refuse_large_answer(sum(map(len, answer)))
+        return answer
+
+    def _refuse_large_answer(self, size_bytes: int) -> None:
+        if size_bytes > self._limits.max_frame_bytes:
+            raise FrameTooLargeError(
+                f"answer has {size_bytes} bytes, a frame may have at most {self._limits.max_frame_bytes}"
+            )
