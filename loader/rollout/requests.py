@@ -51,6 +51,7 @@ async def start_rollout(
     shadow_s: float = 0.0,
     canary_share: float | None = None,
     bake_s: float = 0.0,
+    bake_timeout_s: float | None = None,
     strategy: Strategy = "beside",
     guards: GuardLimits | None = None,
     clock: Callable[[], float] = time.time,
@@ -66,6 +67,7 @@ async def start_rollout(
         shadow_s: seconds for which it does.
         canary_share: share of requests, above 0 and below 1, that it gets first; None for no canary.
         bake_s: seconds for which it is held against the live version, if there is one.
+        bake_timeout_s: seconds after which a bake short of `guards.min_requests` is undone; None for 10 bakes.
         strategy: `beside`, or `by-replica` where no shard node can hold two versions.
         guards: what the comparison allows; None for the defaults.
         clock: seconds since the epoch.
@@ -100,6 +102,7 @@ async def start_rollout(
         "shadow_s": shadow_s,
         "canary_share": canary_share,
         "bake_s": bake_s,
+        "bake_timeout_s": bake_timeout_s,
         "guards": guards or GuardLimits(),
         "to_shards": view.num_shards if view.needs_shards() else None,
         **_steps_asked(view, model, wanted, strategy, **kinds),
@@ -326,7 +329,7 @@ class RolloutStatus(_Part):
         wanted: what is wanted in full; None before the first rollout.
         step: the step it is in, or ended in.
         written: what the step wants is written; else it is on record and about to be.
-        waiting_for: who lags behind the step.
+        waiting_for: who lags behind the step, or how many requests a bake is short of.
         guards: the comparison since the bake began; None if there is none.
     """
 
@@ -374,8 +377,14 @@ def status_of(
         return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
     written = wanted is not None and wanted.epoch > rollout.base_epoch
     written = written and wanted is not None and same_wish(wanted, wanted_in_step(rollout, wanted.epoch))
-    behind = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
-    baked = rollout.bake_began_at is not None
+    lagging = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
+    waiting_for = [lag.text for lag in lagging]
+    guards = None
+    if rollout.bake_began_at is not None:
+        guards = compare(*BakeTally().totals(rollout, view.nodes), rollout.guards)
+        if guards.missing:
+            missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
+            waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")
     same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
     return RolloutStatus(
         **{name: getattr(rollout, name) for name in same},
@@ -384,8 +393,8 @@ def status_of(
         step=rollout.step,
         steps=_steps(rollout),
         written=written,
-        waiting_for=tuple(lag.text for lag in behind) if rollout.active else (),
-        guards=compare(*BakeTally().totals(rollout, view.nodes), rollout.guards) if baked else None,
+        waiting_for=tuple(waiting_for) if rollout.active else (),
+        guards=guards,
         nodes=nodes,
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loader.progress import Progress
+from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
@@ -97,7 +98,8 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict
         if case.course == "by-replica":
             await fleet.start_rollout(version, "by-replica")
         else:
-            await fleet.start_rollout(version, canary_share=CANARY_SHARE, bake_s=CANARY_BAKE_S)
+            guards = GuardLimits(min_requests=0)
+            await fleet.start_rollout(version, canary_share=CANARY_SHARE, bake_s=CANARY_BAKE_S, guards=guards)
         if case.course == "undo":
             await _until_step(fleet, case, CANARY)
             await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")
