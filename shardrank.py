@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from loader.errors import SnapshotError as SnapshotError
     from loader.errors import SnapshotExistsError as SnapshotExistsError
     from loader.errors import SnapshotNotFoundError as SnapshotNotFoundError
+    from loader.errors import StreamFullError as StreamFullError
     from loader.registry import open_registry as open_registry
     from loader.registry.registry import Registry as Registry
     from loader.snapshot.golden import GoldenRequests as GoldenRequests
@@ -77,7 +78,7 @@ _NAMES = {
     "loader.errors": (
         "CheckpointError DeltaBaseError DeltaError DeltaFormatError ExportError NonFiniteRowError RegistryError "
         "RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "
-        "SnapshotNotFoundError"
+        "SnapshotNotFoundError StreamFullError"
     ),
     "loader.registry": "open_registry",
     "loader.registry.registry": "Registry",

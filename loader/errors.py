@@ -144,6 +144,10 @@ class DeltaGapError(DeltaError, grpc_status="OUT_OF_RANGE", kind="delta_gap"):
     """A delta that is not the next one: applying it would skip changes."""
 
 
+class StreamFullError(DeltaError, http_status=507, grpc_status="RESOURCE_EXHAUSTED", kind="stream_full"):
+    """A stream that has no room for another delta, since versions that are held need all that it has."""
+
+
 class RolloutError(LoaderError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="rollout"):
     """A rollout that can't be started, aborted or undone as things are. The message says why."""
 

@@ -115,6 +115,10 @@ class MethodNotAllowedError(ServingError, kind="method_not_allowed", http=405, g
     """A method that a path does not take."""
 
 
+class MisdirectedRequestError(ServingError, kind="misdirected", http=421, grpc="FAILED_PRECONDITION"):
+    """A request whose Host is none of the names of the loopback port that it came to."""
+
+
 class RequestTimeoutError(ServingError, kind="request_timeout", http=408, grpc="DEADLINE_EXCEEDED"):
     """The client did not send its request, or take its answer, in time."""
 

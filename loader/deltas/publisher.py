@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -24,11 +25,12 @@ from loader.errors import (
     DeltaGapError,
     RegistryConflictError,
     RegistryUnavailableError,
+    StreamFullError,
     StreamSequenceError,
 )
 from loader.registry import open_registry
 from loader.registry.fleet import DenseStep, FleetRegistry, delta_stream, parse_record
-from loader.registry.registry import Registry, StreamEntry
+from loader.registry.registry import MAX_VALUE_BYTES, Registry, StreamEntry
 from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.per_row import write_access_counts
@@ -40,6 +42,8 @@ from loader.stores.place import StoreUrl
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0
+ENTRY_BYTES: Final = 1024
+"""Of an entry at most, besides its rows: names, and what the registry takes for it."""
 MAX_PAUSE_S: Final = 1.0
 MAX_REMEMBERED_BYTES: Final = 64 << 20
 """Of what a publisher has appended itself, kept to give it back to a registry that lost its last writes."""
@@ -61,7 +65,8 @@ class AsyncDeltaPublisher:
         base_version: the published version that training goes on from. Deltas go to the stream that it continues.
         store: the store, for a registry that does not have the version's spec, and for tables that are divided by
             popularity.
-        max_stream_entries: the stream is kept at most that long. What a held version needs is never dropped.
+        max_stream_entries, max_stream_bytes: the stream is kept at most that long, and that large; None for what the
+            registry says (`Registry.max_stream_bytes`). What a held version needs is never dropped.
         retry_s: how long a registry that does not answer is asked again.
         clock: seconds since the epoch; dates the deltas.
         monotonic, sleep: bound retries, in seconds.
@@ -75,6 +80,7 @@ class AsyncDeltaPublisher:
         store: str | Path | StoreUrl | None = None,
         *,
         max_stream_entries: int = DEFAULT_MAX_STREAM_ENTRIES,
+        max_stream_bytes: int | None = None,
         retry_s: float = DEFAULT_RETRY_S,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -84,7 +90,7 @@ class AsyncDeltaPublisher:
         self._model = model
         self._base_version = base_version
         self._store = None if store is None else open_store(store)
-        self._max_stream_entries = max_stream_entries
+        self._max_stream_entries, self._given_bytes = max_stream_entries, max_stream_bytes
         self._retry_s = retry_s
         self._clock = clock
         self._monotonic = monotonic
@@ -99,6 +105,8 @@ class AsyncDeltaPublisher:
         self._stream = ""
         self._first = 0
         self._sequence = 0
+        # At most what the stream takes, and may take; inf until it was measured.
+        self._stream_bytes = self._max_stream_bytes = math.inf
         self._mine: deque[tuple[int, bytes]] = deque()
         self._mine_bytes = 0
 
@@ -129,7 +137,8 @@ class AsyncDeltaPublisher:
                 or a value that is not finite.
             DeltaBaseError: the version is not published, or the store has another one.
             DeltaGapError: the registry lost deltas that nodes have.
-            DeltaError: the stream is full; or there is no store, for a table that is divided by popularity.
+            StreamFullError: versions that are held need all that is in the stream, and it has no room for more.
+            DeltaError: there is no store, for a table that is divided by popularity.
             SnapshotError: of such a table the store can't be read.
             RegistryUnavailableError: the registry did not answer for `retry_s`.
         """
@@ -262,7 +271,8 @@ class AsyncDeltaPublisher:
             await self._append(batch)
 
     async def _append(self, batch: DeltaBatch) -> None:
-        await self._again(self._make_room)
+        size = batch.rows.nbytes + batch.stored.nbytes + ENTRY_BYTES
+        await self._again(lambda: self._make_room(size))
         payload, sequence = b"", 0
 
         async def attempt() -> bool:
@@ -272,6 +282,7 @@ class AsyncDeltaPublisher:
                 sequence = self._sequence + 1
                 payload = replace(batch, sequence=sequence).encode()
             if await self._appended(sequence, payload):
+                self._stream_bytes += size
                 return True
             await self._find_end()
             return False
@@ -284,8 +295,9 @@ class AsyncDeltaPublisher:
     async def _opened(self) -> ModelSpec:
         if self._spec is not None:
             return self._spec
-        if self._max_stream_entries < 1:
-            raise DeltaError(f"max_stream_entries: {self._max_stream_entries}; at least 1 is needed")
+        for name, limit in (("entries", self._max_stream_entries), ("bytes", self._given_bytes)):
+            if limit is not None and limit < 1:
+                raise DeltaError(f"max_stream_{name}: {limit}; at least 1 is needed")
         version = await self._again(lambda: self._fleet.version(self._model, self._base_version))
         if version is None:
             raise DeltaBaseError(
@@ -295,6 +307,8 @@ class AsyncDeltaPublisher:
         spec = await self._read_spec()
         self._delta_base, self._stream = version.delta_base, delta_stream(self._model, version.delta_base)
         await self._again(self._find_end)
+        default_bytes = await self._again(self._fleet.registry.max_stream_bytes)
+        self._max_stream_bytes = default_bytes if self._given_bytes is None else self._given_bytes
         self._spec = spec
         return spec
 
@@ -369,6 +383,7 @@ class AsyncDeltaPublisher:
                 f"stream {self._stream} ends with {bounds.last}, but deltas up to {known} were published: the registry "
                 "has lost the others. Publish a snapshot that begins a stream of its own"
             )
+        self._stream_bytes += (max(bounds.last, known) - self._sequence) * MAX_VALUE_BYTES
         self._sequence = max(bounds.last, known)
         self._first = bounds.first or self._sequence + 1
 
@@ -394,25 +409,33 @@ class AsyncDeltaPublisher:
             self._mine_bytes -= len(self._mine.popleft()[1])
         return True
 
-    async def _make_room(self) -> None:
-        """Drop the oldest entries of a full stream that no held version needs. Raises DeltaError if all are needed."""
-        if self._sequence + 1 - self._first < self._max_stream_entries:
+    async def _make_room(self, size: int) -> None:
+        """Drop the oldest entries that no held version needs, if the stream has no room for so many bytes more.
+
+        Raises StreamFullError if that is not enough.
+        """
+        registry, max_entries, max_bytes = self._fleet.registry, self._max_stream_entries, self._max_stream_bytes
+        if self._sequence + 1 - self._first < max_entries and self._stream_bytes + size <= max_bytes:
             return
-        self._first = (await self._fleet.registry.bounds(self._stream)).first or self._sequence + 1
-        # Some more than one, so that not every append asks.
-        unwanted = self._sequence + 1 - (self._max_stream_entries - max(1, self._max_stream_entries // 16))
         needed = await self._first_needed()
-        before = min(unwanted, needed)
-        if before > self._first:
-            await self._fleet.registry.trim(self._stream, before)
+        while True:
+            self._first = (await registry.bounds(self._stream)).first or self._sequence + 1
+            kept = self._sequence + 1 - self._first
+            self._stream_bytes = taken = 0 if max_bytes == math.inf else await registry.stream_bytes(self._stream)
+            if kept < max_entries and taken + size <= max_bytes:
+                return
+            # Some more than one, so that not every append asks. Bytes are shared evenly, which may take several turns.
+            excess = max(0.0, taken + size - max_bytes * 15 / 16)
+            drop = max(kept - max_entries + max(1, max_entries // 16), math.ceil(kept * excess / max(taken, 1)))
+            before = min(self._first + drop, needed)
+            if before <= self._first:
+                raise StreamFullError(
+                    f"stream {self._stream} holds {kept} deltas, max_stream_entries is {max_entries}, in {taken} bytes "
+                    f"for {size} more, max_stream_bytes is {max_bytes:.0f}, and a version that is held needs all from "
+                    f"{needed} on: roll out a snapshot that contains them, or allow more"
+                )
+            await registry.trim(self._stream, before)
             _log.info("stream %s: dropped what is before delta %d", self._stream, before)
-            self._first = before
-        if self._sequence + 1 - self._first >= self._max_stream_entries:
-            raise DeltaError(
-                f"stream {self._stream} holds {self._sequence + 1 - self._first} deltas, max_stream_entries is "
-                f"{self._max_stream_entries}, and a version that is held needs all from {needed} on: roll out a "
-                "snapshot that contains them, or allow more"
-            )
 
     async def _put(self, sequence: int, payload: bytes) -> bool:
         """Tell whether an entry is there: put now, or by an earlier try whose outcome was not known."""

@@ -47,6 +47,8 @@ from loader.snapshot.store import fsync_path, make_folders
 
 _SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""
+MAX_STREAM_BYTES: Final = 4 << 30
+"""Of a stream, unless its publisher says otherwise."""
 _ENTRIES_PER_BLOCK: Final = 256
 
 _P = ParamSpec("_P")
@@ -379,6 +381,20 @@ class DirectoryRegistry:
             return StreamBounds(0, 0)
         with area.locked():
             return _bounds(area.path)
+
+    @_in_thread
+    def stream_bytes(self, stream: str) -> int:
+        """See `Registry.stream_bytes`. Entries that are trimmed meanwhile may count or not."""
+        size = 0
+        for folder, _, names in os.walk(self._stream(stream).path):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    size += os.stat(os.path.join(folder, name)).st_size
+        return size
+
+    async def max_stream_bytes(self) -> float:
+        """See `Registry.max_stream_bytes`."""
+        return MAX_STREAM_BYTES
 
     @_in_thread
     def trim(self, stream: str, before: int) -> None:

@@ -189,10 +189,11 @@ class VersionStats(Record):
     """What a serving process has seen of one version since it holds it; all counts only grow.
 
     Attributes:
-        requests: answered, with success or not; a client's mistakes are not counted.
-        errors: of those, the server's faults, and ids without a row.
+        requests: answered, with success or not, of those that did not name their version; a client's mistakes are not
+            counted, nor deadlines below the live version's median.
+        errors: of those, the server's faults.
         latency_counts: answers by latency, one more than `LATENCY_BOUNDS_MS`; empty for none.
-        score_count, score_sum, score_square_sum: of all scores.
+        score_count, score_sum, score_square_sum: of all scores of such requests.
     """
 
     requests: int = 0

@@ -300,6 +300,7 @@ class RedisRegistry:
         self._scripts: dict[str, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inspected = False
+        self._maxmemory = 0
         self._closed = False
 
     async def get(self, key: str) -> Entry | None:
@@ -386,6 +387,17 @@ class RedisRegistry:
         ends = self._at("ends", check_key(stream, "stream"))
         first, last = await self._command("HMGET", ends, "first", "last")
         return StreamBounds(int(first), int(last)) if last is not None else StreamBounds(0, 0)
+
+    async def stream_bytes(self, stream: str) -> int:
+        """See `Registry.stream_bytes`."""
+        return int(
+            await self._command("MEMORY", "USAGE", self._at("stream", check_key(stream, "stream")), "SAMPLES", "0") or 0
+        )
+
+    async def max_stream_bytes(self) -> float:
+        """See `Registry.max_stream_bytes`: half of `maxmemory`, if that is set."""
+        await self._command("PING")
+        return self._maxmemory / 2 or math.inf
 
     async def trim(self, stream: str, before: int) -> None:
         """See `Registry.trim`."""
@@ -509,7 +521,8 @@ class RedisRegistry:
                 self.name,
             )
         policy = told.get("maxmemory_policy", "noeviction")
-        if told.get("maxmemory") and policy != "noeviction":
+        self._maxmemory = int(told.get("maxmemory", 0))
+        if self._maxmemory and policy != "noeviction":
             _log.warning(
                 "registry %s: maxmemory-policy is %s: Redis may drop deltas and plans; set it to noeviction",
                 self.name,

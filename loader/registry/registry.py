@@ -118,6 +118,12 @@ class Registry(Protocol):
     async def bounds(self, stream: str) -> StreamBounds:
         """Return where a stream begins and ends."""
 
+    async def stream_bytes(self, stream: str) -> int:
+        """Return the bytes that a stream takes, in memory or on disk; it looks at every entry."""
+
+    async def max_stream_bytes(self) -> float:
+        """Return the bytes that a stream may take unless its publisher says otherwise; inf for no limit."""
+
     async def trim(self, stream: str, before: int) -> None:
         """Drop entries with a sequence number below `before`. The stream's end stays known."""
 

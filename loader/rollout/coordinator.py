@@ -161,14 +161,14 @@ class _StepRunner:
             return await self._write(on_record, changed(rollout, now, text, replay_until=bounds.last))
         behind = lags(rollout, view, epoch)
         baking_now = rollout.step in (CANARY, BAKE) and rollout.bake_s > 0 and undoable
-        told = ""
+        told, missing = "", 0
         if baking_now and rollout.bake_began_at is not None:
             verdict = compare(*self._tally.totals(rollout, view.nodes), rollout.guards)
             breach = verdict.told() if verdict.breached else ""
             breach = "; ".join(filter(None, (breach, self._golden_breach(rollout, view))))
             if breach:
                 return await self._write(on_record, undone(rollout, now, "rolled_back", f"guard: {breach}"))
-            told = verdict.told()
+            told, missing = verdict.told(), verdict.missing
         if behind:
             return await self._wait(on_record, behind)
         self._patience.reset()
@@ -178,8 +178,12 @@ class _StepRunner:
             return await self._write(on_record, changed(rollout, now, text, bake_began_at=now, baseline=baseline))
         if undoable and rollout.step == SHADOW and now - rollout.step_began_at < rollout.shadow_s:
             return None
-        if baking_now and now - (rollout.bake_began_at or now) < rollout.bake_s:
+        baked_s = now - (rollout.bake_began_at or now)
+        if baking_now and baked_s < (rollout.longest_bake_s if missing else rollout.bake_s):
             return None
+        if missing:
+            text = f"guard: min_requests is {rollout.guards.min_requests}, {missing} are missing after {baked_s:.0f} s"
+            return await self._write(on_record, undone(rollout, now, "rolled_back", f"{text}; {told}"))
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"
         if left_behind := refusals(rollout, view) if rollout.committed else "":
             text = f"{text}; refused by {left_behind}"

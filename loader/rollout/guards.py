@@ -16,6 +16,7 @@ from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, Record, Version
 from loader.snapshot.tables import Frozen
 
 MAX_FALSE_ALARM = 1e-4
+MIN_REQUESTS = 50
 _P99 = 0.99
 
 
@@ -23,14 +24,15 @@ class GuardLimits(Frozen):
     """How much worse than the live version a new one may be.
 
     Attributes:
-        min_requests: with fewer answers than this by either version, nothing is compared.
+        min_requests: with fewer answers than this by either version, nothing is compared, and with fewer by the new
+            one no bake passes; 0: bakes need none, and `MIN_REQUESTS` are compared.
         max_error_rate_increase: of the share of requests that fail.
         max_p99_ratio: of its 99th percentile latency to the live one's.
         p99_slack_ms: and by so much more, so that fractions of a millisecond are no breach.
         max_score_drift: how far its mean score may lie from the live one's, in standard deviations of a live score.
     """
 
-    min_requests: int = Field(default=50, ge=1)
+    min_requests: int = Field(default=MIN_REQUESTS, ge=0)
     max_error_rate_increase: float = Field(default=0.01, ge=0, le=1)
     max_p99_ratio: float = Field(default=2.0, ge=1)
     p99_slack_ms: float = Field(default=5.0, ge=0)
@@ -49,10 +51,15 @@ class VersionNumbers(Record):
 
 
 class GuardReport(Record):
-    """What the guards say: which limit is breached, or why nothing was compared; no reason if all is well."""
+    """What the guards say: which limit is breached, or why nothing was compared; no reason if all is well.
+
+    Attributes:
+        missing: requests that the new version still needs for `min_requests`.
+    """
 
     breached: bool
     compared: bool
+    missing: int = 0
     reason: str
     live: VersionNumbers
     new: VersionNumbers
@@ -65,9 +72,10 @@ class GuardReport(Record):
 def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> GuardReport:
     """Compare what a new version answered with what the live one did in the same time."""
     numbers = {"live": numbers_of(live), "new": numbers_of(new)}
-    if min(live.requests, new.requests) < limits.min_requests:
-        reason = f"too little traffic to compare: {limits.min_requests} requests of each version are needed"
-        return GuardReport(breached=False, compared=False, reason=reason, **numbers)
+    missing, needed = max(0, limits.min_requests - new.requests), limits.min_requests or MIN_REQUESTS
+    if min(live.requests, new.requests) < needed:
+        reason = f"too little traffic to compare: {needed} requests of each version are needed"
+        return GuardReport(breached=False, compared=False, missing=missing, reason=reason, **numbers)
     reasons = [
         _errors(live, new, limits),
         _latency(live, new, limits),

@@ -38,6 +38,8 @@ RolloutState = Literal["running", "undoing", "done", "refused", "rolled_back", "
 
 MAX_EVENTS = 200
 MAX_BAKE_S = 7 * 24 * 3600.0
+BAKE_TIMEOUT = 10
+"""Times the bake, where no timeout is given."""
 
 STAGE_SHARDS = "stage_shards"
 STAGE_SERVING = "stage_serving"
@@ -84,6 +86,7 @@ class Rollout(Record):
         shadow_s: for how long, in seconds.
         canary_share: share of requests that the new version gets first; None for no canary.
         bake_s: how long it is held against the live one, in seconds; 0 for not at all.
+        bake_timeout_s: longest that a bake waits for `guards.min_requests`, in seconds; None for `BAKE_TIMEOUT` bakes.
         guards: what the comparison allows.
         steps: when it is undone, those of undoing, from `undo_index` on, come after the last one that was begun.
         base_epoch: the epoch of the wanted record that the step's own write follows: up to it the step is still to be
@@ -112,6 +115,7 @@ class Rollout(Record):
     shadow_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
     canary_share: float | None = Field(default=None, gt=0, lt=1)
     bake_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
+    bake_timeout_s: float | None = Field(default=None, ge=0, le=BAKE_TIMEOUT * MAX_BAKE_S)
     guards: GuardLimits = GuardLimits()
     steps: tuple[str, ...] = Field(min_length=1)
     step_index: int = Field(default=0, ge=0)
@@ -137,6 +141,8 @@ class Rollout(Record):
             raise ValueError(f"step_index: {self.step_index}, but there are {len(self.steps)} steps")
         if self.from_version == self.to_version:
             raise ValueError(f"to_version: {self.to_version} is from_version as well")
+        if self.longest_bake_s < self.bake_s:
+            raise ValueError(f"bake_timeout_s: {self.bake_timeout_s:g}, allowed is bake_s = {self.bake_s:g} or more")
         if self.state == "undoing" and (self.undo_index is None or self.outcome is None):
             raise ValueError("state: 'undoing' needs undo_index and outcome")
         return self
@@ -145,6 +151,11 @@ class Rollout(Record):
     def step(self) -> str:
         """The step it is in."""
         return self.steps[self.step_index]
+
+    @property
+    def longest_bake_s(self) -> float:
+        """Seconds after which a bake that is short of requests is undone."""
+        return BAKE_TIMEOUT * self.bake_s if self.bake_timeout_s is None else self.bake_timeout_s
 
     def named(self) -> frozenset[int]:
         """List the versions that it names or that a rollback after it would go to: none of them may be dropped."""

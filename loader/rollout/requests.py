@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -24,6 +24,7 @@ from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, lags
 from loader.rollout.guards import GuardLimits, GuardReport, compare
 from loader.rollout.plan import (
     Event,
+    OnRecord,
     Outcome,
     Rollout,
     RolloutState,
@@ -51,10 +52,12 @@ async def start_rollout(
     shadow_s: float = 0.0,
     canary_share: float | None = None,
     bake_s: float = 0.0,
+    bake_timeout_s: float | None = None,
     strategy: Strategy = "beside",
     guards: GuardLimits | None = None,
     clock: Callable[[], float] = time.time,
     rollout_id: str,
+    after: OnRecord | None = None,
 ) -> Rollout:
     """Put a rollout on record; a coordinator carries it out.
 
@@ -66,16 +69,18 @@ async def start_rollout(
         shadow_s: seconds for which it does.
         canary_share: share of requests, above 0 and below 1, that it gets first; None for no canary.
         bake_s: seconds for which it is held against the live version, if there is one.
+        bake_timeout_s: seconds after which a bake short of `guards.min_requests` is undone; None for 10 bakes.
         strategy: `beside`, or `by-replica` where no shard node can hold two versions.
         guards: what the comparison allows; None for the defaults.
         clock: seconds since the epoch.
         rollout_id: 32 random hexadecimal digits.
+        after: the model's last rollout as the caller decided on it; None to read it.
 
     Raises:
         RolloutError: one is running, or this one can't be carried out; the message says why.
     """
     # First the rollout, then what is wanted: while the first is not running nobody changes the second.
-    last = await read_rollout(fleet, model)
+    last = after or await read_rollout(fleet, model)
     if last is not None and last.rollout.active:
         raise RolloutError(
             f"{model}: the rollout of version {last.rollout.to_version} is {last.rollout.state}, in {last.rollout.step}"
@@ -90,18 +95,16 @@ async def start_rollout(
     live = wanted.live if wanted is not None else None
     if live == version:
         raise RolloutError(f"{model}: version {version} is live already")
-    if live is None:
-        _check_first(model, canary_share, shadow_share)
+    _check_first(model, live, canary_share, shadow_share)
     kinds = {"canary": canary_share is not None, "bake": bake_s > 0, "shadow": shadow_share is not None}
     asked: dict[str, object] = {
         "rollout_id": rollout_id,
-        "strategy": strategy,
         "shadow_share": shadow_share,
         "shadow_s": shadow_s,
         "canary_share": canary_share,
         "bake_s": bake_s,
+        "bake_timeout_s": bake_timeout_s,
         "guards": guards or GuardLimits(),
-        "to_shards": view.num_shards if view.needs_shards() else None,
         **_steps_asked(view, model, wanted, strategy, **kinds),
     }
     rollout = _plan(published, wanted, last.rollout if last is not None else None, asked, clock())
@@ -112,12 +115,40 @@ async def start_rollout(
     return rollout
 
 
+class SeenRollout(NamedTuple):
+    """A model's last rollout and live version, as a page showed them to who decides on them."""
+
+    rollout_id: str
+    is_active: bool
+    live: int | None
+
+
+async def _read_seen(fleet: FleetRegistry, model: str, seen: SeenRollout | None) -> OnRecord | None:
+    """Return the last rollout. Raises RolloutError if it, or the live version, is not as it was `seen`."""
+    last, wanted = await read_rollout(fleet, model), await fleet.wanted_model(model)
+    live = None if wanted is None else wanted.live
+    if seen is not None and last is not None and seen != (last.rollout.rollout_id, last.rollout.active, live):
+        raise RolloutError(
+            f"{model}: its rollout has changed since the page showed it, with version {seen.live} live (now {live}): "
+            "look again"
+        )
+    return last
+
+
 async def abort_rollout(
-    fleet: FleetRegistry, model: str, reason: str, *, clock: Callable[[], float] = time.time
+    fleet: FleetRegistry,
+    model: str,
+    reason: str,
+    *,
+    clock: Callable[[], float] = time.time,
+    seen: SeenRollout | None = None,
 ) -> Rollout:
-    """Turn a running rollout back. Raises RolloutError if none is running, or its old version is being retired."""
+    """Turn a running rollout back.
+
+    Raises RolloutError if none is running, its old version is being retired, or it is not as it was `seen`.
+    """
     for _ in range(MAX_ATTEMPTS):
-        last = await read_rollout(fleet, model)
+        last = await _read_seen(fleet, model, seen)
         if last is None:
             raise RolloutError(f"{model}: no rollout is running")
         turned = undone(last.rollout, clock(), "aborted", reason or "no reason given")
@@ -130,21 +161,27 @@ async def abort_rollout(
 
 
 async def roll_back(
-    fleet: FleetRegistry, model: str, *, clock: Callable[[], float] = time.time, rollout_id: str
+    fleet: FleetRegistry,
+    model: str,
+    *,
+    clock: Callable[[], float] = time.time,
+    rollout_id: str,
+    seen: SeenRollout | None = None,
 ) -> Rollout:
     """Return to the version before the live one, by a rollout of it; while one is running, abort that instead.
 
     It has the strategy of the last one: nodes that could not hold two versions on the way there can't on the way back.
-    Raises RolloutError if there is no such version, or a running rollout can no longer be aborted.
+    Raises RolloutError if there is no such version, a running rollout can no longer be aborted, or what was `seen` has
+    changed.
     """
-    last = await read_rollout(fleet, model)
+    last = await _read_seen(fleet, model, seen)
     if last is not None and last.rollout.active:
-        return await abort_rollout(fleet, model, "rolled back by hand", clock=clock)
+        return await abort_rollout(fleet, model, "rolled back by hand", clock=clock, seen=seen)
     target = last.rollout.rollback_target if last is not None else None
     if last is None or target is None:
         raise RolloutError(f"{model}: there is no earlier version to go back to")
     strategy = last.rollout.strategy
-    return await start_rollout(fleet, model, target, strategy=strategy, clock=clock, rollout_id=rollout_id)
+    return await start_rollout(fleet, model, target, strategy=strategy, clock=clock, rollout_id=rollout_id, after=last)
 
 
 async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
@@ -181,8 +218,10 @@ def _said(num_shards: int, wanted: WantedModel | None) -> WantedModel | None:
     return wanted.model_copy(update={"num_shards": wanted.divided(num_shards).num_shards | wanted.num_shards})
 
 
-def _check_first(model: str, canary_share: float | None, shadow_share: float | None) -> None:
-    """Refuse what needs a version that is live."""
+def _check_first(model: str, live: int | None, canary_share: float | None, shadow_share: float | None) -> None:
+    """Raise RolloutError for what needs a live version, if there is none."""
+    if live is not None:
+        return
     if canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
     if shadow_share is not None:
@@ -216,11 +255,12 @@ def _steps_asked(
     bake: bool,
     shadow: bool,
 ) -> dict[str, object]:
-    """Return a rollout's groups and steps. Raises as `_groups`."""
+    """Return a rollout's strategy, number of shards, groups and steps. Raises as `_groups`."""
     groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
     bake = bake and wanted is not None and wanted.live is not None
     steps = plan_steps(strategy, canary=canary, bake=bake, shadow=shadow, early_groups=early, groups=len(groups))
-    return {"groups": groups, "early_groups": early, "steps": steps}
+    shards = view.num_shards if view.needs_shards() else None
+    return {"strategy": strategy, "to_shards": shards, "groups": groups, "early_groups": early, "steps": steps}
 
 
 def _groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tuple[tuple[str, ...], ...], int]:
@@ -326,7 +366,7 @@ class RolloutStatus(_Part):
         wanted: what is wanted in full; None before the first rollout.
         step: the step it is in, or ended in.
         written: what the step wants is written; else it is on record and about to be.
-        waiting_for: who lags behind the step.
+        waiting_for: who lags behind the step, or how many requests a bake is short of.
         guards: the comparison since the bake began; None if there is none.
     """
 
@@ -374,8 +414,14 @@ def status_of(
         return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
     written = wanted is not None and wanted.epoch > rollout.base_epoch
     written = written and wanted is not None and same_wish(wanted, wanted_in_step(rollout, wanted.epoch))
-    behind = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
-    baked = rollout.bake_began_at is not None
+    lagging = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
+    waiting_for = [lag.text for lag in lagging]
+    guards = None
+    if rollout.bake_began_at is not None:
+        guards = compare(*BakeTally().totals(rollout, view.nodes), rollout.guards)
+        if guards.missing:
+            missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
+            waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")
     same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
     return RolloutStatus(
         **{name: getattr(rollout, name) for name in same},
@@ -384,8 +430,8 @@ def status_of(
         step=rollout.step,
         steps=_steps(rollout),
         written=written,
-        waiting_for=tuple(lag.text for lag in behind) if rollout.active else (),
-        guards=compare(*BakeTally().totals(rollout, view.nodes), rollout.guards) if baked else None,
+        waiting_for=tuple(waiting_for) if rollout.active else (),
+        guards=guards,
         nodes=nodes,
     )
 

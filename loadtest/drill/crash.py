@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loader.progress import Progress
+from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
@@ -90,7 +91,8 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict
     version = before = await fleet.live_version()
     if case.step:
         version = await fleet.publish_next(differs_from=before)
-        options = {"strategy": "by-replica"} if case.course == "by-replica" else {"canary_share": 0.1, "bake_s": 0.5}
+        by_replica, canary = {"strategy": "by-replica"}, {"canary_share": 0.1, "bake_s": 0.5}
+        options = by_replica if case.course == "by-replica" else {**canary, "guards": GuardLimits(min_requests=0)}
         await fleet.start_rollout(version, **options)
         if case.course == "undo":
             await _until_step(fleet, case, CANARY)

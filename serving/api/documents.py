@@ -12,7 +12,7 @@ from importlib.metadata import version as package_version
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from fastapi import APIRouter, Body, FastAPI
+from fastapi import APIRouter, Body, Depends, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
@@ -29,7 +29,7 @@ from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_b
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
-from serving.dashboard.page import add_page
+from serving.dashboard.page import add_page, check_host
 from serving.description import ModelInfo
 from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
 from serving.formats.infer import BINARY, parse_version
@@ -262,9 +262,9 @@ def create_documents(service: RankingService, tokens: Tokens | None = None) -> F
     return documents.app
 
 
-def create_probes(service: RankingService, tokens: Tokens | None = None, board: Board | None = None) -> FastAPI:
+def create_probes(service: RankingService, tokens: Tokens | None, board: Board | None, *, is_loopback: bool) -> FastAPI:
     """Make the application of the port for operators: probes, metrics as the shards told them last, and the page."""
-    documents = _Documents(service, tokens, openapi_url=None)
+    documents = _Documents(service, tokens, openapi_url=None, dependencies=[Depends(check_host)] * is_loopback)
     documents.add_probes(None)
     if board is not None:
         add_page(documents.app, board, tokens)

@@ -31,6 +31,7 @@ from serving.dashboard.sources import Source
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from shard_node.byte_budget import LARGEST_MESSAGES, ByteBudget
+from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
 _protocol_logger = logger.getChild("uvicorn")
@@ -208,8 +209,9 @@ async def running_admin(
     async def probes() -> AsyncIterator[Answering]:
         async with contextlib.AsyncExitStack() as stack:
             board = None if page is None else await stack.enter_async_context(run_board(page))
-            app = partial(answer_whole, create_probes(service, tokens, board))
-            yield Answering(app) if board is None else Answering(app, board.close)
+            app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
+            answer = partial(answer_whole, app)
+            yield Answering(answer) if board is None else Answering(answer, board.close)
 
     async with listening_beside(service, probes(), host, port, ssl) as bound:
         yield bound

@@ -200,8 +200,15 @@ def rollout() -> None:
     "How long the canary, or without one the flipped version, is held against the live one's errors, p99 and scores "
     "before the rollout goes on, such as 60s or 2m. Default: 60s with --canary, else none.",
 )
+@opts.duration(
+    "--bake-timeout",
+    "How long a bake waits at most, from its start, until the new version's share has answered min_requests; then the "
+    "rollout is undone. Default: 10 times --bake.",
+)
 @opts.choice("--strategy", ["beside", "by-replica"], _STRATEGIES)
-@opts.assignments("--guard NAME=VALUE", f"What the bake allows: {_GUARDS}.")
+@opts.assignments(
+    "--guard NAME=VALUE", f"What the bake allows: {_GUARDS}. No bake passes before min_requests (50; 0: none)."
+)
 @opts.follow_option
 @opts.fleet_options
 @click.pass_context
@@ -213,6 +220,7 @@ def start(
     shadow_for: float | None,
     canary: float | None,
     bake: float | None,
+    bake_timeout: float | None,
     strategy: Literal["beside", "by-replica"],
     guard: Sequence[tuple[str, str]],
     follow: bool,
@@ -239,6 +247,9 @@ def start(
     shadow_s = DEFAULT_SHADOW_S if shadow_for is None else shadow_for
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
 
+    if bake_timeout is not None and not bake_s:
+        raise click.UsageError("--bake-timeout needs --bake or --canary.")
+
     async def work(fleet: FleetRegistry) -> Rollout:
         started = await start_rollout(
             fleet,
@@ -248,6 +259,7 @@ def start(
             shadow_s=shadow_s if shadow is not None else 0.0,
             canary_share=canary,
             bake_s=bake_s,
+            bake_timeout_s=bake_timeout,
             strategy=strategy,
             guards=limits,
             rollout_id=secrets.token_hex(16),

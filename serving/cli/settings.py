@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
 import shutil
@@ -523,27 +522,21 @@ class Protection:
 
 def warn_if_open(host: str, protection: Protection) -> None:
     """Log one warning if others than this machine can reach the APIs, and anybody may ask or listen in."""
+    from shard_node.wire.address import Address
+
     tls = protection.tls
     missing = [] if tls is not None else ["TLS (--tls-cert)"]
     if protection.tokens is None and (tls is None or tls.client_ca is None):
         missing.append("tokens (--tokens) or client certificates (--tls-client-ca)")
-    if missing and not is_loopback(host):
+    if missing and not Address(host).is_loopback:
         logger.warning("listens on %s without %s: for a private network only", host, " and without ".join(missing))
 
 
 def warn_if_node_is_open(addresses: Sequence[Address], tls: TlsConfig | None) -> None:
     """Log one warning if others than this machine can reach a shard node, which then answers everybody."""
-    reachable = [str(address) for address in addresses if not address.is_unix and not is_loopback(address.host)]
+    reachable = [str(address) for address in addresses if not address.is_loopback]
     if reachable and tls is None:
         logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches what listens there. A name other than `localhost` is not looked up."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_plan(options: Options, models: Collection[str] = ()) -> PlanFile | None:

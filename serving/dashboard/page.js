@@ -349,8 +349,8 @@ $("sign-in").onsubmit = (event) => {
 let asked = null;
 
 function askRollback(model) {
-  const { rollback, rollout } = state.models.find((one) => one.model === model);
-  asked = { model, rollout_id: rollout.rollout_id, is_active: rollout.active };
+  const { rollback, rollout, live } = state.models.find((one) => one.model === model);
+  asked = { model, rollout_id: rollout.rollout_id, is_active: rollout.active, live };
   $("rollback-text").textContent = rollback.aborts
     ? `${model}: the rollout of version ${rollout.to_version} is ended, and version ${rollback.to} stays live.`
     : `${model}: version ${rollback.to} is rolled out again: loaded, checked and flipped to. No answer fails meanwhile.`;

@@ -12,10 +12,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from loader.rollout.requests import SeenRollout
 from serving.api.bodies import read_body
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
-from serving.errors import MalformedRequestError, PermissionDeniedError, ServingError
+from serving.errors import MalformedRequestError, MisdirectedRequestError, PermissionDeniedError, ServingError
+from shard_node.errors import AddressError
+from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
+_DEFAULT_PORTS = (80, 443)
 _NO_TOKENS = "rolling back needs an admin token, and this process was started without --tokens"
 
 
@@ -41,6 +45,22 @@ class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     rollout_id: str
     is_active: bool
+    live: int | None
+
+
+async def check_host(request: Request) -> None:
+    """Raise MisdirectedRequestError if a request to a loopback port has another Host.
+
+    A page from elsewhere could have its own name resolved to this machine, and then read and ask as this port's page.
+    """
+    host, port = request.headers.get("host", "").lower(), request.scope["server"][1]
+    has_port = host.rpartition(":")[2].isdecimal() or port not in _DEFAULT_PORTS
+    try:
+        address = Address.parse(host if has_port else f"{host}:{port}")
+    except AddressError:
+        address = Address()
+    if address.port != port or not address.is_loopback:
+        raise MisdirectedRequestError(f"Host: {host[:200]!r}; allowed are localhost:{port} and loopback addresses")
 
 
 def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
@@ -84,7 +104,8 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
             raise PermissionDeniedError(_NO_TOKENS)
         who = check(request)
         asked = _asked(await read_body(request.receive, "MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES))
-        begun = await board.source.roll_back(asked.model, asked.rollout_id, is_active=asked.is_active)
+        seen = SeenRollout(asked.rollout_id, asked.is_active, asked.live)
+        begun = await board.source.roll_back(asked.model, seen)
         to = begun.to_version if begun.state == "running" else begun.from_version
         logger.warning("token %r rolls %s back to version %s", who, asked.model, to)
         return JSONResponse({"model": asked.model, "to": to}, headers=HEADERS)
@@ -100,4 +121,4 @@ def _asked(body: bytes) -> _Rollback:
     try:
         return msgspec.json.decode(body, type=_Rollback)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise MalformedRequestError("", f"the body must name model, rollout_id and is_active: {error}") from error
+        raise MalformedRequestError("", f"the body must name model, rollout_id, is_active and live: {error}") from error

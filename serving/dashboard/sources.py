@@ -12,8 +12,8 @@ from loader.errors import RolloutError
 from loader.registry.fleet import Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.registry import Registry
 from loader.rollout.fleet_state import FleetState, read_fleet
-from loader.rollout.plan import Rollout, read_rollout
-from loader.rollout.requests import roll_back
+from loader.rollout.plan import Rollout
+from loader.rollout.requests import SeenRollout, roll_back
 from serving.rank.service import RankingService
 from shard_node.node import NodeInfo
 
@@ -35,10 +35,10 @@ class Source(Protocol):
         """Read it. Raises RegistryError."""
         ...
 
-    async def roll_back(self, model: str, rollout_id: str, *, is_active: bool) -> Rollout:
-        """Do as `shardrank rollback`, if the model's rollout is still that one, and active or not.
+    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
+        """Do as `shardrank rollback`, if nothing that was seen has changed.
 
-        Raises RolloutError if it is not, or can't be rolled back; RegistryError.
+        Raises RolloutError if it has, or can't be rolled back; RegistryError.
         """
         ...
 
@@ -60,12 +60,9 @@ class FleetSource:
         """As `Source.look`."""
         return await read_fleet(self._fleet)
 
-    async def roll_back(self, model: str, rollout_id: str, *, is_active: bool) -> Rollout:
+    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
         """As `Source.roll_back`."""
-        last = await read_rollout(self._fleet, model)
-        if last is None or (last.rollout.rollout_id, last.rollout.active) != (rollout_id, is_active):
-            raise RolloutError(f"{model}: its rollout has changed since the page showed it: look again")
-        return await roll_back(self._fleet, model, clock=time.time, rollout_id=secrets.token_hex(16))
+        return await roll_back(self._fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
 
     async def close(self) -> None:
         """As `Source.close`."""
@@ -96,7 +93,7 @@ class ProcessSource:
             wanted[model] = WantedModel(model=model, epoch=1, live=version, hold=(version,), canary=canary)
         return FleetState(nodes=(self._itself(), *self._shards()), wanted=wanted)
 
-    async def roll_back(self, model: str, rollout_id: str, *, is_active: bool) -> Rollout:
+    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
         """As `Source.roll_back`."""
         raise RolloutError(f"{model}: {self.fixed}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -15,14 +16,7 @@ import numpy as np
 from loader.errors import ShardrankError
 from loader.registry.fleet import LATENCY_BOUNDS_MS, VersionStats
 from router.router import LookupTimes
-from serving.errors import (
-    CountMismatchError,
-    InvalidIdError,
-    MissingFeatureError,
-    OverloadedError,
-    UnknownFeatureError,
-    UnknownIdError,
-)
+from serving.errors import OverloadedError
 from shard_node.bags import Float32Array
 from shard_node.generation import Generation
 from shard_node.tracing import SpanContext, SpanSink
@@ -35,9 +29,6 @@ AFTER_BATCH = ("hand_back", "encode")
 STAGES = BEFORE_BATCH + IN_BATCH + AFTER_BATCH
 """All stages of a request, in order."""
 
-# These say that a request and a version do not fit, and that may be the version's fault: it lacks a row or a feature
-# that the one before it has, or wants one more, another width, or ids of another type.
-_DO_NOT_FIT = (UnknownIdError, UnknownFeatureError, MissingFeatureError, CountMismatchError, InvalidIdError)
 _SERVER_FAULT = 500
 
 
@@ -101,6 +92,8 @@ class Call:
         api, method: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`; `rank`, `lookup` or `model`.
         model: name of the served model, once it is known; never what a client made up.
         version, counter, generation: of what answers it, once that is chosen: at `leased`.
+        pinned: its client named the version, so no guard counts it.
+        deadline: when nobody waits any more.
         received, parsed: when its request had come in full; when it was arrays.
         queue_s, batch: seconds that it waited for a replica; the batch that it was in, once that is answered.
         answered, encoded: when the call went on with the answer; when that was bytes.
@@ -115,6 +108,8 @@ class Call:
     version: int = 0
     counter: VersionCounter | None = None
     generation: Generation[Any] | None = None
+    pinned: bool = False
+    deadline: float = 0.0
     received: float = 0.0
     leased: float = 0.0
     parsed: float = 0.0
@@ -139,9 +134,8 @@ class Call:
 
 
 def outcome_of(error: BaseException) -> Outcome | None:
-    """Say what a request that failed counts as for its version; None if it tells nothing of it."""
-    if isinstance(error, _DO_NOT_FIT):
-        return "error"
+    """Return what a request that failed counts as for its version; None if the version has no part in it."""
+    # A client could fail one version alone, with a routing key of its share: what clients cause counts for none.
     # A client that leaves, by closing its connection or by cancelling, is no Exception or has a status below 500.
     # What is shed was not begun. (A version that is shutting down is not shed: while it is leased, only the end of all
     # its replicas can bring that about.)
@@ -179,14 +173,14 @@ class InferenceTotals:
 class VersionCounter:
     """Counts of one version in this process; they only grow. Thread-safe.
 
-    By them a canary is compared with the live version. A request counts for the version whose lease it took, also when
-    it fails.
+    By `stats` a canary is compared with the live version: requests that named their version are not in it. A request
+    counts for the version whose lease it took, also when it fails.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._errors = 0
-        self._latency_counts = [0] * (len(LATENCY_BOUNDS_MS) + 1)
+        # Calls by latency.
+        self._answered, self._failed = ([0] * (len(LATENCY_BOUNDS_MS) + 1) for _ in range(2))
         self._score_count = 0
         self._score_sum = self._score_square_sum = 0.0
         self._totals = InferenceTotals()
@@ -197,9 +191,8 @@ class VersionCounter:
         bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * (now - call.leased))
         seconds, batch, totals = now - call.began, call.batch, self._totals
         with self._lock:
-            if outcome is not None:
-                self._errors += outcome == "error"
-                self._latency_counts[bucket] += 1
+            if outcome is not None and not call.pinned:
+                (self._failed if outcome == "error" else self._answered)[bucket] += 1
             if call.method != "rank":
                 return
             totals.last = now
@@ -215,6 +208,11 @@ class VersionCounter:
             totals.output_s += batch.answer_s
             totals.batches += 1 / batch.num_requests
 
+    def is_below_median(self, seconds: float) -> bool:
+        """Return whether more than half of the answers took longer, as far as buckets tell; false without any."""
+        answered = self._answered
+        return 2 * sum(answered[: bisect_left(LATENCY_BOUNDS_MS, 1000.0 * seconds) + 1]) < sum(answered)
+
     def scored(self, scores: Float32Array) -> None:
         """Add the scores of a batch that are answered, float32 [N], all finite."""
         # float32 sums of millions of scores would lose the last ones.
@@ -228,11 +226,11 @@ class VersionCounter:
     def stats(self) -> VersionStats:
         """Tell all counts as of one moment."""
         with self._lock:
-            requests = sum(self._latency_counts)
+            latency_counts = tuple(map(add, self._answered, self._failed))
             return VersionStats(
-                requests=requests,
-                errors=self._errors,
-                latency_counts=tuple(self._latency_counts) if requests else (),
+                requests=(requests := sum(latency_counts)),
+                errors=sum(self._failed),
+                latency_counts=latency_counts if requests else (),
                 score_count=self._score_count,
                 score_sum=self._score_sum,
                 score_square_sum=self._score_square_sum,

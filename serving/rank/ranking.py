@@ -38,7 +38,7 @@ from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, Shard
 
 LOCAL_REPLICA = "local"
-_REQUEST, _DEADLINE = attrgetter("request"), attrgetter("deadline")
+_REQUEST, _DEADLINE, _IS_PINNED = map(attrgetter, ("request", "deadline", "call.pinned"))
 
 Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
 """Makes one array, in the batch's order, of each request's elements."""
@@ -373,13 +373,19 @@ class Ranking:
             self._tell_trace(times, "rank", error)
             raise
         scored_at = self._clock()
-        outcomes = self._outcomes(requests, batch, scored)
+        is_counted = ~np.fromiter(map(_IS_PINNED, waiting), bool, len(waiting))
+        outcomes = self._outcomes(requests, batch, scored, is_counted)
         self._tell_times(times, scored_at, waiting, "rank")
         return outcomes
 
     def _outcomes(
-        self, requests: Sequence[RankRequest], batch: MergedBatch, scored: Scored
+        self,
+        requests: Sequence[RankRequest],
+        batch: MergedBatch,
+        scored: Scored,
+        is_counted: npt.NDArray[np.bool_],
     ) -> list[RankAnswer | Exception]:
+        """Return an answer or error of each request; `is_counted`, bool [B], says whose scores guards compare."""
         scores, rejected, dense_step, sequence = scored
         order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
@@ -392,7 +398,7 @@ class Ranking:
             outcomes.append(RankAnswer(model, version, own, best, request_id, dense_step, named, sequence))
         # A sum is finite only if all of them are, and one number is asked faster than many.
         if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
-            self._counter.scored(scores[0])
+            self._counter.scored(scores[0] if is_counted.all() else scores[0, is_counted[batch.request_of_candidate]])
             return outcomes
         finite = np.logical_and.reduceat(np.isfinite(scores).all(axis=0), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
@@ -405,8 +411,8 @@ class Ranking:
             # The first refused id of each request is the one that it is told.
             for number, which in zip(*np.unique(owner, return_index=True), strict=True):
                 outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
-        is_answered = np.array([isinstance(one, RankAnswer) for one in outcomes])
-        self._counter.scored(scores[0, is_answered[batch.request_of_candidate]])
+        is_counted &= [isinstance(one, RankAnswer) for one in outcomes]
+        self._counter.scored(scores[0, is_counted[batch.request_of_candidate]])
         return outcomes
 
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:

@@ -138,7 +138,8 @@ class RankingService(ServedVersions):
         outcome: Outcome | None = "ok"
         if error is not None:
             gone = ClientGoneError if isinstance(error, asyncio.CancelledError) else ShardrankError
-            status, outcome = (error if isinstance(error, ShardrankError) else gone).kind, outcome_of(error)
+            status = (error if isinstance(error, ShardrankError) else gone).kind
+            outcome = None if self._is_too_hasty(call, error) else outcome_of(error)
         if call.counter is None:
             outcome = None
         else:
@@ -149,6 +150,14 @@ class RankingService(ServedVersions):
         # The lease ended with the batch, so the version may be freed and forgotten by now: not to be told again.
         if outcome is not None and call.generation is not None and call.generation.state == "retired":
             self._forget(call.model, call.version)
+
+    def _is_too_hasty(self, call: Call, error: BaseException) -> bool:
+        """Return whether a call failed whose client gave it less time than the live version's median answer takes."""
+        return isinstance(error, DeadlineExceededError) and any(
+            generation.payload.counter.is_below_median(call.deadline - call.leased)
+            for generation in self.generations.live()
+            if generation.model == call.model
+        )
 
     def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
         """Say why a call would wait in vain that has begun to come, as `Batcher.overload`; None if it would not.
@@ -298,6 +307,7 @@ async def answer(
         if (remaining_s := client.time_remaining()) is not None:
             deadline = min(deadline, call.parsed + remaining_s)
         loop = asyncio.get_running_loop()
+        call.deadline = deadline
         pending = Pending(request, lease, deadline, call, loop.create_future(), loop)
         if isinstance(request, LookupRequest):
             encoded = await _looked_up(service, unparsed, pending, client)
@@ -342,7 +352,8 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Ans
     with service.call(codec.api, codec.method) as call:
         _, request, lease = _parsed(service, codec, call, body)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        return service.wait_in_thread(Pending(request, lease, call.began + request.timeout_s, call, future, None))
+        call.deadline = call.began + request.timeout_s
+        return service.wait_in_thread(Pending(request, lease, call.deadline, call, future, None))
 
 
 def _parsed(
@@ -355,6 +366,7 @@ def _parsed(
     lease = service.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
     # It counts for that version from now on.
     generation = call.generation = lease.generation
+    call.pinned = unparsed.version is not None
     call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
     call.leased = service.clock()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import re
@@ -56,6 +57,14 @@ class Address:
         if port > MAX_PORT:
             raise AddressError(f"address {text!r}: port {port} is not within 0..{MAX_PORT}")
         return cls(host=match["ipv6"] or match["host"], port=port)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it. A name other than `localhost` is not looked up."""
+        try:
+            return self.is_unix or ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     @property
     def is_unix(self) -> bool:

@@ -214,9 +214,11 @@ def test_the_autoscaler_reads_a_metric_that_the_rule_makes_of_one_that_exists():
 
 
 def test_redis_keeps_everything_and_evicts_nothing():
-    words = shlex.split(container_of("redis")["command"][2])
+    container = container_of("redis")
+    words = shlex.split(container["command"][2])
     assert words[words.index("--appendonly") + 1] == "yes"
     assert words[words.index("--maxmemory-policy") + 1] == "noeviction"
+    assert (words[words.index("--maxmemory") + 1], container["resources"]["limits"]["memory"]) == ("3gb", "4Gi")
 
 
 KSERVE = DEPLOY / "kubernetes" / "kserve"

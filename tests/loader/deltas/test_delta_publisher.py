@@ -20,6 +20,7 @@ from loader.errors import (
     DeltaGapError,
     RegistryUnavailableError,
     SnapshotNotFoundError,
+    StreamFullError,
 )
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
@@ -126,18 +127,23 @@ async def test_a_publisher_restores_what_a_redis_lost(tmp_path, snapshot, caplog
         await registry.close()
 
 
-async def test_a_full_stream_drops_only_what_no_held_version_needs(stream, tmp_path):
+@pytest.mark.parametrize("limit", [{"max_stream_entries": 4}, {"max_stream_bytes": 184_000}])
+async def test_a_full_stream_drops_only_what_no_held_version_needs(stream, tmp_path, limit):
+    rows, values = np.arange(2000), np.ones((2000, 4), np.float32)
     fleet = FleetRegistry(stream)
     await fleet.put_wanted(WantedModel(model=MODEL, epoch=1, live=1, hold=(1,)), None)
-    publisher = AsyncDeltaPublisher(stream, MODEL, 1, max_stream_entries=4)
-    for row in range(4):
-        await publisher.publish("int8", [row], ONES)
-    with pytest.raises(DeltaError, match=r"holds 4 deltas, max_stream_entries is 4, .* needs all from 1 on"):
-        await publisher.publish("int8", [4], ONES)
+    publisher = AsyncDeltaPublisher(stream, MODEL, 1, **limit)
+    for _ in range(4):
+        await publisher.publish("int8", rows, values)
+    with pytest.raises(
+        StreamFullError, match=r"holds 4 deltas, max_stream_entries is .* needs all from 1 on: roll out"
+    ):
+        await publisher.publish("int8", rows, values)
     await register_version(stream, export_state(tmp_path, SPEC, random_tables(SPEC, 0), 2, 3, 1))
     await fleet.update_wanted(MODEL, lambda now: now.model_copy(update={"live": 2, "hold": (2,)}))
-    assert await publisher.publish("int8", [5], ONES) == 5
-    assert [batch.sequence for batch in await published(stream)] == [2, 3, 4, 5]
+    for another in (publisher, AsyncDeltaPublisher(stream, MODEL, 1, **limit)):
+        assert await another.publish("int8", rows, values) == 5 + (another is not publisher)
+    assert [batch.sequence for batch in await published(stream)] == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +209,10 @@ async def test_the_spec_is_read_from_the_store_if_nowhere_else(directory, snapsh
 
 async def test_what_a_publisher_was_not_given_is_named(directory, snapshot):
     await register_version(directory, snapshot)
-    with pytest.raises(DeltaError, match="max_stream_entries: 0; at least 1 is needed"):
-        await AsyncDeltaPublisher(directory, MODEL, 1, max_stream_entries=0).open()
+    assert await directory.max_stream_bytes() == 4 << 30
+    for name in ("max_stream_entries", "max_stream_bytes"):
+        with pytest.raises(DeltaError, match=f"{name}: 0; at least 1 is needed"):
+            await AsyncDeltaPublisher(directory, MODEL, 1, **{name: 0}).open()
     with pytest.raises(DeltaError, match="dense weights lie in the store: give the publisher `store`"):
         await AsyncDeltaPublisher(directory, MODEL, 1).publish_dense(1, {})
 

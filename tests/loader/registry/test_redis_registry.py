@@ -198,7 +198,7 @@ async def test_settings_with_which_redis_loses_data_are_logged_once(tmp_path, ca
     with redis_server(tmp_path, settings=settings) as server, caplog.at_level(logging.WARNING):
         async with opened(server.url) as registry:
             await registry.get("a")
-            await registry.get("a")
+            assert await registry.max_stream_bytes() == 50 << 20
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "appendonly is off: a restart of Redis loses rollouts and deltas; set appendonly to yes",
         "maxmemory-policy is allkeys-lru: Redis may drop deltas and plans; set it to noeviction",

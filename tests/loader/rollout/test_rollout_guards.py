@@ -32,6 +32,8 @@ def test_with_too_few_requests_nothing_is_compared():
     for live, new in [(stats(49), stats(1000, errors=1000)), (stats(1000), stats(49, errors=49))]:
         verdict = compare(live, new, LIMITS)
         assert (verdict.breached, verdict.compared) == (False, False)
+        assert verdict.missing == max(0, 50 - new.requests)
+        assert compare(live, new, GuardLimits(min_requests=0)) == verdict.model_copy(update={"missing": 0})
         assert "too little traffic to compare: 50 requests of each version are needed" in verdict.told()
         assert f"live: {live.requests} requests" in verdict.told()
 

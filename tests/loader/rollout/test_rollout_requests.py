@@ -24,6 +24,7 @@ from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, stats
         ((1, 1, 1), {"shadow_share": 0.0}, "films: shadow_share: Input should be greater than 0"),
         ((1, 1, 1), {"bake_s": -1.0}, "films: bake_s: Input should be greater than or equal to 0"),
         ((1, 1, 1), {"bake_s": float("nan")}, "films: bake_s"),
+        ((1, 1, 1), {"bake_s": 9.0, "bake_timeout_s": 8.0}, "bake_timeout_s: 8, allowed is bake_s = 9 or more"),
     ],
 )
 async def test_what_can_not_be_rolled_out_is_refused(fleet, shape, options, problem):

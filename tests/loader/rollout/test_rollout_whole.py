@@ -6,7 +6,8 @@ import pytest
 
 from loader.errors import RolloutError
 from loader.registry import open_registry
-from loader.rollout.requests import reshard
+from loader.rollout.guards import GuardLimits
+from loader.rollout.requests import read_status, reshard
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode, published, stats
 
 
@@ -177,3 +178,20 @@ async def test_a_good_canary_passes_after_its_bake_and_not_before(fleet):
     ended = await fleet.ends("done", NEW)
     text = next(event.text for event in ended.events if event.step == "canary" and "done after" in event.text)
     assert "within the limits (live: 2000 requests, 0 errors" in text
+
+
+@pytest.mark.parametrize(("answered", "state", "version"), [(50, "done", NEW), (49, "rolled_back", OLD)])
+async def test_a_bake_waits_for_min_requests_or_is_undone(fleet, answered, state, version):
+    """The new version's share must answer that many in time; the status says how many are missing."""
+    await fleet.begin(1, 2, 1)
+    await fleet.start(canary_share=0.1, bake_s=3.0, guards=GuardLimits())
+    began = (await fleet.until_bake()).bake_began_at
+    fleet.node("serve-0").stats = {OLD: stats(1000), NEW: stats(49)}
+    await fleet.round(times=20)
+    status = await read_status(fleet.fleet, MODEL)
+    assert (status.step, status.guards.missing) == ("canary", 1)
+    assert status.waiting_for == ("1 of 50 requests to version 2, until 30 s after the bake began",)
+    fleet.node("serve-0").stats[NEW] = stats(answered)
+    ended = await fleet.ends(state, version)
+    assert (fleet.clock.now - began >= 30.0) == (state == "rolled_back")
+    assert ("guard: min_requests is 50, 1 are missing after 30 s" in ended.reason) == (state == "rolled_back")

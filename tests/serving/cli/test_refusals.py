@@ -114,6 +114,7 @@ REFUSALS = [
     # Rollouts.
     (f"{START} --canary 150%", USAGE, "'150%' is not a share above 0% and below 100%"),
     (f"{START} --bake soon", USAGE, "'soon' is not a time"),
+    (f"{START} --bake-timeout 9m", USAGE, "--bake-timeout needs --bake or --canary"),
     (f"{START} --guard max_p99=2", USAGE, "max_p99"),
     (f"{START} --guard max_p99_ratio=0.5", USAGE, "max_p99_ratio"),
     (f"{START} --strategy at-once", USAGE, "at-once"),

@@ -179,7 +179,7 @@ def never_stage(fleet: PlayedFleet) -> None:
 
 def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path, where: Where) -> None:
     with in_background(played_fleet(tmp_path, prepare=never_stage)):
-        options = ("--canary", "5%", "--bake", "2m", "--guard", "max_p99_ratio=1.5")
+        options = ("--canary", "5%", "--bake", "2m", "--bake-timeout", "3m", "--guard", "max_p99_ratio=1.5")
         result = shardrank("rollout", "start", MODEL, 2, *options, *where)
         assert result.stdout.splitlines()[-1] == "see: shardrank rollout status films --watch"
         wait_until(lambda: "shard-0-1" in str(status(tmp_path)["waiting_for"]), "the others to stage")

@@ -274,7 +274,7 @@ async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
             assert "http://" not in answer.text.replace("http://www.w3.org/", "")
             assert "innerHTML" not in answer.text
         assert (await client.get("/status/access")).json() == {"needs_token": True, "fixed": ""}
-        asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False}
+        asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False, "live": OLD}
         for headers, status in (({}, 401), ({"authorization": f"Bearer {narrow}"}, 403)):
             assert (await client.get("/status/events", headers=headers)).status_code == status
             answer = await client.post("/status/rollback", headers=headers, json=asked)
@@ -285,6 +285,42 @@ async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
             assert (await client.post("/status/rollback", json=body)).status_code == status
         assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
     assert not (await played.fleet.fleet.registry.entries("rollouts/"))
+
+
+@pytest.mark.parametrize("change", [{"rollout_id": "b" * 32}, {"is_active": True}, {"live": OLD}, {}])
+async def test_a_rollback_is_refused_if_what_was_seen_changed(tmp_path, change):
+    """The page sends its rollout and live version; each is compared with the registry."""
+    token, entry = new_token("ops", "admin")
+    add_token(tmp_path / "tokens.json", entry)
+    played = Played(tmp_path / "registry")
+    fleet = played.fleet
+    await fleet.begin(1, 1, 1)
+    await start_rollout(fleet.fleet, MODEL, NEW, clock=fleet.clock, rollout_id="a" * 32)
+    await fleet.ends("done", NEW)
+    source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
+    async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
+        seen = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False, "live": NEW, **change}
+        headers = {"authorization": f"Bearer {token}"}
+        answer = await client.post("/status/rollback", json=seen, headers=headers)
+    assert (answer.status_code, (await fleet.rollout()).active) == ((409, False) if change else (200, True))
+    assert not change or "has changed since the page showed it" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost:{}", "LOCALHOST:{}", "127.0.0.2:{}", "[::1]:{}")),
+        *((host, 421) for host in ("evil.example:{}", "localhost:1", "localhost", "10.0.0.1:{}")),
+    ],
+)
+async def test_a_loopback_page_refuses_another_host(api_model, host, status):
+    """A name of elsewhere that resolves to this machine (DNS rebinding) reads nothing."""
+    with api_service(api_model) as service:
+        async with page_of(lambda: ProcessSource(service), service=service) as client:
+            for path in ("/", "/status/access", "/metrics"):
+                answer = await client.get(path, headers={"host": host.format(client.base_url.port)})
+                assert (path, answer.status_code) == (path, status)
+                assert status == 200 or answer.json()["error"]["kind"] == "misdirected"
 
 
 async def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):

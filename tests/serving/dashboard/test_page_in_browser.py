@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from loader.registry import open_registry
 from loader.registry.fleet import NodeRecord, VersionReport
 from loader.rollout.coordinator import Coordinator, CoordinatorConfig
+from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import read_rollout
 from loader.rollout.requests import start_rollout
 from serving.api.http_server import running_admin
@@ -69,7 +70,8 @@ class Shown:
 
     def start_rollout(self, version: int, **options: Any) -> None:
         rollout_id = f"{time.time_ns():032x}"
-        self.run(start_rollout, self.fleet.fleet, MODEL, version, rollout_id=rollout_id, **options)
+        guards = GuardLimits(min_requests=0)
+        self.run(start_rollout, self.fleet.fleet, MODEL, version, guards=guards, rollout_id=rollout_id, **options)
 
     def live_version(self) -> int:
         """Wait until no rollout runs, and return the live version."""

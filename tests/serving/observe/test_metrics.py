@@ -18,15 +18,11 @@ from router.hot_keeper import HotStatus
 from router.router import LookupTimes
 from serving.errors import (
     ClientGoneError,
-    CountMismatchError,
     InvalidFieldError,
-    InvalidIdError,
     LimitExceededError,
-    MissingFeatureError,
     ModelOutputError,
     OverloadedError,
     ShuttingDownError,
-    UnknownFeatureError,
     UnknownIdError,
 )
 from serving.observe.calls import BatchTimes, Call, VersionCounter, outcome_of
@@ -98,11 +94,7 @@ def ended(counter: VersionCounter, outcome: str, seconds: float) -> None:
         # With a lease only this is left of it: the version's replicas have ended.
         (ShuttingDownError("x"), "error"),
         (ValueError("a defect"), "error"),
-        (UnknownIdError("film", "x"), "error"),
-        (UnknownFeatureError("film", "x"), "error"),
-        (MissingFeatureError("film", "x"), "error"),
-        (CountMismatchError("dense", "x"), "error"),
-        (InvalidIdError("film", "x"), "error"),
+        (UnknownIdError("film", "x"), None),
         (InvalidFieldError("top_k", "x"), None),
         (LimitExceededError("candidates", "max_candidates", 1, 2, "candidates"), None),
         (OverloadedError("x"), None),

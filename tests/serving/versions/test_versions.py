@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import numpy as np
 import pytest
@@ -14,13 +14,19 @@ from hypothesis import strategies as st
 
 from loader.registry.fleet import LATENCY_BOUNDS_MS
 from serving.embedded import Ranker
-from serving.errors import CanaryShareError, ModelNotFoundError
+from serving.errors import CanaryShareError, ModelNotFoundError, UnknownIdError
+from serving.observe.calls import Call
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
 from serving.versions.served_versions import CanaryChoice, key_hash
-from shard_node.errors import GenerationNotFoundError, GenerationStateError, NodeUnavailableError
+from shard_node.errors import (
+    DeadlineExceededError,
+    GenerationNotFoundError,
+    GenerationStateError,
+    NodeUnavailableError,
+)
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
@@ -167,6 +173,33 @@ def test_a_failure_in_the_canary_counts_for_it_with_its_latency(service, clock):
     # Time goes on meanwhile: the bound may be the next one.
     assert 2000.0 <= LATENCY_BOUNDS_MS[stats.latency_counts.index(1)] < 2000.0 * 1.16**2
     assert stats_of(service, 1).requests == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "errors"),
+    [
+        ({"version": 2}, None, 0),
+        ({"version": 2}, NodeUnavailableError("away"), 0),
+        ({"routing_key": IN_CANARY}, UnknownIdError("film", "no row"), 0),
+        ({"routing_key": IN_CANARY, "timeout_ms": 50}, DeadlineExceededError("late"), 0),
+        ({"routing_key": IN_CANARY, "timeout_ms": 5000}, DeadlineExceededError("late"), 1),
+    ],
+)
+def test_guards_count_no_request_of_a_clients_making(service, fields, error, errors):
+    """A named version, a 4xx, or a deadline below the live version's median says nothing of the canary."""
+    for seconds in (0.001, 0.1, 0.1):
+        service.generations.payload(MODEL, 1).counter.ended(Call("http", "rank", 0.0), "ok", seconds)
+    service.set_canary(MODEL, 2, SHARE)
+
+    async def fails(*_: object) -> None:
+        raise error
+
+    for replica in service.generations.payload(MODEL, 2)._replicas if error else ():
+        replica.ranking.score = fails
+    with pytest.raises(type(error)) if error else nullcontext():
+        rank(service, **fields)
+    stats = stats_of(service, 2)
+    assert (stats.requests, stats.errors, stats.score_count) == (errors, errors, 0)
 
 
 MODELS = st.text(max_size=20)

@@ -23,6 +23,7 @@ from loader.registry.fleet import (
 )
 from loader.registry.registry import Registry
 from loader.rollout.coordinator import Coordinator, CoordinatorConfig
+from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import Rollout, read_rollout
 from loader.rollout.requests import abort_rollout, roll_back, start_rollout
 
@@ -246,7 +247,8 @@ class PlayedFleet:
             await node.react(self.fleet)
 
     async def start(self, version: int = NEW, **options: Any) -> Rollout:
-        """Start a rollout; `options` as of `start_rollout`."""
+        """Start a rollout whose bake needs no requests; `options` as of `start_rollout`."""
+        options = {"guards": GuardLimits(min_requests=0), **options}
         return await start_rollout(
             self.fleet, MODEL, version, clock=self.clock, rollout_id=secrets.token_hex(16), **options
         )
