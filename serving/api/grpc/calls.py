@@ -497,6 +497,7 @@ class GrpcCall:
         self._ignores_more = True
         self._messages.clear()
         self._reader.clear()
+        self._bytes.refund_all()
         block = status_block(code, details, kind, http_status=None if self._has_head else http_status)
         self._connection.send(self._stream_id, b"", b"", block)
 

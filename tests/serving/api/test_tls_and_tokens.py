@@ -305,6 +305,8 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
             sent = [(path, message.SerializeToString()) for path, message in calls.items()]
             found = [await grpc_status(channel.unary_stream(path)(message, **options)) for path, message in sent]
             assert found == expected
+        # Neither answered nor refused calls hold anything.
+        await until(lambda: service.buffers.buffered == 0)
         assert refused(service) == {
             ("grpc", "authorization", "unauthenticated"): 10,
             ("grpc", "authorization", "permission_denied"): 3,
