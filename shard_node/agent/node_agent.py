@@ -29,6 +29,7 @@ from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.place import FETCHING, StoreUrl
+from shard_node.agent.agent import Agent
 from shard_node.agent.delta_follower import Followers, catch_up
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
@@ -168,6 +169,17 @@ async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
         )
 
 
+def answering_version(wanted: WantedModel, node_id: str, num_shards: int | None) -> int | None:
+    """Return the version that a shard node answers with: the live one, or in a rollout by replica the one in its place.
+
+    None where nothing is live, or what is live is divided over another number of shards.
+    """
+    held = wanted.held_by(node_id, num_shards)
+    if wanted.live is None or wanted.live in held:
+        return wanted.live
+    return next(iter(held), None) if node_id in wanted.node_hold else None
+
+
 class NodeActions:
     """What an agent has done in a shard node. Implements `Actions`; belongs to one event loop."""
 
@@ -303,6 +315,33 @@ class NodeActions:
             applied=dict(applied),
             versions=tuple(reports),
         )
+
+    def problems(self, agent: Agent) -> dict[str, str]:
+        """Return why the node is not ready, by model ("" for the node itself); empty if it is. Thread-safe.
+
+        A node is ready once its fleet knows that it has what answers, and the deltas published before it first looked.
+        """
+        announced = agent.announced
+        if announced is None:
+            return {"": "it has not joined its fleet yet"}
+        if announced.draining:
+            return {"": "it is leaving its fleet"}
+        reasons = {wanted.model: self._problem(announced, wanted) for wanted in list(agent.wanted.values())}
+        return {model: reason for model, reason in reasons.items() if reason}
+
+    def _problem(self, announced: NodeRecord, wanted: WantedModel) -> str:
+        version = answering_version(wanted, announced.node_id, announced.num_shards)
+        report, held = announced.report(wanted.model, version), self._held().get((wanted.model, version or 0))
+        if version is None:
+            return ""
+        if report is None or report.state != "ready" or held is None:
+            state = "not loaded yet" if report is None else f"{report.state} {report.reason}".rstrip()
+            return f"version {version} is {state}"
+        deltas = held.payload.deltas.snapshot()
+        if version not in wanted.follow or deltas.has_caught_up:
+            return ""
+        until = "what its stream has" if deltas.catch_up_to is None else deltas.catch_up_to
+        return f"version {version} has applied delta {deltas.sequence}, not yet {until} {deltas.reason}".rstrip()
 
     async def close(self) -> None:
         """Stop all followers. Idempotent."""
