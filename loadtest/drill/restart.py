@@ -1,4 +1,4 @@
-"""`drill restart`: every process of a fleet ends on SIGTERM and comes back, as in a rolling update; no request may fail.
+"""`drill restart`: each process of a fleet ends on SIGTERM and comes back, as in a rolling update; no request may fail.
 
 The next one is restarted as soon as the one before is ready, which shard nodes say at /readyz of their admin port.
 """

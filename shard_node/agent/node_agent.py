@@ -341,7 +341,8 @@ class NodeActions:
         if version not in wanted.follow or deltas.has_caught_up:
             return ""
         until = "what its stream has" if deltas.catch_up_to is None else deltas.catch_up_to
-        return f"version {version} has applied delta {deltas.sequence}, not yet {until} {deltas.reason}".rstrip()
+        reason = deltas.reason and f": {deltas.reason}"
+        return f"version {version} has applied delta {deltas.sequence}, not yet {until}{reason}"
 
     async def close(self) -> None:
         """Stop all followers. Idempotent."""
