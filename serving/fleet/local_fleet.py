@@ -32,6 +32,7 @@ from loader.registry.fleet import (
     NodeRecord,
     WantedModel,
 )
+from loader.rollout.coverage import answering_version
 from loader.rollout.plan import Rollout, read_rollout
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
@@ -54,7 +55,6 @@ from serving.fleet.supervisor import (
     shardrank_command,
     supervised,
 )
-from shard_node.agent.node_agent import answering_version
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
 LOOPBACK = "127.0.0.1"

@@ -24,6 +24,7 @@ from loader.registry.fleet import (
     WantedModel,
     cut_reason,
 )
+from loader.rollout.coverage import answering_version
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
@@ -167,17 +168,6 @@ async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
             f"{record.replicate_bytes}; its fleet in {fleet.name} has {there.num_shards}, {there.sharding!r}, "
             f"{there.replicate_bytes}"
         )
-
-
-def answering_version(wanted: WantedModel, node_id: str, num_shards: int | None) -> int | None:
-    """Return the version that a shard node answers with: the live one, or in a rollout by replica the one in its place.
-
-    None where nothing is live, or what is live is divided over another number of shards.
-    """
-    held = wanted.held_by(node_id, num_shards)
-    if wanted.live is None or wanted.live in held:
-        return wanted.live
-    return next(iter(held), None) if node_id in wanted.node_hold else None
 
 
 class NodeActions:
