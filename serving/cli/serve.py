@@ -178,8 +178,6 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
         if listening.admin_port is not None:
             admin = f"{scheme}://{listening.host}:{listening.admin_port}"
             click.echo(f"probes and metrics: {admin}/metrics, status page: {admin}/")
-        if options["probe_port"] is None:
-            notify_ready()
 
     if options["probe_port"] is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
@@ -485,8 +483,7 @@ def _serve_rows(
     from shard_node.agent.node_agent import watch_cards
 
     async def program() -> None:
-        may_wait = any(use.tier != "ram" for use in node.info().memory)
-        async with _listening(node, addresses, threads, tls, admin, may_wait=may_wait) as server:
+        async with _listening(node, addresses, threads, tls, admin, may_wait=_may_wait(node)) as server:
             settle_heap()
             notify_ready()
             try:
@@ -495,6 +492,10 @@ def _serve_rows(
                 await server.drain(DRAIN_TIMEOUT_S)
 
     _run_node(node, program)
+
+
+def _may_wait(node: ShardNode) -> bool:
+    return any(use.tier != "ram" for use in node.info().memory)
 
 
 def _node_config(options: Options, bound: Address | None = None) -> NodeConfig:
