@@ -24,7 +24,7 @@ from serving.api.http import HttpApp
 from serving.api.http_server import HttpServer, running_admin
 from serving.api.tokens import Tokens
 from serving.dashboard.sources import FleetSource, ProcessSource, Source
-from serving.fleet.process import StopRequestedError, run_until_signalled
+from serving.fleet.process import StopRequestedError, notify_ready, run_until_signalled
 from serving.rank.service import RankingService
 from shard_node.wire.tls import ReloadingContext, TlsConfig, server_context
 
@@ -164,6 +164,7 @@ async def serve(
                 settle_heap()
                 if probe_port is None:
                     await service.watch.refresh()
+                    notify_ready()
                 else:
                     listening = await stack.enter_async_context(running_server(service, config))
                 on_ready(replace(listening, admin_port=admin_port))

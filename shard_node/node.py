@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
@@ -101,6 +101,7 @@ class DeltaProgress:
         batches, rows: applied here. `rows` counts those that are on this node.
         refused: batches that were not what they should be.
         reason: what keeps the next delta from being applied; "" if nothing does.
+        catch_up_to: the last delta of the stream at the first look; None before.
     """
 
     delta_base: int = 0
@@ -113,6 +114,12 @@ class DeltaProgress:
     rows: int = 0
     refused: int = 0
     reason: str = ""
+    catch_up_to: int | None = None
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether every delta that was published before the first look is applied. It never turns false again."""
+        return self.catch_up_to is not None and self.sequence >= self.catch_up_to
 
     @property
     def lag(self) -> int:
@@ -163,10 +170,11 @@ class DeltaPosition:
         """
         before = self._now
         stream_last = max(stream_last, before.stream_last)
+        until = stream_last if before.catch_up_to is None else before.catch_up_to
         if stream_last > before.sequence:
-            self._now = replace(before, stream_last=stream_last)
+            self._now = replace(before, stream_last=stream_last, catch_up_to=until)
         else:
-            self._now = replace(before, stream_last=stream_last, fresh_at=looked_at, reason="")
+            self._now = replace(before, stream_last=stream_last, catch_up_to=until, fresh_at=looked_at, reason="")
 
     def refused(self, reason: str) -> None:
         """Note why the next delta can't be applied."""
@@ -203,12 +211,14 @@ class LoadedTables:
 class ShardNode:
     """Holds generations of tables and pools bags from them. Thread-safe.
 
-    `sink` takes spans of lookups that bring a trace, None if nobody wants them; it is closed with the node.
+    `sink` takes spans of lookups that bring a trace, None if nobody wants them; it is closed with the node. `problems`
+    returns what it lacks to be ready, by model ("" for the node itself), as probes ask it on another thread.
     """
 
     def __init__(self, identity: NodeIdentity, sink: SpanSink | None = None) -> None:
         self.identity = identity
         self.sink = sink
+        self.problems: Callable[[], Mapping[str, str]] = dict
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
 
     def stage(self, model: str, version: int, tables: LoadedTables) -> None:

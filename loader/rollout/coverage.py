@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import starmap, zip_longest
 from operator import sub
 
-from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport, VersionStats
+from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport, VersionStats, WantedModel
 from loader.rollout.plan import (
     BAKE,
     CANARY,
@@ -31,6 +31,17 @@ from loader.rollout.plan import (
 
 NOTHING = VersionStats()
 _SUMMED = [name for name in VersionStats.model_fields if name != "latency_counts"]
+
+
+def answering_version(wanted: WantedModel, node_id: str, num_shards: int | None) -> int | None:
+    """Return the version that a shard node answers with: the live one, or in a rollout by replica the one in its place.
+
+    None where nothing is live, or what is live is divided over another number of shards.
+    """
+    held = wanted.held_by(node_id, num_shards)
+    if wanted.live is None or wanted.live in held:
+        return wanted.live
+    return next(iter(held), None) if node_id in wanted.node_hold else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class FleetDrillConfig(OracleShape, FleetShape):
     """A drill on a fleet that serves the oracle. `step_delay_s`: from recording a step of a rollout to doing it."""
 
     step_delay_s: float = 0.0
+    shard_node_arguments: tuple[str, ...] = ()
+    serve_arguments: tuple[str, ...] = ()
 
 
 class SwapDrillConfig(FleetDrillConfig):
@@ -150,6 +152,25 @@ class UpgradeDrillConfig(OracleShape):
     in_flight: int = Field(2, ge=1, le=256, description="Requests that are always in flight.")
 
 
+class RestartDrillConfig(FleetDrillConfig):
+    """Restart each process of a fleet in turn, as a rolling update does, under load and row updates.
+
+    A process gets SIGTERM, ends by itself, and is started again; the next one follows as soon as it is ready, by
+    /readyz of shard nodes and serving processes. No request may fail or be answered wrongly.
+
+    Examples:
+      shardrank drill restart --json restart.json
+      shardrank drill restart --registry redis
+    """
+
+    workers: Workers = 2
+    shard_node_arguments: tuple[str, ...] = ("--admin-listen", "127.0.0.1:0")
+    # Idle connections are not closed before most of them have been told.
+    serve_arguments: tuple[str, ...] = ("--shutdown-delay-s", "5")
+    updates: float = Field(20.0, gt=0, description="Batches of changed rows a second.")
+    seed: Seed = 0
+
+
 class SoakDrillConfig(FleetDrillConfig):
     """Keep a fleet at work for a while, and report what grows.
 
@@ -231,5 +252,6 @@ swap = make_command(SwapDrillConfig)
 crash = make_command(CrashDrillConfig)
 broken = make_command(BrokenDrillConfig)
 upgrade = make_command(UpgradeDrillConfig)
+restart = make_command(RestartDrillConfig)
 soak = make_command(SoakDrillConfig)
 overload = make_command(OverloadDrillConfig)

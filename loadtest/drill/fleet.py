@@ -405,7 +405,8 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
             # What is killed again and again on purpose shall not be taken for a process that can't live.
             supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
             # Scores are compared to a hundred-thousandth.
-            serve_arguments=("--dtype", "float32", "--hot-rows-gb", str(config.hot_rows_gb)),
+            shard_node_arguments=config.shard_node_arguments,
+            serve_arguments=("--dtype", "float32", "--hot-rows-gb", str(config.hot_rows_gb), *config.serve_arguments),
             coordinator_arguments=("--step-delay", f"{config.step_delay_s}s"),
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))

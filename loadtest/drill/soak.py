@@ -22,7 +22,7 @@ import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
-from loadtest.drill.config import SoakDrillConfig
+from loadtest.drill.config import RestartDrillConfig, SoakDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, TimeSpan, count_kinds, oracle_fleet, read_processes
 from loadtest.drill.oracle import TIMEOUT_MS, OracleRequests, version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
@@ -91,7 +91,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
         tasks = (
             _roll_out(config, fleet, course, ends),
-            _update(config, fleet, course),
+            update_rows(config, fleet, course),
             _call_as_strangers(config, fleet, course),
         )
         running = [fleet.load.tasks.create_task(task) for task in tasks]
@@ -121,7 +121,7 @@ async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCou
             course.counts["rollouts"] += 1
 
 
-async def _update(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
+async def update_rows(config: SoakDrillConfig | RestartDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
     """Publish rows of the live version again, as they are, so that its answers stay what they must be."""
     rng, publishers = np.random.default_rng(config.seed), dict[int, AsyncDeltaPublisher]()
     for table in itertools.cycle(fleet.spec.tables):

@@ -1,4 +1,4 @@
-"""A shard node's port for operators: a probe, and its metrics. Routers never come here."""
+"""A shard node's port for operators: probes, and its metrics. Routers never come here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SECONDS = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
     *(0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
-PATHS = ("/healthz", "/metrics")
+PATHS = ("/healthz", "/readyz", "/metrics")
 
 
 class NodeMetrics:
@@ -140,20 +140,20 @@ class _NodeState(Collector):
 async def running_node_port(
     node: ShardNode, address: Address, tls: TlsConfig | None = None
 ) -> AsyncIterator[tuple[NodeMetrics, str]]:
-    """Serve `/healthz` and `/metrics` of a node while the block runs; give what counts, and the URL of metrics.
+    """Serve probes and metrics of a node while the block runs; give what counts, and the URL of metrics.
 
     Raises ListenError.
     """
     metrics = NodeMetrics(node)
     ssl = None if tls is None else server_context(tls, alpn=("http/1.1",))
-    answering = nullcontext(Answering(partial(answer_whole, node_app(metrics))))
+    answering = nullcontext(Answering(partial(answer_whole, node_app(node, metrics))))
     async with listening_beside(metrics, answering, address.host, address.port, ssl) as port:
         host = f"[{address.host}]" if ":" in address.host else address.host
         yield metrics, f"{'http' if tls is None else 'https'}://{host}:{port}/metrics"
 
 
-def node_app(metrics: NodeMetrics) -> ASGIApp:
-    """Make the application: GET and HEAD of its two paths, and typed errors for all else."""
+def node_app(node: ShardNode, metrics: NodeMetrics) -> ASGIApp:
+    """Make the application: GET and HEAD of its paths, and typed errors for all else."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
@@ -166,6 +166,9 @@ def node_app(metrics: NodeMetrics) -> ASGIApp:
             return refused(path, MethodNotAllowedError(f"{method} {path}: allowed are GET and HEAD"))
         if path == "/healthz":
             return JSONResponse({"status": "ok"})
+        if path == "/readyz":
+            problems = node.problems()
+            return JSONResponse({"ready": not problems, "problems": problems}, 503 if problems else 200)
         return Response(await asyncio.to_thread(metrics.render), media_type=CONTENT_TYPE)
 
     def refused(path: str, error: ServingError) -> Response:

@@ -18,6 +18,7 @@ import click
 from serving.cli import WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.settings import Options, Protection, config_of
+from serving.fleet.process import notify_once_ready, notify_ready
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRecord, FleetRegistry
@@ -293,6 +294,7 @@ def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
                 click.echo(f"logs: {supervisor.run_directory}")
                 click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")
                 click.echo(f"gRPC: {ports.host}:{ports.grpc}")
+                notify_ready()
                 await asyncio.Event().wait()
 
     settings.run_until_stopped(program)
@@ -352,7 +354,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     1,
 )
 @opts.verify_option
-@opts.option("--admin-listen HOST:PORT", "Where operators get /healthz and /metrics, over TLS if --listen has it.")
+@opts.option("--admin-listen HOST:PORT", "For operators: /healthz, /readyz, /metrics; over TLS if --listen has it.")
 @opts.trace_options
 @click.pass_context
 def shard_node(ctx: click.Context, /, **options: Any) -> None:
@@ -485,6 +487,7 @@ def _serve_rows(
     async def program() -> None:
         async with _listening(node, addresses, threads, tls, admin, may_wait=_may_wait(node)) as server:
             settle_heap()
+            notify_ready()
             try:
                 await watch_cards(node)
             finally:
@@ -542,6 +545,7 @@ async def _serve_rows_in_fleet(
     (index, num_shards), plan = options["shard"], settings.read_plan(options)
     may_wait = options["memory_budget_gb"] is not None or card_set is not None
     told = {"may_wait": may_wait, "advertise": options["advertise"]}
+    node.problems = lambda: {"": "it has not joined its fleet yet"}
     async with (
         settings.opened_registry(options["registry"]) as fleet,
         _listening(node, addresses, options["threads"], tls, admin, **told) as server,
@@ -551,15 +555,14 @@ async def _serve_rows_in_fleet(
         partition = partial(settings.partition_of, options, plan, index, num_shards)
         actions = NodeActions(node, fleet, partition, config, card_set=card_set)
         agent = Agent(fleet, actions, agent_config)
+        node.problems = partial(actions.problems, agent)
         settle_heap()
         running = asyncio.create_task(agent.run())
-        watching = asyncio.create_task(watch_cards(node, None if card_set is None else card_set.cards))
+        watched = watch_cards(node, None if card_set is None else card_set.cards)
         try:
-            ended, _ = await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
+            # The agent goes on until the node has left.
+            await asyncio.gather(asyncio.shield(running), watched, notify_once_ready(node.problems))
         finally:
-            watching.cancel()
             # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
             await agent.leave()
             await server.drain(DRAIN_TIMEOUT_S)

@@ -32,6 +32,7 @@ from loader.registry.fleet import (
     NodeRecord,
     WantedModel,
 )
+from loader.rollout.coverage import answering_version
 from loader.rollout.plan import Rollout, read_rollout
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
@@ -334,9 +335,7 @@ def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
     """Raise NotYetError or RefusedError unless the node does what is wanted of it for one model."""
     model, version = wanted.model, wanted.live
     if record.kind == "shard":
-        held = wanted.held_by(record.node_id, record.num_shards)
-        # In a rollout by replica this node's turn may have come: then it shall hold the new version alone.
-        version = version if version in held else next(iter(held), None)
+        version = answering_version(wanted, record.node_id, record.num_shards)
     if version is None:
         return
     report = record.report(model, version)

@@ -1,4 +1,4 @@
-"""Ends processes: on Ctrl-C or SIGTERM after putting things away, and with the process that supervises them."""
+"""Ends processes on Ctrl-C or SIGTERM, after putting things away, and with their supervisor; reports them ready."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TypeVar
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+READY_POLL_S = 0.1
 
 
 class StopRequestedError(Exception):
@@ -85,3 +87,20 @@ def die_with_parent(environment: MutableMapping[str, str]) -> None:
     if str(os.getppid()) != parent:
         logger.error("the supervisor (process %s) is gone; not starting", parent)
         raise SystemExit(1)
+
+
+def notify_ready() -> None:
+    """Report to systemd that this process is ready, if it was started as a unit of `Type=notify`."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.sendto(b"READY=1", f"\0{address[1:]}" if address.startswith("@") else address)
+        except OSError as error:
+            logger.warning("NOTIFY_SOCKET %s does not take that the process is ready: %s", address, error)
+
+
+async def notify_once_ready(problems: Callable[[], object]) -> None:
+    """Do `notify_ready` once there are no problems."""
+    while problems():  # noqa: ASYNC110 - what is missing has no event
+        await asyncio.sleep(READY_POLL_S)
+    notify_ready()

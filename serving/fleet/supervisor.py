@@ -107,16 +107,16 @@ class Child:
         """Wait for the process to end. Returns its exit code, or minus the number of the signal that killed it."""
         return 0 if self._process is None else await self._process.wait()
 
-    async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds."""
+    async def stop(self, grace_s: float) -> int:
+        """Send SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds. Returns what `wait` does."""
         if self._process is not None and self.pid is not None:
             self._process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.wait(), grace_s)
+            return await asyncio.wait_for(self.wait(), grace_s)
         except TimeoutError:
             logger.warning("%s did not end within %g s: killed", self.spec.name, grace_s)
             self.kill()
-            await self.wait()
+            return await self.wait()
 
     def kill(self) -> None:
         """Send SIGKILL to the process and everything it started."""

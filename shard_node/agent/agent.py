@@ -37,7 +37,8 @@ class Remembered:
     """What the registry said, as this process last knew it, given back to a registry that has lost it.
 
     That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use. Only
-    `models` are remembered, if given; all but what is wanted is looked at every `look_every_s`.
+    `models` are remembered, if given; all but what is wanted is looked at every `look_every_s`. `is_read` once what is
+    wanted was read.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Remembered:
         self._look_every_s = look_every_s
         self._clock = clock
         self._looked_at = float("-inf")
+        self.is_read = False
         self._division: FleetRecord | None = None
         self._rollouts: dict[str, tuple[int, bytes]] = {}
         self._published: dict[tuple[str, int], tuple[PublishedVersion, str | None]] = {}
@@ -56,6 +58,7 @@ class Remembered:
     async def refresh(self) -> None:
         """Read what is wanted; write back what is missing, or older than what is known. Raises RegistryError."""
         found = await self._fleet.wanted()
+        self.is_read = True
         for model, record in found.items():
             known = self.wanted.get(model)
             if (self._models is None or model in self._models) and (known is None or record.epoch >= known.epoch):
@@ -197,7 +200,10 @@ class AgentConfig(Frozen):
 
 
 class Agent:
-    """Makes this process what is wanted, round by round. Belongs to one event loop; `clock` gives monotonic seconds."""
+    """Makes this process what is wanted, round by round. Belongs to one event loop; `clock` gives monotonic seconds.
+
+    `announced` is the last record that the fleet was given, None until one is that follows from what is wanted.
+    """
 
     def __init__(
         self,
@@ -216,6 +222,7 @@ class Agent:
         self._random = random or random_module.Random()
         own = actions.record((), {})
         self._node_id = own.node_id
+        self.announced: NodeRecord | None = None
         self._remembered = Remembered(fleet, self._config.models, self._config.heartbeat_s, clock)
         self._going: dict[tuple[str, int], _Retirement] = {}
         self._stagings = Stagings(
@@ -367,6 +374,8 @@ class Agent:
         self._writing = asyncio.create_task(self._fleet.announce_node(record, self._config.ttl_s))
         await asyncio.shield(self._writing)
         self._told, self._told_at = news, now
+        if self._remembered.is_read:
+            self.announced = record
         for going in self._going.values():
             if going.announced_at is None:
                 going.announced_at = self._clock()

@@ -24,11 +24,13 @@ from loader.registry.fleet import (
     WantedModel,
     cut_reason,
 )
+from loader.rollout.coverage import answering_version
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.place import FETCHING, StoreUrl
+from shard_node.agent.agent import Agent
 from shard_node.agent.delta_follower import Followers, catch_up
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
@@ -303,6 +305,34 @@ class NodeActions:
             applied=dict(applied),
             versions=tuple(reports),
         )
+
+    def problems(self, agent: Agent) -> dict[str, str]:
+        """Return why the node is not ready, by model ("" for the node itself); empty if it is. Thread-safe.
+
+        A node is ready once its fleet knows that it has what answers, and the deltas published before it first looked.
+        """
+        announced = agent.announced
+        if announced is None:
+            return {"": "it has not joined its fleet yet"}
+        if announced.draining:
+            return {"": "it is leaving its fleet"}
+        reasons = {wanted.model: self._problem(announced, wanted) for wanted in list(agent.wanted.values())}
+        return {model: reason for model, reason in reasons.items() if reason}
+
+    def _problem(self, announced: NodeRecord, wanted: WantedModel) -> str:
+        version = answering_version(wanted, announced.node_id, announced.num_shards)
+        report, held = announced.report(wanted.model, version), self._held().get((wanted.model, version or 0))
+        if version is None:
+            return ""
+        if report is None or report.state != "ready" or held is None:
+            state = "not loaded yet" if report is None else f"{report.state} {report.reason}".rstrip()
+            return f"version {version} is {state}"
+        deltas = held.payload.deltas.snapshot()
+        if version not in wanted.follow or deltas.has_caught_up:
+            return ""
+        until = "what its stream has" if deltas.catch_up_to is None else deltas.catch_up_to
+        reason = deltas.reason and f": {deltas.reason}"
+        return f"version {version} has applied delta {deltas.sequence}, not yet {until}{reason}"
 
     async def close(self) -> None:
         """Stop all followers. Idempotent."""

@@ -68,10 +68,12 @@ def test_only_the_cuda_image_has_cupy_and_a_folder_that_it_can_write():
 
 
 @pytest.mark.parametrize("name", ["shardrank-serve.service", "shardrank-shard-node@.service"])
-def test_a_unit_that_may_hold_rows_on_gpus_has_a_folder_for_compiled_kernels(name):
+def test_a_unit_that_may_hold_rows_waits_and_has_a_cache(name):
     text = (DEPLOY / "systemd" / name).read_text()
     (folder,) = re.findall(r"^CacheDirectory=(.*)$", text, re.MULTILINE)
     assert f"Environment=CUPY_CACHE_DIR=%C/{folder}/" in text
+    # It is ready once it has loaded, however long that takes.
+    assert "\nType=notify\nTimeoutStartSec=infinity\n" in text
 
 
 def test_every_service_of_the_compose_file_is_a_command_of_this_release():
@@ -84,6 +86,10 @@ def test_every_service_of_the_compose_file_is_a_command_of_this_release():
         (0, 2), (0, 2), (1, 2), (1, 2),
     ]  # fmt: skip
     for name, one in parsed.items():
+        if name != "coordinator":
+            port = one["http_port"] if name.startswith("serve-") else one["admin_listen"].rpartition(":")[2]
+            assert f"http://127.0.0.1:{port}/readyz" in services[name]["healthcheck"]["test"][-1]
+            assert services[name]["healthcheck"]["start_period"] == services["serve-0"]["healthcheck"]["start_period"]
         if name.startswith("shard-"):
             assert one["advertise"] == f"{services[name]['hostname']}:7000"
         if name.startswith("serve-"):

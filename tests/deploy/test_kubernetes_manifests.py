@@ -176,10 +176,12 @@ def container_of(name: str) -> dict[str, Any]:
 
 
 def test_probes_ask_the_endpoints_that_are_meant_for_it():
-    container = container_of("serving")
-    probes = ("startupProbe", "readinessProbe", "livenessProbe")
     # A pod that loads must not be killed for it: liveness never asks whether a model is there.
-    assert [container[probe]["httpGet"]["path"] for probe in probes] == ["/readyz", "/readyz", "/healthz"]
+    asked = {"serving": ["/readyz", "/readyz", "/healthz"], "shard-0": ["/healthz", "/readyz", "/healthz"]}
+    for name, paths in (asked | {"shard-1": asked["shard-0"]}).items():
+        container = container_of(name)
+        probes = ("startupProbe", "readinessProbe", "livenessProbe")
+        assert [container[probe]["httpGet"]["path"] for probe in probes] == paths
 
 
 def test_the_grace_of_a_serving_pod_covers_all_that_happens_at_its_end():

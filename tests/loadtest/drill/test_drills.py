@@ -65,6 +65,16 @@ def test_broken(tmp_path: Path):
     assert (tmp_path / "kept" / "serve-0.log").stat().st_size > 0
 
 
+def test_restart(tmp_path: Path):
+    report = run(tmp_path, f"restart {SMALL}--shards 1 --cards 1 --rate 40")
+    assert report["answers"] > 200
+    assert [report[key] for key in NOT_RIGHT] == [0, 0, 0]
+    restarts = report["restarts"]
+    assert [each["process"] for each in restarts] == ["coordinator", "shard-0-0", "shard-0-1", "serve-0", "serve-1"]
+    assert all(each["exit_code"] == 0 < each["ready_s"] for each in restarts)
+    assert report["updates"] > 0
+
+
 def test_overload(tmp_path: Path):
     """Some is refused, even if the client begins two seconds late, as it does on a busy machine."""
     arguments = "overload --seconds 2 --factor 6 --normal-s 4 --capacity-s 1 --rows 1000 --deadline-ms 20"

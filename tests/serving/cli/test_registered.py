@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -113,6 +114,35 @@ def test_a_node_whose_cards_have_failed_leaves_with_their_error(folder: Path, fi
 
     asyncio.run(scenario())
     assert nodes(films) == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("shard-node", "{folder}/notify"),
+        ("alone", "@{folder}/notify"),
+        ("serve", "{folder}/notify"),
+        ("workers", "@{folder}/notify"),
+    ],
+)
+def test_systemd_is_notified_once_a_process_is_ready(
+    folder: Path, films: Path, api_model: ApiModel, monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    """Of several workers the process that supervises them notifies it."""
+    name = name.format(folder=folder)
+    alone = ("--shard", "0/1", "--listen", f"unix:{folder}/a.sock")
+    commands = {
+        "shard-node": ("shard-node", *node_flags(folder, "a")),
+        "serve": ("serve", "--snapshot", str(api_model.path), *ANY_PORTS),
+        "workers": ("serve", "--snapshot", str(api_model.path), *ANY_PORTS, "--workers", "2"),
+        "alone": ("shard-node", "--snapshot", str(api_model.path), *alone),
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(name.replace("@", "\0"))
+        systemd.settimeout(WAIT_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", name)
+        with running(*commands[command]):
+            assert systemd.recv(100) == b"READY=1"
 
 
 REQUEST = api_request(1)

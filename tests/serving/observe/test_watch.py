@@ -177,6 +177,11 @@ def test_a_node_tells_its_requests_errors_connections_and_rows(tmp_path: Path) -
                 text = (await http.get("/metrics")).text
                 assert (await http.head("/metrics")).content == b""
                 assert (await http.get("/healthz")).json() == {"status": "ok"}
+                for problems, status in (({}, 200), ({"films": "version 1 is not loaded yet"}, 503)):
+                    node.problems = problems.copy
+                    answer = await http.get("/readyz")
+                    assert answer.status_code == status
+                    assert answer.json() == {"ready": not problems, "problems": problems}
                 for method, path, kind in (("GET", "/", "no_such_route"), ("POST", "/metrics", "method_not_allowed")):
                     answer = await http.request(method, path)
                     assert answer.json()["error"]["kind"] == kind

@@ -414,6 +414,19 @@ def test_a_position_is_behind_until_all_deltas_are_applied():
     assert progress.published_at == 93.0
 
 
+def test_a_position_catches_up_with_the_first_look():
+    """Deltas that are published later do not count, and nothing makes it fall behind again."""
+    position = DeltaPosition(1, 0)
+    assert not position.snapshot().has_caught_up
+    position.seen(2, 100.0)
+    found = []
+    for sequence in (1, 2, 3):
+        position.seen(9, 101.0)
+        found.append(position.snapshot().has_caught_up)
+        position.applied(sequence, 90.0, 10, 102.0)
+    assert [*found, position.snapshot().has_caught_up] == [False, False, True, True]
+
+
 def test_staleness_counts_from_the_last_complete_moment():
     """A reason stays until the next delta is applied."""
     position = DeltaPosition(1, 0)

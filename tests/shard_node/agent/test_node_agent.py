@@ -150,6 +150,45 @@ async def test_a_followed_version_is_staged_with_its_deltas(under, lost, caplog)
     assert ("version 1 of films is staged without deltas 1 to 3" in caplog.text) == lost
 
 
+async def test_readiness_is_of_the_live_version_with_its_deltas(under):
+    """Neither a version that is staged nor one that is refused changes it, unless it takes the live one's place."""
+
+    def missing() -> str:
+        return under.actions.problems(under.agent).get("films", "")
+
+    async def seen_until(version: int, state: str) -> set[str]:
+        """What was missing until the version is announced in that state."""
+        seen = set()
+        while (report := await under.report("films", version)) is None or report.state != state:
+            seen.add(missing())
+            await under.step()
+        return seen
+
+    await until(lambda: not under.actions.problems(under.agent))
+    await under.publish(1)
+    for sequence in (1, 2, 3):
+        await append(under, sequence)
+    await under.want("films", hold=(1,), live=1)
+    await seen_until(1, "ready")
+    await until(lambda: not missing())
+    await under.want("films", follow=(1,))
+    await until(lambda: under.agent.wanted["films"].follow == (1,) and not missing())
+    assert user_3(under) == [3.0] * 16
+    await under.publish(2)
+    await under.want("films", hold=(1, 2))
+    assert await seen_until(2, "ready") <= {""}
+    await under.want("films", hold=(1, 2, 9))
+    assert await seen_until(9, "refused") <= {""}
+    await under.want("films", live=9)
+    await until(lambda: missing().startswith("version 9 is refused SnapshotNotFoundError: "))
+    await under.want("films", live=1, hold=(1,), node_hold={"node": (3,)})
+    await under.publish(3)
+    assert any(each.startswith("version 3 is ") for each in await seen_until(3, "ready"))
+    await until(lambda: not missing())
+    await under.agent.leave()
+    assert under.actions.problems(under.agent) == {"": "it is leaving its fleet"}
+
+
 async def reached(under: NodeUnderTest, sequence: int) -> None:
     await until(lambda: under.actions.reports()[0].delta_sequence == sequence)
 
@@ -168,6 +207,8 @@ async def test_a_version_with_a_gap_is_refused_unless_live(under, live, state):
         pass
     assert "needs delta 1, but deltas/films/1 begins with 3" in report.reason
     assert report.delta_sequence == 0
+    missing = under.actions.problems(under.agent).get("films", "")
+    assert ("has applied delta 0, not yet what its stream has: " in missing) == (live == 1)
     for actual, expected in zip(answer(under, 1), before, strict=True):
         np.testing.assert_array_equal(actual, expected)
 
