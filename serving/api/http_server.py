@@ -87,7 +87,7 @@ def behind_gate(
     config: uvicorn.Config, gate: Gate, transport: asyncio.Transport, state: ServerState
 ) -> HttpToolsProtocol:
     """Connect what parses a connection's requests and calls the application, with the gate in their scope."""
-    protocol = HttpToolsProtocol(config, state, {"gate": gate})
+    protocol = HttpToolsProtocol(config, state, {"gate": gate, "transport": transport})
     protocol.logger = _protocol_logger
     protocol.connection_made(_Wire(gate, transport))
     return protocol

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -17,15 +18,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from loader.errors import ShardrankError
 from serving.api.bodies import error_reply
 from serving.api.http import answer_whole
 from serving.api.http_server import Answering, listening_beside
-from serving.errors import MethodNotAllowedError, NoSuchRouteError, ServingError
+from serving.errors import MethodNotAllowedError, NoSuchRouteError
 from serving.limits import RequestLimits
 from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, check_library, make_observations
 from serving.observe.watch import NODE_FAMILIES, Sample, collected, node_samples, version_samples
 from shard_node.engine.base import CardsUse
-from shard_node.errors import CardError
+from shard_node.errors import CardError, MissingCertificateError
 from shard_node.generation import Generation
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.wire.address import Address
@@ -142,24 +144,28 @@ async def running_node_port(
 ) -> AsyncIterator[tuple[NodeMetrics, str]]:
     """Serve probes and metrics of a node while the block runs; give what counts, and the URL of metrics.
 
+    Where clients must show certificates, probes need none, since a kubelet has none, and are told no names without.
     Raises ListenError.
     """
     metrics = NodeMetrics(node)
-    ssl = None if tls is None else server_context(tls, alpn=("http/1.1",))
-    answering = nullcontext(Answering(partial(answer_whole, node_app(node, metrics))))
-    async with listening_beside(metrics, answering, address.host, address.port, ssl) as port:
+    context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
+    app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
+    answering = nullcontext(Answering(partial(answer_whole, app)))
+    async with listening_beside(metrics, answering, address.host, address.port, context) as port:
         host = f"[{address.host}]" if ":" in address.host else address.host
         yield metrics, f"{'http' if tls is None else 'https'}://{host}:{port}/metrics"
 
 
-def node_app(node: ShardNode, metrics: NodeMetrics) -> ASGIApp:
+def node_app(node: ShardNode, metrics: NodeMetrics, *, needs_certificate: bool = False) -> ASGIApp:
     """Make the application: GET and HEAD of its paths, and typed errors for all else."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
-        await (await answer(request.method, request.url.path))(scope, receive, send)
+        request, is_known = Request(scope), True
+        if needs_certificate:
+            is_known = scope["state"]["transport"].get_extra_info("ssl_object").getpeercert() is not None
+        await (await answer(request.method, request.url.path, is_known))(scope, receive, send)
 
-    async def answer(method: str, path: str) -> Response:
+    async def answer(method: str, path: str, is_known: bool) -> Response:
         if path not in PATHS:
             return refused(path, NoSuchRouteError(f"{path[:200]}: this port has {' and '.join(PATHS)}"))
         if method not in ("GET", "HEAD"):
@@ -168,10 +174,13 @@ def node_app(node: ShardNode, metrics: NodeMetrics) -> ASGIApp:
             return JSONResponse({"status": "ok"})
         if path == "/readyz":
             problems = node.problems()
-            return JSONResponse({"ready": not problems, "problems": problems}, 503 if problems else 200)
+            shown = {"problems": problems} if is_known else {}
+            return JSONResponse({"ready": not problems, **shown}, 503 if problems else 200)
+        if not is_known:
+            return refused(path, MissingCertificateError(f"{path}: a certificate of --tls-client-ca is needed"))
         return Response(await asyncio.to_thread(metrics.render), media_type=CONTENT_TYPE)
 
-    def refused(path: str, error: ServingError) -> Response:
+    def refused(path: str, error: ShardrankError) -> Response:
         reply = error_reply(path, "", error)
         return Response(reply.body, reply.status, dict(reply.headers), reply.content_type)
 

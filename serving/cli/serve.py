@@ -461,8 +461,7 @@ async def _listening(
     metrics: NodeMetrics | None = None
     async with AsyncExitStack() as stack:
         if admin is not None:
-            # Who is not asked for metrics pays neither for their import nor for what they count.
-            from serving.api.node_port import running_node_port
+            from serving.api.node_port import running_node_port  # only who is asked pays for it
 
             metrics, url = await stack.enter_async_context(running_node_port(node, admin, tls))
             click.echo(f"metrics: {url}")

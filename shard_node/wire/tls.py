@@ -226,9 +226,11 @@ def server_context(
     alpn: Sequence[str] = (),
     clock: Callable[[], float] = time.monotonic,
     interval_s: float = LOOK_INTERVAL_S,
+    verify: ssl.VerifyMode = ssl.CERT_REQUIRED,
 ) -> ReloadingContext:
     """Return a server's context, TLS 1.2 and later, which offers `alpn` and follows its files.
 
+    With CERT_OPTIONAL in `verify` a client that shows no certificate is let in too, and has to be told apart.
     The files are looked at no more often than every `interval_s`. Raises TlsConfigError, naming a file that can't be
     read or does not fit.
     """
@@ -240,7 +242,7 @@ def server_context(
         _load_chain(context, config.cert, config.key)
         if config.client_ca is not None:
             _load_ca(context, config.client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
+            context.verify_mode = verify
             # A ticket would let a client in again without its certificate being looked at.
             context.num_tickets = 0
             context.options |= ssl.OP_NO_TICKET

@@ -141,6 +141,10 @@ def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_
             told += shardrank("versions", "--registry", wrong_url, code=1).output
             context = client_context(TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key))
             told += httpx.get(metrics_url, verify=context).text
+            nameless = client_context(TlsClientConfig(ca=ca.cert))
+            ready = httpx.get(metrics_url.replace("/metrics", "/readyz"), verify=nameless)
+            assert (ready.status_code, ready.json()) == (200, {"ready": True})
+            assert httpx.get(metrics_url, verify=nameless).json()["error"]["kind"] == "tls_missing_certificate"
             told += httpx.get(f"{program.url}/metrics", headers={"authorization": f"Bearer {token}"}).text
             assert (program.stop(), node_program.stop()) == (0, 0)
     written = b"".join(path.read_bytes() for path in recorded.glob("*.requests"))
