@@ -185,10 +185,6 @@ class ListenError(ServingError, kind="listen"):
     """An address can't be listened on."""
 
 
-class ProfileFileError(ServingError, kind="profile_file"):
-    """The file that a process writes its profile to can't be written."""
-
-
 class RecordingFolderError(ServingError, kind="recording_folder", http=400, grpc="INVALID_ARGUMENT"):
     """A folder of recorded requests that can't be used, or that another process records into."""
 

@@ -172,6 +172,18 @@ def json_flag(what: str) -> Option:
     return switch("--json", f"Print {what} as JSON.", name="as_json")
 
 
+def removed_option(flag: str, instead: str) -> Option:
+    """Declare a hidden option of earlier releases, with a value if it has a metavar; raises UsageError if given."""
+    name = flag.partition(" ")[0]
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value:
+            raise click.UsageError(f"{name} is gone: {instead}", ctx)
+
+    more = {"callback": refuse, "expose_value": False, "hidden": True}
+    return option(flag, "", **more) if flag != name else switch(flag, "", **more)
+
+
 def together(*options: Option) -> Option:
     """Join options into one decorator; the help lists them in this order."""
     return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)

@@ -53,16 +53,11 @@ class ServingMetrics:
 
     Args:
         state: read when the metrics are. With several workers on one port it is that of the worker that answers.
-
-    Attributes:
-        on_answered: told each call of a batch that was answered, and the seconds from its begin to its encoded answer;
-            None unless the process is profiled.
     """
 
     def __init__(self, state: Collector | None = None) -> None:
         check_library()
         self._state = state
-        self.on_answered: Callable[[Call, float], None] | None = None
         # A registry of its own, so that several services in one process don't share names.
         registry = self._registry = CollectorRegistry()
         # Of several workers on one port only one's would be told.
@@ -145,8 +140,6 @@ class ServingMetrics:
         seconds: tuple[float, ...] = (now - call.began,)
         if call.batch is not None and call.encoded:
             stages, seconds = CALL_STAGES, (*call.around_batch(), *seconds)
-            if self.on_answered is not None:
-                self.on_answered(call, call.encoded - call.began)
         self._kept.append((self._of_stages(stages, call.model, call.method), seconds))
         if outcome is not None:
             self._of_outcome(call.model, str(call.version), outcome).inc()

@@ -46,6 +46,7 @@ REFUSALS = [
     ("shard-node --listen unix:/tmp/x --registry r --store s --shard 0/2000", USAGE, "num_shards"),
     ("serve --store a --limit max_candidates", USAGE, "'max_candidates' is not NAME=VALUE"),
     ("serve --registry r", USAGE, "--registry needs --store"),
+    (f"{SERVE} --profile p.json", USAGE, "--profile is gone: stage histograms (shardrank_stage_seconds)"),
     (f"{SERVE} --version 3", USAGE, "--version: not with --registry"),
     (f"{SERVE} --shard h:1", USAGE, "--shard: not with --registry"),
     (f"{SERVE} --cards 2", USAGE, "--cards: with --registry only for --local rows"),
