@@ -205,10 +205,6 @@ class UntrustedProgramError(RankingModelError, kind="untrusted_program"):
     """A version brings a program, which is code, from a store that was not marked as trusted."""
 
 
-class ProgramHardwareError(RankingModelError, kind="program_hardware"):
-    """A compiled program was made for another device or other CPU capabilities than are here."""
-
-
 class FleetError(ServingError, kind="fleet"):
     """A fleet that can't be started: no port, no room for a socket path, a setting that makes no sense."""
 
