@@ -173,15 +173,13 @@ def json_flag(what: str) -> Option:
 
 
 def removed_option(flag: str, instead: str) -> Option:
-    """Declare a hidden option of earlier releases, with a value if it has a metavar; raises UsageError if given."""
-    name = flag.partition(" ")[0]
+    """Declare an option of earlier releases, hidden, that raises UsageError if it is given."""
 
-    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        if value:
-            raise click.UsageError(f"{name} is gone: {instead}", ctx)
+    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{param.opts[0]} is gone: {instead}", ctx)
 
-    more = {"callback": refuse, "expose_value": False, "hidden": True}
-    return option(flag, "", **more) if flag != name else switch(flag, "", **more)
+    return option(flag, "", callback=refuse, expose_value=False, hidden=True)
 
 
 def together(*options: Option) -> Option:

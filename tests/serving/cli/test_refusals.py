@@ -114,6 +114,8 @@ REFUSALS = [
     ("up --store s --on ray", USAGE, "--on ray needs --registry"),
     # Rollouts.
     (f"{START} --canary 150%", USAGE, "'150%' is not a share above 0% and below 100%"),
+    (f"{START} --shadow 5%", USAGE, "--shadow is gone: `serve --record` and `loadtest replay` say"),
+    (f"{START} --shadow-for 10m", USAGE, "--shadow-for is gone"),
     (f"{START} --bake soon", USAGE, "'soon' is not a time"),
     (f"{START} --bake-timeout 9m", USAGE, "--bake-timeout needs --bake or --canary"),
     (f"{START} --guard max_p99=2", USAGE, "max_p99"),
