@@ -185,10 +185,6 @@ class ListenError(ServingError, kind="listen"):
     """An address can't be listened on."""
 
 
-class ProfileFileError(ServingError, kind="profile_file"):
-    """The file that a process writes its profile to can't be written."""
-
-
 class RecordingFolderError(ServingError, kind="recording_folder", http=400, grpc="INVALID_ARGUMENT"):
     """A folder of recorded requests that can't be used, or that another process records into."""
 
@@ -207,10 +203,6 @@ class RankingModelError(ServingError, kind="bad_model", http=422, grpc="FAILED_P
 
 class UntrustedProgramError(RankingModelError, kind="untrusted_program"):
     """A version brings a program, which is code, from a store that was not marked as trusted."""
-
-
-class ProgramHardwareError(RankingModelError, kind="program_hardware"):
-    """A compiled program was made for another device or other CPU capabilities than are here."""
 
 
 class FleetError(ServingError, kind="fleet"):

@@ -136,7 +136,7 @@ class DenseStep(Record):
 
 
 class Canary(Record):
-    """A version and its share of the requests: a stable one that it answers, or as a shadow one that it scores too."""
+    """A version and its share of the requests: a stable one that it answers."""
 
     version: Version
     share: float = Field(gt=0, lt=1)
@@ -164,7 +164,6 @@ class WantedModel(Record):
     serve: tuple[Version, ...] = ()
     follow: tuple[Version, ...] = ()
     canary: Canary | None = None
-    shadow: Canary | None = None
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
     num_shards: dict[Version, NumShards] = Field(default_factory=dict)
 
@@ -172,7 +171,7 @@ class WantedModel(Record):
         """Return every version that it names: none of them may be dropped."""
         named = {*self.hold, *self.serve, *self.follow}
         named.update(version for held in self.node_hold.values() for version in held)
-        pointers = (self.live, *(one.version for one in (self.canary, self.shadow) if one is not None))
+        pointers = (self.live, None if self.canary is None else self.canary.version)
         return frozenset(named.union(version for version in pointers if version is not None))
 
     def held_by(self, node_id: str, num_shards: int | None = None) -> tuple[int, ...]:

@@ -176,8 +176,6 @@ class _StepRunner:
             baseline = baseline_of(view.nodes, rollout)
             text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
             return await self._write(on_record, changed(rollout, now, text, bake_began_at=now, baseline=baseline))
-        if undoable and rollout.step == SHADOW and now - rollout.step_began_at < rollout.shadow_s:
-            return None
         baked_s = now - (rollout.bake_began_at or now)
         if baking_now and baked_s < (rollout.longest_bake_s if missing else rollout.bake_s):
             return None
@@ -185,6 +183,8 @@ class _StepRunner:
             text = f"guard: min_requests is {rollout.guards.min_requests}, {missing} are missing after {baked_s:.0f} s"
             return await self._write(on_record, undone(rollout, now, "rolled_back", f"{text}; {told}"))
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"
+        if rollout.step == SHADOW:
+            text = "skipped: shadow versions are gone"
         if left_behind := refusals(rollout, view) if rollout.committed else "":
             text = f"{text}; refused by {left_behind}"
         return await self._write(on_record, advanced(rollout, now, epoch, f"{text}; {told}" if told else text))

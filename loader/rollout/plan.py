@@ -45,6 +45,7 @@ STAGE_SHARDS = "stage_shards"
 STAGE_SERVING = "stage_serving"
 REPLAY = "replay"
 SHADOW = "shadow"
+"""Of rollouts that earlier releases started: it changes nothing, and is passed over."""
 CANARY = "canary"
 FLIP = "flip"
 BAKE = "bake"
@@ -82,8 +83,6 @@ class Rollout(Record):
         from_followed: deltas were applied to `from_version` when it started.
         delta_base, last_delta: of the published `to_version`: its stream of deltas, and the last one it contains.
         strategy: `beside` holds both versions on each shard node for a while, `by-replica` never does.
-        shadow_share: share of the live requests that the new version scores too, before any other; None for none.
-        shadow_s: for how long, in seconds.
         canary_share: share of requests that the new version gets first; None for no canary.
         bake_s: how long it is held against the live one, in seconds; 0 for not at all.
         bake_timeout_s: longest that a bake waits for `guards.min_requests`, in seconds; None for `BAKE_TIMEOUT` bakes.
@@ -111,8 +110,6 @@ class Rollout(Record):
     delta_base: Version
     last_delta: int = Field(ge=0)
     strategy: Strategy = "beside"
-    shadow_share: float | None = Field(default=None, gt=0, lt=1)
-    shadow_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
     canary_share: float | None = Field(default=None, gt=0, lt=1)
     bake_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
     bake_timeout_s: float | None = Field(default=None, ge=0, le=BAKE_TIMEOUT * MAX_BAKE_S)
@@ -213,7 +210,7 @@ def decode_rollout(model: str, value: bytes) -> Rollout:
 
 
 def plan_steps(
-    strategy: Strategy, *, canary: bool, bake: bool, shadow: bool = False, early_groups: int = 0, groups: int = 0
+    strategy: Strategy, *, canary: bool, bake: bool, early_groups: int = 0, groups: int = 0
 ) -> tuple[str, ...]:
     """Return the names of a rollout's steps in order.
 
@@ -228,7 +225,6 @@ def plan_steps(
         *early,
         STAGE_SERVING,
         REPLAY,
-        *((SHADOW,) if shadow else ()),
         *((CANARY,) if canary else ()),
         FLIP,
         *((BAKE,) if bake and not canary else ()),
@@ -285,7 +281,7 @@ def _versions_in_step(rollout: Rollout, epoch: int) -> WantedModel:
             follow=old if rollout.from_followed else (),
         )
     wanted = _forward(rollout, rollout.undo_index - 1, epoch)
-    change: dict[str, object] = {"live": rollout.from_version, "canary": None, "shadow": None}
+    change: dict[str, object] = {"live": rollout.from_version, "canary": None}
     if RETIRE_SERVING in undone:
         change["serve"] = old
     return wanted.model_copy(update=change)
@@ -303,7 +299,6 @@ def _forward(rollout: Rollout, step_index: int, epoch: int) -> WantedModel:
     ended = RETIRE_SHARDS in begun
     rolled = [node_id for step in begun for node_id in group_of(rollout, step)]
     in_canary = begun[-1] == CANARY and rollout.canary_share is not None
-    in_shadow = begun[-1] == SHADOW and rollout.shadow_share is not None
     hold = new if ended else (*old, *new) if STAGE_SHARDS in begun else old
     return WantedModel(
         model=rollout.model,
@@ -313,7 +308,6 @@ def _forward(rollout: Rollout, step_index: int, epoch: int) -> WantedModel:
         serve=new if RETIRE_SERVING in begun else (*old, *new) if STAGE_SERVING in begun else old,
         follow=new if ended else (*followed, *new) if REPLAY in begun else followed,
         canary=Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
-        shadow=Canary(version=rollout.to_version, share=rollout.shadow_share or 0.0) if in_shadow else None,
         node_hold={} if ended else dict.fromkeys(rolled, new),
     )
 

@@ -48,8 +48,6 @@ async def start_rollout(
     model: str,
     version: int,
     *,
-    shadow_share: float | None = None,
-    shadow_s: float = 0.0,
     canary_share: float | None = None,
     bake_s: float = 0.0,
     bake_timeout_s: float | None = None,
@@ -65,8 +63,6 @@ async def start_rollout(
         fleet: the registry.
         model: whose live version is replaced.
         version: the published version that replaces it.
-        shadow_share: share of the live requests, above 0 and below 1, that it scores too before; None for none.
-        shadow_s: seconds for which it does.
         canary_share: share of requests, above 0 and below 1, that it gets first; None for no canary.
         bake_s: seconds for which it is held against the live version, if there is one.
         bake_timeout_s: seconds after which a bake short of `guards.min_requests` is undone; None for 10 bakes.
@@ -95,12 +91,11 @@ async def start_rollout(
     live = wanted.live if wanted is not None else None
     if live == version:
         raise RolloutError(f"{model}: version {version} is live already")
-    _check_first(model, live, canary_share, shadow_share)
-    kinds = {"canary": canary_share is not None, "bake": bake_s > 0, "shadow": shadow_share is not None}
+    if live is None and canary_share is not None:
+        raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
+    kinds = {"canary": canary_share is not None, "bake": bake_s > 0}
     asked: dict[str, object] = {
         "rollout_id": rollout_id,
-        "shadow_share": shadow_share,
-        "shadow_s": shadow_s,
         "canary_share": canary_share,
         "bake_s": bake_s,
         "bake_timeout_s": bake_timeout_s,
@@ -218,16 +213,6 @@ def _said(num_shards: int, wanted: WantedModel | None) -> WantedModel | None:
     return wanted.model_copy(update={"num_shards": wanted.divided(num_shards).num_shards | wanted.num_shards})
 
 
-def _check_first(model: str, live: int | None, canary_share: float | None, shadow_share: float | None) -> None:
-    """Raise RolloutError for what needs a live version, if there is none."""
-    if live is not None:
-        return
-    if canary_share is not None:
-        raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
-    if shadow_share is not None:
-        raise RolloutError(f"{model}: no version is live whose requests could be scored too; leave out the shadow")
-
-
 def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> None:
     if not view.serving():
         raise RolloutError(f"{model}: no serving process is announced")
@@ -253,12 +238,11 @@ def _steps_asked(
     *,
     canary: bool,
     bake: bool,
-    shadow: bool,
 ) -> dict[str, object]:
     """Return a rollout's strategy, number of shards, groups and steps. Raises as `_groups`."""
     groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
     bake = bake and wanted is not None and wanted.live is not None
-    steps = plan_steps(strategy, canary=canary, bake=bake, shadow=shadow, early_groups=early, groups=len(groups))
+    steps = plan_steps(strategy, canary=canary, bake=bake, early_groups=early, groups=len(groups))
     shards = view.num_shards if view.needs_shards() else None
     return {"strategy": strategy, "to_shards": shards, "groups": groups, "early_groups": early, "steps": steps}
 
@@ -380,8 +364,6 @@ class RolloutStatus(_Part):
     strategy: Strategy | None = None
     from_version: int | None = None
     to_version: int | None = None
-    shadow_share: float | None = None
-    shadow_s: float = 0.0
     canary_share: float | None = None
     bake_s: float = 0.0
     started_at: float | None = None

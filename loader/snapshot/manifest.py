@@ -170,7 +170,7 @@ class OutputSpec(Frozen):
 
 
 class ExportedModelSpec(Frozen):
-    """A `torch.export` program, or a package that AOTInductor made of one.
+    """A `torch.export` program.
 
     Attributes:
         inputs: by the name of the program's argument, what it gets.

@@ -4,8 +4,8 @@ A `torch.export` archive is a zip file of JSON and raw tensors, in which four th
 custom objects and sample inputs (torch/export/pt2_archive/_package.py; of the last, torch/_export/serde/serialize.py
 tries `weights_only` first and goes on without). Here members are counted, named and compared with what an archive may
 have. PyTorch never sees the file itself: it gets a copy made of the members that were found right, with sample inputs
-left out, so that no second reader of zip files can find other members than this one. A package that AOTInductor
-compiled has machine code in their place. Both are code: `serving.models.exported` runs them only from trusted stores.
+left out, so that no second reader of zip files can find other members than this one. A program
+is code: `serving.models.exported` runs it only from trusted stores. Packages that AOTInductor compiled are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from loader.errors import ExportError, UnsafeProgramError, cut
 from loader.snapshot.manifest import MAX_DENSE_BYTES
@@ -24,10 +24,8 @@ from loader.snapshot.manifest import MAX_DENSE_BYTES
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-ProgramKind: TypeAlias = Literal["program", "package"]
-
 Program: TypeAlias = "ExportedProgram | Path | bytes"
-"""A program, or the file or the bytes of one, or of a package."""
+"""A program, or the file or the bytes of one."""
 
 MAX_MEMBERS: Final = 65_536
 MAX_JSON_BYTES: Final = 64 << 20
@@ -38,11 +36,10 @@ _CONFIGS: Final = {
     "constants": "data/constants/model_constants_config.json",
 }
 _PREFIXES: Final = {"weights": "weight_", "constants": "tensor_"}
-_PACKAGE: Final = "data/aotinductor/model/"
+_PACKAGE: Final = "data/aotinductor/"
 _FRAME = frozenset({"archive_format", "archive_version", "byteorder", "version", ".data/version"})
 _FRAME_WRITTEN_BY_TORCH = frozenset({"byteorder", "version", ".data/version", ".data/serialization_id"})
 _TENSOR = re.compile(r"data/(?:weights/weight|constants/tensor)_\d{1,6}")
-_PACKAGE_FILE = re.compile(r"data/aotinductor/model/[\w.\-]{1,200}\.(?:so|cpp|h|o|json|bin)")
 # Sizes are told as text that sympy evaluates: nothing but these words, symbols such as s92, numbers and operators.
 _EXPRESSION = re.compile(r"[\w\s+\-*/%(),<>=&|~']{0,10000}")
 _SYMBOL = re.compile(r"[sunz]+\d+|\d+")
@@ -62,7 +59,6 @@ class ProgramArchive:
     """The members of a `dense.pt2`, checked.
 
     Attributes:
-        kind: `program` for one of `torch.export`, `package` for one that AOTInductor compiled.
         members: names behind the archive's root folder, with their place in the zip file.
     """
 
@@ -78,11 +74,7 @@ class ProgramArchive:
         except _NOT_READ as error:
             raise self._refused(f"it is no zip archive: {error}") from error
         self.members = self._named()
-        self.kind: ProgramKind = "program" if _PROGRAM in self.members else "package"
-        if self.kind == "program":
-            self._check_program(drop_sample_inputs=drop_sample_inputs)
-        else:
-            self._check_package()
+        self._check_members(drop_sample_inputs=drop_sample_inputs)
 
     @classmethod
     def read(cls, path: Path) -> ProgramArchive:
@@ -92,7 +84,7 @@ class ProgramArchive:
         return cls(path.read_bytes(), str(path))
 
     def rebuilt(self) -> bytes:
-        """Write an archive of the members that were checked, and none of the sample inputs. For a program."""
+        """Write an archive of the members that were checked, and none of the sample inputs."""
         # Here and below: it takes a second and a half to import, which nodes of rows can do without.
         from torch.export.pt2_archive._package import PT2ArchiveWriter
 
@@ -109,15 +101,6 @@ class ProgramArchive:
             return self._zip.read(self.members[name])
         except _NOT_READ as error:
             raise self._refused(f"{name}: {error}") from error
-
-    def package_metadata(self) -> dict[str, str]:
-        """Return what a package says of the hardware that it was made for, such as `AOTI_CPU_ISA`."""
-        found: dict[str, str] = {}
-        for name in self.members:
-            if name.endswith("_metadata.json"):
-                stated = self._json(name)
-                found |= {key: value for key, value in stated.items() if isinstance(value, str)}
-        return found
 
     def _named(self) -> dict[str, zipfile.ZipInfo]:
         infos = self._zip.infolist()
@@ -137,7 +120,14 @@ class ProgramArchive:
             raise self._refused("its members overlap")
         return members
 
-    def _check_program(self, *, drop_sample_inputs: bool) -> None:
+    def _check_members(self, *, drop_sample_inputs: bool) -> None:
+        if any(name.startswith(_PACKAGE) for name in self.members):
+            raise self._refused(
+                "it is a package that AOTInductor compiled, which is no longer served; export the program itself: "
+                f"{_INSTRUCTION}"
+            )
+        if _PROGRAM not in self.members:
+            raise self._refused(f"{_PROGRAM} is missing")
         sample = self.members.get(_SAMPLE_INPUTS)
         if sample is not None and sample.file_size and not drop_sample_inputs:
             raise self._refused(f"{_SAMPLE_INPUTS}: sample inputs are pickled; {_INSTRUCTION}, which leaves them out")
@@ -189,15 +179,6 @@ class ProgramArchive:
                 if isinstance(target, str) and not _TARGET.fullmatch(target):
                     raise self._refused(f"{_PROGRAM}: operator {cut(repr(target), 200)} is none of torch.ops")
 
-    def _check_package(self) -> None:
-        if not any(name.startswith(_PACKAGE) for name in self.members):
-            raise self._refused(f"it has neither {_PROGRAM} nor {_PACKAGE}")
-        for name, info in self.members.items():
-            if name not in _FRAME | _FRAME_WRITTEN_BY_TORCH and not _PACKAGE_FILE.fullmatch(name):
-                raise self._refused(f"member {cut(name, 200)} is none that a package has")
-            if name.endswith(".json") and info.file_size > MAX_JSON_BYTES:
-                raise self._refused(f"{name}: {info.file_size} bytes; at most {MAX_JSON_BYTES} are read")
-
     def _json(self, name: str) -> dict[str, Any]:
         if (size := self.members[name].file_size) > MAX_JSON_BYTES:
             raise self._refused(f"{name}: {size} bytes; at most {MAX_JSON_BYTES} are read")
@@ -220,7 +201,7 @@ def _is_arithmetic(expression: str) -> bool:
 
 
 def program_bytes(program: Program) -> bytes:
-    """Give the bytes of `dense.pt2`: of a program, or of a file of one or of a package.
+    """Return the bytes of `dense.pt2`, of a program or of a file of one.
 
     Sample inputs are left out unread. Raises ExportError for what no server would read.
     """
@@ -236,8 +217,7 @@ def program_bytes(program: Program) -> bytes:
         torch.export.save(program, buffer)
         content = buffer.getvalue()
     try:
-        archive = ProgramArchive(content, where, drop_sample_inputs=True)
-        return archive.rebuilt() if archive.kind == "program" else content
+        return ProgramArchive(content, where, drop_sample_inputs=True).rebuilt()
     except UnsafeProgramError as error:
         raise ExportError(str(error)) from error
 

@@ -385,7 +385,7 @@ def export_snapshot(
         spec: what the model is made of.
         rows: a source for every table, by name.
         dense: the dense model's tensors. Floats are stored as float32, whole numbers and bools as they are. For the
-            kind `exported` a program, or the file or bytes of one or of a package that AOTInductor made; its sample
+            kind `exported` a program, or the file or bytes of one; its sample
             inputs are left out. `serving.models.exported.check_program` says beforehand whether it would serve.
         vocabularies: for every table with vocabulary mapping, its ids in row order.
         access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import cProfile
 import itertools
-import json
 import subprocess
 import tempfile
 import time
@@ -58,7 +57,7 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.layers import NumberFormat
 from serving.models.ranking_models import DtypeChoice, choose_dtype
-from serving.observe.calls import VersionCounter
+from serving.observe.calls import STAGES, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
@@ -329,27 +328,27 @@ async def _counted(connection: HTTPConnection, request: Payload) -> dict[str, An
 
 
 def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> None:
-    """Measure where the time of a request under full load goes, by stage, as servers profile it, and count its calls.
+    """Measure where the time of a request under full load goes, by the server's histograms, and count its calls.
 
-    `stages_us` is what a request waits for, `busy_us` the same with a batch's time counted once.
+    `stages_us` are means of a request, or of a batch; `busy_us` shares a batch's time among its requests.
     """
-    bench, accounts = model.bench, {}
+    bench, accounts = model.bench, dict[Api, dict[str, Any]]()
     for api in apis:
-        profile = bench.folder / f"{api}.json"
-        with model.served(f"{api} profiled", "--profile", str(profile)) as server:
+        with model.served(f"{api} by stage") as server:
             model.load(server, model.workload(hotness), api)
-        (account,) = json.loads(profile.read_text(encoding="utf-8"))["accounts"]
-        requests, stages = account["requests"], account["stages"]
+            text = server.metrics()
+        seconds, counts = (summed(text, f"shardrank_stage_seconds_{part}", "stage") for part in ("sum", "count"))
+        requests = counts["encode"]
         accounts[api] = {
             "requests": requests,
-            "whole_us": 1e6 * account["whole_s"] / requests,
-            "stages_us": {stage["stage"]: 1e6 * stage["seconds"] / requests for stage in stages},
-            "busy_us": {stage["stage"]: 1e6 * stage["busy_s"] / requests for stage in stages},
+            "whole_us": 1e6 * seconds["total"] / requests,
+            "stages_us": {stage: 1e6 * seconds[stage] / counts[stage] for stage in STAGES if stage in seconds},
+            "busy_us": {stage: 1e6 * seconds[stage] / requests for stage in STAGES if stage in seconds},
         }
     calls = bench.runner.run(count_calls(bench.folder / "calls"))
     bench.results |= {"account": accounts, "calls": calls}
     for api, account in accounts.items():
-        bench.say(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage and until it is over")
+        bench.say(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage, and its mean")
         for stage, busy_us in account["busy_us"].items():
             bench.say(f"  {stage}: {busy_us:.1f}, {account['stages_us'][stage]:.1f}")
     bench.say(f"a JSON request: {calls['count']} calls of {calls['functions']} functions in {calls['files']} files")
@@ -432,7 +431,7 @@ def serving(
     A real server on this machine, with a client in another process: processor time of the server's processes for each
     request under full load, to that of the same batches computed without a server; the median time of one request after
     the other, beyond that of a batch of one; requests that vary against requests that are alike. Then the stages of a
-    request in a server's profile, and the Python calls of a JSON request.
+    request in a server's histograms, and the Python calls of a JSON request.
 
     With --against, processor time of a request, another commit's server and this checkout's in alternation.
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @opts.option("--model", "The model's description, JSON.", opts.EXISTING_FILE, required=True, name="description")
 @opts.option(
     "--program",
-    "For a description of the kind `exported`: the file of torch.export.save, or a package of AOTInductor. It is "
+    "For a description of the kind `exported`: the file of torch.export.save. It is "
     "loaded and tried, as a server does: export only what you trust.",
     opts.EXISTING_FILE,
 )

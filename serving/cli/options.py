@@ -172,6 +172,16 @@ def json_flag(what: str) -> Option:
     return switch("--json", f"Print {what} as JSON.", name="as_json")
 
 
+def removed_option(flag: str, instead: str) -> Option:
+    """Declare an option of earlier releases, hidden, that raises UsageError if it is given."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{param.opts[0]} is gone: {instead}", ctx)
+
+    return option(flag, "", callback=refuse, expose_value=False, hidden=True)
+
+
 def together(*options: Option) -> Option:
     """Join options into one decorator; the help lists them in this order."""
     return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from loader.stores.place import StorePlace
 
 DEFAULT_CANARY_BAKE_S = 60.0
-DEFAULT_SHADOW_S = 60.0
 SHOWN_EVENTS = 8
 SHOWN_LAGS = 6
 POLL_S = 0.2
@@ -52,9 +51,9 @@ _STRATEGIES = (
     "beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each shard "
     "after the other changes over; needs two replicas of each shard."
 )
-_SHADOW = (
-    "Before anybody gets its scores, have it score a share of the live requests too, such as 5%, while there is time; "
-    "metrics tell how far its scores are from those that were answered."
+_NO_SHADOW = (
+    "`serve --record` and `loadtest replay` say how far two versions' scores of the same requests are apart, --canary "
+    "and --guard limit what a new one may do"
 )
 _GUARDS = "min_requests, max_error_rate_increase, max_p99_ratio, p99_slack_ms, max_score_drift"
 
@@ -161,8 +160,6 @@ def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
         uses.append("staged")
     if wanted.canary is not None and version == wanted.canary.version:
         uses.append(f"canary {wanted.canary.share:.3g}")
-    if wanted.shadow is not None and version == wanted.shadow.version:
-        uses.append(f"shadow {wanted.shadow.share:.3g}")
     return tuple(uses)
 
 
@@ -192,8 +189,8 @@ def rollout() -> None:
 @rollout.command()
 @click.argument("model")
 @click.argument("version", type=click.IntRange(min=1))
-@opts.option("--shadow SHARE", _SHADOW, opts.share)
-@opts.duration("--shadow-for", "For how long, such as 10m. Default: 60s.")
+@opts.removed_option("--shadow SHARE", _NO_SHADOW)
+@opts.removed_option("--shadow-for TIME", _NO_SHADOW)
 @opts.option("--canary SHARE", "First send a stable share of the requests to it, such as 5%.", opts.share)
 @opts.duration(
     "--bake",
@@ -216,8 +213,6 @@ def start(
     ctx: click.Context,
     model: str,
     version: int,
-    shadow: float | None,
-    shadow_for: float | None,
     canary: float | None,
     bake: float | None,
     bake_timeout: float | None,
@@ -235,16 +230,12 @@ def start(
     Examples:
       shardrank rollout start films 4 --registry redis://10.0.0.9:6379/0
       shardrank rollout start films 4 --store models --canary 5% --bake 60s --guard max_p99_ratio=1.5
-      shardrank rollout start films 4 --store models --shadow 5% --shadow-for 10m --canary 5%
       shardrank rollout start films 4 --store models --strategy by-replica --follow
     """
     from loader.rollout.guards import GuardLimits
     from loader.rollout.requests import start_rollout
 
     limits = config_of(GuardLimits, {}, "--guard: ", **dict(guard))
-    if shadow is None and shadow_for is not None:
-        raise click.UsageError("--shadow-for needs --shadow.")
-    shadow_s = DEFAULT_SHADOW_S if shadow_for is None else shadow_for
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
 
     if bake_timeout is not None and not bake_s:
@@ -255,8 +246,6 @@ def start(
             fleet,
             model,
             version,
-            shadow_share=shadow,
-            shadow_s=shadow_s if shadow is not None else 0.0,
             canary_share=canary,
             bake_s=bake_s,
             bake_timeout_s=bake_timeout,
@@ -518,8 +507,6 @@ def _headline(status: RolloutStatus) -> str:
     if status.state is None:
         return f"{told}; there was no rollout yet"
     details = [str(status.strategy)]
-    if status.shadow_share is not None:
-        details.append(f"shadow {100 * status.shadow_share:g}% for {human_time(status.shadow_s)}")
     if status.canary_share is not None:
         details.append(f"canary {100 * status.canary_share:g}%")
     if status.bake_s:

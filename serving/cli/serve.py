@@ -54,10 +54,6 @@ _FLEET_ONLY = (
 )
 _ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 _STALENESS = "how far a model's rows may be behind its row updates before /readyz calls it degraded."
-_PROFILE = (
-    "Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. Of several "
-    "--workers each has its own: FILE with -0, -1, ... before its ending."
-)
 
 
 @click.command(cls=WithExamples)
@@ -96,7 +92,9 @@ _PROFILE = (
     opts.FiniteRange(0, 600),
     0.5,
 )
-@opts.option("--profile", _PROFILE, opts.FILE)
+@opts.removed_option(
+    "--profile FILE", "stage histograms (shardrank_stage_seconds) and `loadtest bench serving` say what it said"
+)
 @opts.serving_trace_options
 @opts.record_options
 @opts.option("--probe-port", "A private HTTP port of this one worker, on loopback.", opts.PORT, hidden=True)
@@ -167,7 +165,6 @@ def _serve_snapshot(options: Options, folder: Path, config: ServerConfig, node_t
 def _answer(options: Options, service: RankingService, config: ServerConfig, **steps: Callable[..., Any]) -> None:
     """Serve until SIGTERM or SIGINT; `steps` are those of `serve_until_signalled`."""
     from serving.fleet.local_fleet import held_ports
-    from serving.observe.profile import profiled
     from serving.server import serve_until_signalled
 
     scheme = settings.scheme(options)
@@ -184,7 +181,7 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
         with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
     traced, recorded = settings.traced(options, service), settings.recording(options, service)
-    with profiled(options["profile"], service.metrics), traced, recorded:
+    with traced, recorded:
         serve_until_signalled(service, config, on_ready=say, probe_port=options["probe_port"], **steps)
 
 
@@ -303,16 +300,13 @@ def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
 def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> list[str]:
     """Return the flags of a worker, but ports and the registry, which may have a password.
 
-    Without a snapshot's folder it is one of a fleet. Node ids differ, and so do profiles and folders
-    of recorded requests: counts can't share a file, nor two that write a folder.
+    Without a snapshot's folder it is one of a fleet. Node ids differ, and so do folders of recorded
+    requests: two that write can't share one.
     """
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
     told += settings.arguments(options, [*settings.RANKING, "shutdown_delay_s", "plan_file"])
     told += settings.hot_rows_arguments(options)
     told += ["--trust-exported"] if options["trust_exported"] else []
-    if options["profile"] is not None:
-        path = options["profile"].absolute()
-        told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]
     told += settings.record_arguments(options, worker)
     has_rows = options["local"] if folder is None else not options["shards"]
     if folder is not None:

@@ -125,7 +125,6 @@ def _model(state: FleetState, held: _Held, model: str, history: History) -> Docu
         "model": model,
         "live": None if wanted is None else wanted.live,
         "canary": None if wanted is None or wanted.canary is None else wanted.canary.model_dump(),
-        "shadow": None if wanted is None or wanted.shadow is None else wanted.shadow.model_dump(),
         "versions": _versions(state, held, model, history),
         "rollout": None if rollout is None else _rollout(state, rollout),
         "rollback": _rollback(state, model, rollout),
@@ -169,9 +168,8 @@ def _version(state: FleetState, held: _Held, key: _Version, num_shards: int | No
 def _role(wanted: WantedModel | None, version: int, states: Set[str]) -> str:
     if wanted is not None and wanted.live == version:
         return "live"
-    for name, one in () if wanted is None else (("canary", wanted.canary), ("shadow", wanted.shadow)):
-        if one is not None and one.version == version:
-            return f"{name}, {100 * one.share:g}%"
+    if wanted is not None and wanted.canary is not None and wanted.canary.version == version:
+        return f"canary, {100 * wanted.canary.share:g}%"
     # What is most in the way of its use is what people look for.
     return next((one for one in ("refused", "staging", "waiting", "draining", "ready") if one in states), "published")
 

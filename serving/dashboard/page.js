@@ -82,7 +82,7 @@ function sectionOf(model) {
 
 function showModel(told) {
   const part = sectionOf(told.model), { rollout, rollback } = told;
-  const trials = ["canary", "shadow"].filter((name) => told[name]).flatMap((name) => [" ", tag(`${name}: version ${told[name].version}, ${percent(told[name].share, 1)}`, "waiting")]);
+  const trials = told.canary ? [" ", tag(`canary: version ${told.canary.version}, ${percent(told.canary.share, 1)}`, "waiting")] : [];
   part.live.replaceChildren(tag(told.live === null ? "no version is live" : `version ${told.live} is live`, told.live === null ? "refused" : "live"), ...trials);
   const why = access.fixed || rollback.why_not;
   part.button.textContent = rollback.to === null ? "Roll back" : rollback.aborts ? `Abort, stay at version ${rollback.to}` : `Roll back to version ${rollback.to}`;
@@ -93,7 +93,7 @@ function showModel(told) {
     ["version", "state", "#shards", "#replicas", "#serving", "#answering", "#requests/s", "#errors", "#p50 ms", "#p95 ms", "#p99 ms", "#hot rows hit", "#rows", "#updates", "published"],
     told.versions.map((one) => {
       const recent = one.recent ?? {};
-      const state = /^(canary|shadow),/.test(one.role) ? "waiting" : one.role;
+      const state = /^canary,/.test(one.role) ? "waiting" : one.role;
       return { cells: [
         String(one.version), tag(one.role, state), one.num_shards ? `${one.shards} of ${one.num_shards}` : "–", number(one.replicas), number(one.serving),
         number(one.answering), rate(recent.requests_per_s), percent(recent.error_rate), latency(recent.p50), latency(recent.p95), latency(recent.p99),
@@ -110,7 +110,7 @@ function showRollout(place, rollout) {
     return;
   }
   const { to_version: to, from_version: from } = rollout;
-  const details = [rollout.strategy, rollout.shadow_share === null ? "" : `shadow ${percent(rollout.shadow_share, 1)}`, rollout.canary_share === null ? "" : `canary ${percent(rollout.canary_share, 1)}`, rollout.bake_s ? `bake ${lasts(rollout.bake_s)}` : ""];
+  const details = [rollout.strategy, rollout.canary_share === null ? "" : `canary ${percent(rollout.canary_share, 1)}`, rollout.bake_s ? `bake ${lasts(rollout.bake_s)}` : ""];
   const title = `Rollout of version ${to}${from === null ? "" : ` in place of ${from}`}: ${rollout.state.replace("_", " ")}`;
   const since = rollout.active ? `running for ${lasts(readTime() - rollout.started_at)}, this step for ${lasts(readTime() - rollout.step_began_at)}` : `began ${clock(rollout.started_at)}`;
   const told = [...details, since].filter(Boolean).join(" · ");

@@ -1,4 +1,4 @@
-"""Ranking by a program of the user's own: one of `torch.export`, run as it is, or one that AOTInductor compiled.
+"""Ranking by a program of the user's own, one of `torch.export`, run as it is.
 
 What its arguments get and what its outputs mean stands in the model's description (`ExportedModelSpec`). A program is
 checked before it may score: that each argument and output is there under its name, in the right shape and for any
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import torch
@@ -32,7 +31,7 @@ from loader.snapshot.manifest import (
     SideInput,
 )
 from loader.snapshot.program import Program, ProgramArchive, program_bytes
-from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
+from serving.errors import RankingModelError, UntrustedProgramError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.layers import NumberFormat, can_pack
 from serving.models.ranking_models import BLOCK_ROWS, MAX_PAIRS, RankingModel
@@ -115,7 +114,6 @@ def load_exported(spec: ModelSpec, path: Path, *, trusted: bool) -> ExportedRank
     Raises:
         UntrustedProgramError: it is not `trusted`; nothing was read.
         UnsafeProgramError: pickle would be needed; PyTorch has not read it.
-        ProgramHardwareError: it was compiled for other hardware.
         RankingModelError: it does not fit the description.
     """
     if not trusted:
@@ -123,21 +121,17 @@ def load_exported(spec: ModelSpec, path: Path, *, trusted: bool) -> ExportedRank
             f"model {spec.model!r}: {path.name} is a program, which can do whatever this process can; if you trust "
             "who writes to the store, mark it with --trust-exported"
         )
-    return _checked(spec, ProgramArchive.read(path), path)
+    return _checked(spec, ProgramArchive.read(path))
 
 
 def check_program(spec: ModelSpec, program: Program) -> None:
     """Check that a program would serve, as a server does. Raises as `load_exported`, and ExportError."""
-    content = program_bytes(program)
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "dense.pt2")
-        path.write_bytes(content)
-        _checked(spec, ProgramArchive(content, path.name), path)
+    _checked(spec, ProgramArchive(program_bytes(program), "dense.pt2"))
 
 
-def _checked(spec: ModelSpec, archive: ProgramArchive, path: Path) -> ExportedRanking:
+def _checked(spec: ModelSpec, archive: ProgramArchive) -> ExportedRanking:
     try:
-        model = _loaded_program(spec, archive) if archive.kind == "program" else _loaded_package(spec, archive, path)
+        model = _loaded_program(spec, archive)
         _check_by_trial(spec, model)
     except RankingModelError:
         raise
@@ -297,53 +291,6 @@ def _check_outputs(spec: ModelSpec, values: Sequence[Any]) -> None:
         if not is_one or isinstance(value.shape[0], int):
             got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise RankingModelError(f"{prefix}: output {name!r} is {got}; it must have one value a candidate, [N]")
-
-
-# Packages
-
-
-def _loaded_package(spec: ModelSpec, archive: ProgramArchive, path: Path) -> ExportedRanking:
-    """Load what AOTInductor compiled, if it was for this hardware."""
-    from torch._inductor import aoti_load_package
-    from torch.utils import _pytree as pytree
-
-    _check_hardware(spec, archive)
-    package = aoti_load_package(str(path))
-    in_spec, out_spec = map(pytree.treespec_loads, package.loader.get_call_spec())
-    args, kwargs = in_spec.children()
-    # A tree does not tell what arguments by position are called: they are in the description's order.
-    names = [*list(_exported(spec).inputs)[: args.num_leaves], *kwargs.context]
-    _check_names(spec, names)
-    if out_spec.num_leaves != len(_exported(spec).outputs):
-        told = list(_exported(spec).outputs)
-        raise RankingModelError(f"model {spec.model!r}: the package returns {out_spec.num_leaves} outputs, not {told}")
-    order = _output_order(spec, out_spec)
-
-    def run(arguments: list[Tensor]) -> list[Tensor]:
-        outputs = package.loader.boxed_run(arguments)
-        return [outputs[number] for number in order]
-
-    return ExportedRanking(spec, _bindings(spec, names, torch.float32), run, torch.float32)
-
-
-def _check_hardware(spec: ModelSpec, archive: ProgramArchive) -> None:
-    """Refuse a package that this machine could not run, or would run wrongly: PyTorch only warns of it."""
-    from torch._inductor.codecache import get_device_information
-
-    stated, prefix = archive.package_metadata(), f"model {spec.model!r}: the compiled program"
-    device = stated.get("AOTI_DEVICE_KEY", "")
-    if device != "cpu":
-        raise ProgramHardwareError(f"{prefix} is for device {device[:40]!r}; programs are run on 'cpu'")
-    here = get_device_information("cpu")
-    for key in ("AOTI_PLATFORM", "AOTI_MACHINE"):
-        if stated.get(key) != here[key]:
-            raise ProgramHardwareError(f"{prefix} is for {key} {stated.get(key, '')[:80]!r}; here it is {here[key]!r}")
-    wanted, found = (set(told.get("AOTI_CPU_ISA", "").split()) for told in (stated, here))
-    if missing := sorted(wanted - found):
-        raise ProgramHardwareError(
-            f"{prefix} needs the CPU capabilities {missing}, which are not here ({sorted(found)}); compile it on such "
-            "a machine, or publish the program itself"
-        )
 
 
 # Arguments and outputs

@@ -1,6 +1,6 @@
 """What each call and each batch leaves: the record of its times, and what a version counts of it.
 
-docs/profiling.md says what each stage is; the stages of a request follow each other without overlap.
+docs/api.md (Stages) says what each stage is; the stages of a request follow each other without overlap.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from router.outliers import ReplicaEvents
 from serving.errors import HistogramLayoutError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 from shard_node.answer import WIRE_FORMS
-from shard_node.bags import Float32Array
 from shard_node.tracing import Outcome as TraceOutcome
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -40,8 +39,6 @@ _SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
-_DIFFERENCES = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
-_SHADOW_OUTCOMES = ("scored", "dropped", "failed")
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _LOOK = (0.5, 1.0, 1.5, 4.0)
@@ -53,16 +50,11 @@ class ServingMetrics:
 
     Args:
         state: read when the metrics are. With several workers on one port it is that of the worker that answers.
-
-    Attributes:
-        on_answered: told each call of a batch that was answered, and the seconds from its begin to its encoded answer;
-            None unless the process is profiled.
     """
 
     def __init__(self, state: Collector | None = None) -> None:
         check_library()
         self._state = state
-        self.on_answered: Callable[[Call, float], None] | None = None
         # A registry of its own, so that several services in one process don't share names.
         registry = self._registry = CollectorRegistry()
         # Of several workers on one port only one's would be told.
@@ -124,7 +116,6 @@ class ServingMetrics:
         self._of_wire = _wire_counters(registry)
         self._hot = _HotMetrics(registry)
         self._recorded = _RecordedMetrics(registry)
-        self._shadow = _ShadowMetrics(registry)
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
         self._of_error = cache(errors.labels)
@@ -145,8 +136,6 @@ class ServingMetrics:
         seconds: tuple[float, ...] = (now - call.began,)
         if call.batch is not None and call.encoded:
             stages, seconds = CALL_STAGES, (*call.around_batch(), *seconds)
-            if self.on_answered is not None:
-                self.on_answered(call, call.encoded - call.began)
         self._kept.append((self._of_stages(stages, call.model, call.method), seconds))
         if outcome is not None:
             self._of_outcome(call.model, str(call.version), outcome).inc()
@@ -222,18 +211,6 @@ class ServingMetrics:
         """Count recorded requests that a version ranked before it was ready."""
         self._recorded.warmed.labels(model, str(version)).inc(requests)
 
-    def shadow(self, model: str, version: int, shadow: int, outcome: str) -> None:
-        """Count a request that a version answered and a shadow was to score: `scored`, `dropped` or `failed`."""
-        self._shadow.count((model, str(version), str(shadow)), outcome)
-
-    def shadow_scored(self, model: str, version: int, shadow: int, differences: Float32Array, *, same: bool) -> None:
-        """Observe how far a shadow's scores of one request are off, absolute, and whether its best is the `same`."""
-        labels = model, str(version), str(shadow)
-        self._shadow.differences.labels(*labels, "mean").observe(float(differences.mean(dtype=np.float64)))
-        self._shadow.differences.labels(*labels, "max").observe(float(differences.max()))
-        self._shadow.changes.labels(*labels).inc(not same)
-        self.shadow(model, version, shadow, "scored")
-
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""
         if MULTIPROCESS_VARIABLE in os.environ:
@@ -246,7 +223,6 @@ class ServingMetrics:
         self._dense.steps.remove(model, str(version))
         self._dense.refusals.remove(model, str(version))
         self._recorded.warmed.remove(model, str(version))
-        self._shadow.forget(model, str(version))
         self._hot.forget(model, str(version))
 
     def _make_observations(self) -> None:
@@ -357,49 +333,6 @@ class _RecordedMetrics:
             "Recorded requests that versions ranked before they were ready.",
             ("model", "version"),
         )
-
-
-class _ShadowMetrics:
-    """What is told of versions that score requests which others answered."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._seen: set[tuple[str, str, str]] = set()
-        versions = ("model", "version", "shadow")
-        self.requests = Counter(
-            "shardrank_shadow_requests",
-            "Requests chosen to be scored by a shadow too, by the version that answered: scored, dropped or failed.",
-            (*versions, "outcome"),
-            registry=registry,
-        )
-        self.differences = Histogram(
-            "shardrank_shadow_score_difference",
-            "Absolute differences of a shadow's scores of a request from the answered ones: their mean, and their max.",
-            (*versions, "of"),
-            buckets=_DIFFERENCES,
-            registry=registry,
-        )
-        self.changes = Counter(
-            "shardrank_shadow_top_changes",
-            "Requests of which a shadow has another best candidate.",
-            versions,
-            registry=registry,
-        )
-
-    def count(self, labels: tuple[str, str, str], outcome: str) -> None:
-        """Count a request that was chosen."""
-        self._seen.add(labels)
-        self.requests.labels(*labels, outcome).inc()
-
-    def forget(self, model: str, version: str) -> None:
-        """Drop what is told of a version, whichever of the two it was."""
-        # Copied in one go: others count meanwhile.
-        for labels in [one for one in tuple(self._seen) if one[0] == model and version in one[1:]]:
-            self._seen.discard(labels)
-            for more in _SHADOW_OUTCOMES:
-                self.requests.remove(*labels, more)
-            for more in ("mean", "max"):
-                self.differences.remove(*labels, more)
-            self.changes.remove(*labels)
 
 
 class _HotMetrics:

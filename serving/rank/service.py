@@ -248,11 +248,6 @@ class RankingService(ServedVersions):
                 logger.error("%s %d still has leases; it is not freed", generation.model, generation.version)
 
     @property
-    def is_idle(self) -> bool:
-        """Tell whether no call is handled that is complete."""
-        return not self._admitted
-
-    @property
     def in_flight(self) -> int:
         """Count the calls being received or handled."""
         return self._receiving + self._admitted

@@ -140,18 +140,16 @@ class RequestBatches:
 
 
 class RankingNetwork(nn.Module):
-    """Looks rows up in plain torch, pools them, and runs the ranking model that serves, or one that is given.
+    """Looks rows up in plain torch, pools them, and runs the ranking model that serves.
 
     `row_classes` are those of the tables that are divided by popularity.
     """
 
-    def __init__(
-        self, spec: ModelSpec, ranking: nn.Module | None = None, row_classes: Mapping[str, RowClasses] | None = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, row_classes: Mapping[str, RowClasses] | None = None) -> None:
         super().__init__()
         self.spec = spec
         self.shapes = InputShapes.of(spec)
-        self.ranking = build_model(spec) if ranking is None else ranking
+        self.ranking = build_model(spec)
         self.tables = nn.ParameterDict(
             {
                 _key(table.name): nn.Parameter(torch.randn(table.num_embeddings, table.embedding_dim) * INITIAL_SCALE)

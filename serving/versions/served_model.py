@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -28,7 +26,6 @@ from router.router import Router
 from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
 from serving.description import ModelInfo
 from serving.errors import GoldenMismatchError, NotReadyError, RankingModelError
-from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.exported import load_exported
@@ -45,7 +42,7 @@ from serving.models.ranking_models import (
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
-from serving.rank.ranking import MergedBatch, Ranking, RankingParts, Scored, merge
+from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
 from serving.versions.warming import Warming
 from shard_node.access_counts import AccessCounts
@@ -90,7 +87,6 @@ class ServedModel:
         self.counter, self.checked, self.access = counter, checked, access
         self.submit, self.overload = batcher.submit, batcher.overload
         self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
-        self._turns = itertools.count()
         self._dense_step = 0
 
     @classmethod
@@ -203,15 +199,6 @@ class ServedModel:
         """
         asked = [asyncio.wrap_future(replica.call(Ranking.has_taken)) for replica in self._replicas]
         return all(await asyncio.gather(*asked))
-
-    def score_beside(self, request: RankRequest, deadline: float) -> Future[Scored]:
-        """Score one request between batches, which no metric or count of the version has.
-
-        What candidates get that use an id without a row means nothing. Raises as `Ranking.score`, in the future, and
-        NotReadyError.
-        """
-        replica = self._replicas[next(self._turns) % len(self._replicas)]
-        return replica.call(lambda ranking: ranking.score(merge([request]), deadline))
 
     def change_dense(
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], record: DenseStep, max_drift: float

@@ -49,7 +49,6 @@ from router.replicas import ReplicaSource
 from serving.errors import NotReadyError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
-from serving.rank.shadow import Shadows
 from serving.versions.dense_steps import DenseSteps
 from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
@@ -139,7 +138,6 @@ class ServingNode:
         self.address = ""
         self._fleet, self._service, self._config = fleet, service, config
         self._models = agent_config.models
-        self._shadows = Shadows(service)
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
         self._store = open_store(config.store)
@@ -206,7 +204,7 @@ class ServingNode:
             raise
 
     async def settle(self, wanted: WantedModel) -> bool:
-        """Point to the live version, the canary and the shadow as far as they are here. True if all are as wanted."""
+        """Point to the live version and the canary as far as they are here. True if both are as wanted."""
         model, live, canary = wanted.model, wanted.live, wanted.canary
         if self._local is not None:
             await self._local.actions.settle(wanted)
@@ -218,13 +216,7 @@ class ServingNode:
             self._service.set_canary(model, None)
         else:
             self._service.set_canary(model, canary.version, canary.share)
-        shadow = wanted.shadow
-        if shadow is None or shadow.version not in here:
-            self._shadows.set(model, None)
-        else:
-            self._shadows.set(model, shadow.version, shadow.share)
-        here_all = shadow is None or shadow.version in here
-        return here_all and (live is None or live in here) and (canary is None or canary.version in here)
+        return (live is None or live in here) and (canary is None or canary.version in here)
 
     async def retire(self, model: str, version: int) -> None:
         """Withdraw a version; return when its last request has ended and it is freed."""

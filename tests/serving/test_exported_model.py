@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,24 @@ import torch
 from click.testing import CliRunner
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from loader.errors import SnapshotCorruptError, SnapshotFormatError
-from loader.snapshot.manifest import MANIFEST_NAME
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import MANIFEST_NAME, ExportedModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.writer import export_snapshot
 from serving.cli import main as command
 from serving.client.client import AsyncClient
 from serving.embedded import Ranker
 from serving.errors import UntrustedProgramError
 from serving.models.exported import export_program
+from serving.models.inputs import InputShapes
 from serving.proto.inference import open_inference_pb2_grpc
 from serving.rank.service import RankingService
-from serving.training.dataset import evaluation_requests
-from serving.training.multi_task import (
-    TASKS,
-    OfInputs,
-    TrainedTasks,
-    eager_outputs,
-    export_tasks,
-    served_outputs,
-    train_tasks,
-    with_outputs,
-)
+from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec, films_vocabularies
+from serving.training.network import RankingNetwork, RequestBatches
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.inference_requests import json_body, message_of, tensors_of
 from shardrank_testing.movielens import small_interactions
@@ -46,14 +43,72 @@ MODEL = "films_mmoe"
 TRUSTED = {"trust_exported": True}
 
 
-@pytest.fixture(scope="module")
-def trained() -> TrainedTasks:
-    return train_tasks(small_interactions(), seed=0, epochs=3)
+TASKS = {"click": 0.2, "buy": 0.8}
+
+
+class TwoTasks(nn.Module):
+    """A logit for each task, the context's part once a request."""
+
+    def __init__(self, context_width: int, candidate_width: int) -> None:
+        super().__init__()
+        self.context, self.candidates = nn.Linear(context_width, 2), nn.Linear(candidate_width, 2, bias=False)
+
+    def forward(self, context: Tensor, candidates: Tensor, request_of_candidate: Tensor) -> dict[str, Tensor]:
+        logits = self.candidates(candidates) + self.context(context)[request_of_candidate]
+        return dict(zip(TASKS, logits.unbind(1), strict=True))
+
+
+class TwoTasksModel:
+    """The program's description, its rows and what it computes in plain torch."""
+
+    def __init__(self) -> None:
+        self.dataset = FilmsDataset.split(small_interactions(), seed=0)
+        spec = films_spec(self.dataset.interactions, FilmsOptions(model=MODEL, kind="mlp", dtype="fp32"))
+        shapes = InputShapes.of(spec)
+        inputs = {
+            "context": {"source": "pooled", "features": shapes.context.features, "per": "request"},
+            "candidates": {"source": "pooled", "features": shapes.candidate.features},
+            "request_of_candidate": {"source": "request_of_candidate"},
+        }
+        outputs = {task: {"activation": "sigmoid", "weight": weight} for task, weight in TASKS.items()}
+        described = ExportedModelSpec.model_validate({"inputs": inputs, "outputs": outputs})
+        self.spec = spec.model_copy(update={"dense_model": described})
+        torch.manual_seed(0)
+        # The rows are those of the built-in model.
+        self.module = TwoTasks(shapes.context.embedding_width, shapes.candidate.embedding_width)
+        self.network = RankingNetwork(spec).eval()
+        self.vocabularies = films_vocabularies(self.dataset.interactions, self.spec)
+
+    def requests(self, limit: int | None = None) -> GoldenRequests:
+        """Requests of the test part with the outputs and scores that the module gives."""
+        requests = evaluation_requests(self.dataset, self.spec, limit).requests
+        batches = RequestBatches(self.spec, self.vocabularies, requests)
+        with torch.inference_mode():
+            inputs = self.network.inputs(batches.take(np.arange(batches.num_requests)))
+            context = inputs.context[:, : self.module.context.in_features]
+            candidates = inputs.candidates[:, : self.module.candidates.in_features]
+            logits = self.module(context, candidates, inputs.request_of_candidate)
+        outputs = {task: torch.sigmoid(found).numpy() for task, found in logits.items()}
+        scores = sum(np.float32(weight) * outputs[task] for task, weight in TASKS.items())
+        return replace(requests, scores=np.asarray(scores, np.float32), outputs=outputs)
 
 
 @pytest.fixture(scope="module")
-def folder(trained: TrainedTasks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_tasks(trained, tmp_path_factory.mktemp("store"))
+def model() -> TwoTasksModel:
+    return TwoTasksModel()
+
+
+@pytest.fixture(scope="module")
+def folder(model: TwoTasksModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_snapshot(
+        tmp_path_factory.mktemp("store"),
+        model.spec,
+        rows={name: rows_of(rows) for name, rows in model.network.rows().items()},
+        dense=export_program(model.spec, model.module),
+        vocabularies=model.vocabularies,
+        golden=model.requests(32),
+        golden_tolerance=1e-4,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +118,8 @@ def service(folder: Path) -> Iterator[RankingService]:
         yield made
 
 
-def request_of(trained: TrainedTasks, number: int) -> dict[str, Any]:
-    one = trained.test.requests.request(number)
+def request_of(requests: GoldenRequests, number: int) -> dict[str, Any]:
+    one = requests.request(number)
     bags = {name: np.split(ids, np.cumsum(one.lengths[name])[:-1]) for name, ids in one.values.items()}
     return {
         "context": {"sparse": {name: bags[name][0].tolist() for name in ("user_id", "history")}},
@@ -72,24 +127,29 @@ def request_of(trained: TrainedTasks, number: int) -> dict[str, Any]:
     }
 
 
-def test_what_is_served_is_what_training_computes(trained: TrainedTasks, folder: Path) -> None:
-    served, answers = served_outputs(folder, trained.test.requests)
-    np.testing.assert_allclose(served, eager_outputs(trained, trained.test.requests), atol=1e-5)
+def test_what_is_served_is_what_the_module_computes(model: TwoTasksModel, folder: Path) -> None:
+    requests = model.requests()
+    with Ranker.open(folder, **TRUSTED) as ranker:
+        answers = [ranker.rank(request_of(requests, number)) for number in range(requests.num_requests)]
+    for task, expected in (requests.outputs or {}).items():
+        served = np.concatenate([answer["outputs"][task] for answer in answers])
+        np.testing.assert_allclose(served, expected, atol=1e-5)
     for answer in answers:
-        outputs = {task: np.array(answer["outputs"][task], np.float32) for task in TASKS}  # type: ignore[index]
+        outputs = {task: np.array(answer["outputs"][task], np.float32) for task in TASKS}
         expected = 0.2 * outputs["click"] + 0.8 * outputs["buy"]
         np.testing.assert_allclose(answer["scores"], expected, rtol=1e-6)
         scores = np.array(answer["scores"], np.float32)
         assert answer["order"] == np.argsort(-scores, kind="stable").tolist()
 
 
-async def test_every_api_gives_the_same_bits_of_every_output(trained: TrainedTasks, service: RankingService) -> None:
+async def test_every_api_gives_the_same_bits_of_every_output(model: TwoTasksModel, service: RankingService) -> None:
     async with running_api(service) as api:
         address = f"grpc://{api.listening.host}:{api.listening.grpc_port}"
         oip = open_inference_pb2_grpc.GRPCInferenceServiceStub(api.channel)
         async with AsyncClient(address) as client:
+            requests = model.requests(4)
             for number in range(4):
-                request = request_of(trained, number)
+                request = request_of(requests, number)
                 http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
                 expected = {name: np.array(values, "f4").tobytes() for name, values in http["outputs"].items()}
                 assert (list(expected), http["dense_step"]) == (list(TASKS), 0)
@@ -100,7 +160,7 @@ async def test_every_api_gives_the_same_bits_of_every_output(trained: TrainedTas
                     MODEL, context=request["context"]["sparse"], candidates=request["candidates"]["sparse"]
                 )
                 assert {name: values.tobytes() for name, values in packed.outputs.items()} == expected
-                tensors = tensors_of(trained.spec, request)
+                tensors = tensors_of(model.spec, request)
                 answer = await oip.ModelInfer(message_of(tensors, MODEL))
                 raw = {
                     one.name: content for one, content in zip(answer.outputs, answer.raw_output_contents, strict=True)
@@ -126,15 +186,13 @@ def test_a_store_that_is_not_trusted_is_refused(folder: Path) -> None:
     assert "and outputs ['click', 'buy'], every score within 0.0001" in accepted.output
 
 
-def test_a_program_is_exported_from_the_command_line(trained: TrainedTasks, tmp_path: Path) -> None:
-    ranking = trained.network.ranking
-    assert isinstance(ranking, OfInputs)
-    torch.export.save(export_program(trained.spec, ranking.mmoe), tmp_path / "mmoe.pt2")
-    tables = {f"embedding_bags.{name}.weight": rows.detach() for name, rows in trained.network.tables.items()}
+def test_a_program_is_exported_from_the_command_line(model: TwoTasksModel, tmp_path: Path) -> None:
+    torch.export.save(export_program(model.spec, model.module), tmp_path / "mmoe.pt2")
+    tables = {f"embedding_bags.{name}.weight": torch.from_numpy(rows) for name, rows in model.network.rows().items()}
     save_file(tables, tmp_path / "rows.safetensors")
-    (tmp_path / "films.json").write_text(trained.spec.model_dump_json())
-    (tmp_path / "users.txt").write_text("".join(f"{one}\n" for one in trained.dataset.interactions.users.ids.tolist()))
-    golden = with_outputs(trained, evaluation_requests(trained.dataset, trained.spec, 4).requests)
+    (tmp_path / "films.json").write_text(model.spec.model_dump_json())
+    (tmp_path / "users.txt").write_text("".join(f"{one}\n" for one in model.dataset.interactions.users.ids.tolist()))
+    golden = model.requests(4)
     save_arrays(golden.to_tensors(), tmp_path / "golden.safetensors")
     arguments = [
         "export", "--checkpoint", tmp_path / "rows.safetensors", "--model", tmp_path / "films.json",
@@ -146,7 +204,7 @@ def test_a_program_is_exported_from_the_command_line(trained: TrainedTasks, tmp_
     result = CliRunner().invoke(command, [*map(str, arguments), "--program", str(tmp_path / "mmoe.pt2")])
     assert result.exit_code == 0, result.output
     with Ranker.open(tmp_path / "models" / MODEL / "1", **TRUSTED) as ranker:
-        assert list(ranker.rank(request_of(trained, 0))["outputs"]) == list(TASKS)
+        assert list(ranker.rank(request_of(golden, 0))["outputs"]) == list(TASKS)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +239,8 @@ def test_a_changed_program_or_manifest_is_refused(folder, tmp_path, file, old, n
         ({"config": {}}, "config"),
     ],
 )
-def test_a_description_of_a_program_is_checked(trained: TrainedTasks, changed: dict[str, Any], says: str) -> None:
-    described = json.loads(trained.spec.model_dump_json())
+def test_a_description_of_a_program_is_checked(model: TwoTasksModel, changed: dict[str, Any], says: str) -> None:
+    described = json.loads(model.spec.model_dump_json())
     described["dense_model"] |= changed
     with pytest.raises(ValueError, match=says):
-        type(trained.spec).model_validate(described)
+        type(model.spec).model_validate(described)

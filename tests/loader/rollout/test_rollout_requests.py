@@ -21,7 +21,6 @@ from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, stats
         ((1, 1, 1), {"strategy": "by-replica"}, "two nodes of each shard with version 1 ready; shard 0: 1"),
         ((0, 0, 1), {"strategy": "by-replica"}, "two nodes of each shard with version 1 ready; no shard nodes"),
         ((1, 1, 1), {"canary_share": 1.5}, "films: canary_share: Input should be less than 1"),
-        ((1, 1, 1), {"shadow_share": 0.0}, "films: shadow_share: Input should be greater than 0"),
         ((1, 1, 1), {"bake_s": -1.0}, "films: bake_s: Input should be greater than or equal to 0"),
         ((1, 1, 1), {"bake_s": float("nan")}, "films: bake_s"),
         ((1, 1, 1), {"bake_s": 9.0, "bake_timeout_s": 8.0}, "bake_timeout_s: 8, allowed is bake_s = 9 or more"),
@@ -46,7 +45,6 @@ async def test_a_models_first_version_has_nothing_to_compare_with(fleet):
     await fleet.begin(1, 2, 1, live=None)
     for call, problem in (
         (fleet.start(canary_share=0.1), "no version is live that a canary could be compared with"),
-        (fleet.start(shadow_share=0.1, shadow_s=1.0), "no version is live whose requests could be scored too"),
         (fleet.start(strategy="by-replica"), "no version is live that could be rolled by replica"),
         (fleet.roll_back(), "there is no earlier version to go back to"),
         (fleet.abort(), "no rollout is running"),

@@ -27,17 +27,15 @@ from shardrank_testing.rollout_fleet import rollout_record
 GROUPS = (("a0", "b0"), ("a1", "b1"), ("a2",))
 
 
-def a_rollout(strategy="beside", *, old=1, canary=False, bake=False, shadow=False):
+def a_rollout(strategy="beside", *, old=1, canary=False, bake=False):
     groups, early = (GROUPS, 1) if strategy == "by-replica" else ((), 0)
     return rollout_record(
         from_version=old,
         from_followed=True,
         strategy=strategy,
         canary_share=0.1 if canary else None,
-        shadow_share=0.25 if shadow else None,
-        shadow_s=5.0 if shadow else 0.0,
         bake_s=5.0 if bake else 0.0,
-        steps=plan_steps(strategy, canary=canary, bake=bake, shadow=shadow, early_groups=early, groups=len(groups)),
+        steps=plan_steps(strategy, canary=canary, bake=bake, early_groups=early, groups=len(groups)),
         groups=groups,
         early_groups=early,
     )
@@ -102,7 +100,6 @@ PLANS = st.builds(
     st.sampled_from(["beside", "by-replica"]),
     canary=st.booleans(),
     bake=st.booleans(),
-    shadow=st.booleans(),
 ) | st.builds(lambda canary: a_rollout(old=None, bake=canary), st.booleans())
 
 
@@ -116,7 +113,7 @@ def test_what_is_live_or_canary_is_served_and_on_each_shard(plan, undo_in):
     # What a node held in the step before, it surely has; what is wanted anew it may have or not.
     before = {node: {1} for shard in nodes.values() for node in shard}
     for _, wanted in found:
-        for version in {wanted.live, *(one.version for one in (wanted.canary, wanted.shadow) if one)} - {None}:
+        for version in {wanted.live, wanted.canary and wanted.canary.version} - {None}:
             assert version in wanted.serve
             for shard in nodes.values():
                 is_held = any(version in before[node] and version in wanted.held_by(node) for node in shard)
@@ -126,7 +123,7 @@ def test_what_is_live_or_canary_is_served_and_on_each_shard(plan, undo_in):
     kept = ended.to_version if ended.forward else ended.from_version
     left = () if kept is None else (kept,)
     assert (last.live, last.hold, last.serve, last.follow) == (kept, left, left, left)
-    assert (last.canary, last.shadow, last.node_hold) == (None, None, {})
+    assert (last.canary, last.node_hold) == (None, {})
 
 
 @given(PLANS, st.integers(0, 2))

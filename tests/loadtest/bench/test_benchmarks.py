@@ -107,9 +107,9 @@ def test_serving_is_compared_with_the_same_batches_without_a_server(bench) -> No
     beyond = [served - computed for served, computed in zip(*times, strict=True)]
     assert single["json"]["p50 beyond computing"]["values"] == pytest.approx(beyond)
     assert list(forms) == ["equal", "varied"]
-    # The stages of the account make up what a request waited for.
+    # A request is in its batch's stages for longer than its share of them.
     account = document["account"]["json"]
-    assert sum(account["stages_us"].values()) == pytest.approx(account["whole_us"], rel=0.05)
+    assert 0 < sum(account["busy_us"].values()) <= account["whole_us"]
     assert account["busy_us"].keys() == account["stages_us"].keys() >= {"decode", "queue", "rank", "encode"}
     calls = document["calls"]
     assert calls["files"] == len(calls["by_file"])

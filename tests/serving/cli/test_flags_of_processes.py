@@ -1,26 +1,21 @@
-"""Flags that real processes are started with: where versions are, where traces and profiles go, and by which plan."""
+"""Flags that real processes are started with: where versions are, where traces go, and by which plan."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import grpc
 import httpx
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from router.plan_file import PlanFile, RanksOfBuckets, TablePlan
 from serving.embedded import Ranker
-from serving.observe.calls import STAGES
-from serving.proto.shardrank.v1 import ranking_pb2_grpc
 from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.otlp_receiver import collector
-from shardrank_testing.processes import Program, running
+from shardrank_testing.processes import running
 from shardrank_testing.s3_server import Bucket
-from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, rank_message, write_api_model
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, write_api_model
 
 
 def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bucket: Bucket, tmp_path: Path) -> None:
@@ -64,67 +59,6 @@ def test_a_serving_process_and_a_node_send_one_trace(api_model, folder):
         ("shardrank-serve", "shardrank.lookup", TRACE),
         ("shardrank-shard-node", "shardrank.pool", TRACE),
     ]
-
-
-CANDIDATES, ROUNDS = 400, 20
-# Of what is reported as unaccounted: a twentieth where nothing else runs, more beside other tests.
-TOLERANCE = 0.2
-
-
-def send_requests(program: Program) -> dict[str, float]:
-    """Send requests to both APIs; a refused one and a lookup are no part of what ranking took.
-
-    Returns:
-        The seconds of each stage of `rank` by the server's own metrics.
-    """
-    with httpx.Client(base_url=program.url, timeout=30) as http, grpc.insecure_channel(program.grpc_target) as channel:
-        stub = ranking_pb2_grpc.RankingServiceStub(channel)
-        for _ in range(ROUNDS):
-            body = api_request(1, CANDIDATES)
-            assert http.post(f"/v1/models/{MODEL}:rank", json=body).status_code == 200
-            assert len(stub.Rank(rank_message(api_request(2, CANDIDATES))).scores) == CANDIDATES
-        assert http.post(f"/v1/models/{MODEL}:rank", content=b"{").status_code == 400
-        assert http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [1, 2]}}).status_code == 200
-        metrics = http.get("/metrics").text
-    return {
-        sample.labels["stage"]: sample.value
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-        if sample.name == "shardrank_stage_seconds_sum" and sample.labels["method"] == "rank"
-    }
-
-
-def account(document: dict[str, Any], api: str, method: str) -> dict[str, Any]:
-    expected = {"api": api, "method": method, "model": MODEL}
-    (found,) = [one for one in document["accounts"] if one | expected == one]
-    return found
-
-
-def test_the_stages_of_a_profile_add_up_and_are_those_of_metrics(api_model: ApiModel, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    flags = ("--snapshot", str(api_model.path), "--dtype", "float32", "--profile", str(path), *ANY_PORTS)
-    with running("serve", *flags, "--shutdown-delay-s", "0") as program:
-        seconds = send_requests(program)
-        # Written before the first request, so that a path that can't be written is refused at once.
-        assert json.loads(path.read_bytes())["kind"] == "profile"
-        assert program.stop() == 0
-    document = json.loads(path.read_bytes())
-    ranked = [account(document, api, "rank") for api in ("http", "grpc")]
-    busy = dict.fromkeys(STAGES, 0.0)
-    for one in ranked:
-        assert one["requests"] == ROUNDS
-        assert [stage["stage"] for stage in one["stages"]] == list(STAGES)
-        total = sum(stage["seconds"] for stage in one["stages"])
-        assert min(stage["seconds"] for stage in one["stages"]) >= 0
-        assert total == pytest.approx(one["whole_s"], rel=TOLERANCE)
-        assert one["unaccounted_s"] == pytest.approx(one["whole_s"] - total)
-        for stage in one["stages"]:
-            busy[stage["stage"]] += stage["busy_s"]
-    assert busy == pytest.approx({stage: seconds[stage] for stage in STAGES}, rel=0.02, abs=2e-3)
-    assert account(document, "http", "lookup")["requests"] == 1
-    assert sum(one["batches"] for one in ranked) == 2 * ROUNDS
-    assert document["cpu_s"] == pytest.approx(sum(document["cpu_s_by_thread"].values()), rel=0.1)
-    assert document["cpu_s_by_thread"]["MainThread"] > 0
 
 
 def swapped(table: TablePlan) -> TablePlan:

@@ -46,6 +46,7 @@ REFUSALS = [
     ("shard-node --listen unix:/tmp/x --registry r --store s --shard 0/2000", USAGE, "num_shards"),
     ("serve --store a --limit max_candidates", USAGE, "'max_candidates' is not NAME=VALUE"),
     ("serve --registry r", USAGE, "--registry needs --store"),
+    (f"{SERVE} --profile p.json", USAGE, "--profile is gone: stage histograms (shardrank_stage_seconds)"),
     (f"{SERVE} --version 3", USAGE, "--version: not with --registry"),
     (f"{SERVE} --shard h:1", USAGE, "--shard: not with --registry"),
     (f"{SERVE} --cards 2", USAGE, "--cards: with --registry only for --local rows"),
@@ -113,6 +114,8 @@ REFUSALS = [
     ("up --store s --on ray", USAGE, "--on ray needs --registry"),
     # Rollouts.
     (f"{START} --canary 150%", USAGE, "'150%' is not a share above 0% and below 100%"),
+    (f"{START} --shadow 5%", USAGE, "--shadow is gone: `serve --record` and `loadtest replay` say"),
+    (f"{START} --shadow-for 10m", USAGE, "--shadow-for is gone"),
     (f"{START} --bake soon", USAGE, "'soon' is not a time"),
     (f"{START} --bake-timeout 9m", USAGE, "--bake-timeout needs --bake or --canary"),
     (f"{START} --guard max_p99=2", USAGE, "max_p99"),

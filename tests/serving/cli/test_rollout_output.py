@@ -53,8 +53,6 @@ def test_a_status_shows_steps_nodes_guards_and_what_is_missing() -> None:
         to_version=NEW,
         canary_share=0.05,
         bake_s=60.0,
-        shadow_share=0.1,
-        shadow_s=30.0,
         started_at=time.time() - 20,
         step="bake",
         steps=(StepStatus(name="flip", state="done"), StepStatus(name="bake", state="running")),
@@ -66,7 +64,7 @@ def test_a_status_shows_steps_nodes_guards_and_what_is_missing() -> None:
     with console.capture() as capture:
         console.print(_render(status, has_coordinator=False))
     lines = [" ".join(line.split()) for line in capture.get().splitlines()]
-    origin = f"rollout of {NEW} in place of 1 (beside, shadow 10% for 30 s, canary 5%, bake 1 min): running for 20 s"
+    origin = f"rollout of {NEW} in place of 1 (beside, canary 5%, bake 1 min): running for 20 s"
     assert lines[0] == f"{MODEL}: version 1 is live; {origin}, step bake (2 of 2)"
     assert lines[1:3] == ["steps: +flip >bake", NO_COORDINATOR]
     assert [line for line in lines if line.startswith("waiting")][-2:] == ["waiting for node-5", "waiting for 3 more"]

@@ -167,12 +167,12 @@ def test_it_shows_a_rollout_from_its_start_to_the_flip(shown, page):
       const note = () => shown().forEach((one) => steps.add(one.firstChild.data));
       new MutationObserver(note).observe(document.querySelector("#models"), { childList: true, subtree: true });
     }""")
-    shown.start_rollout(new, shadow_share=0.25, shadow_s=0.7, canary_share=0.5, bake_s=1.5)
+    shown.start_rollout(new, canary_share=0.5, bake_s=1.5)
     is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: running")
     is_shown(page, ".rollout caption", "Guards:")
     is_shown(page, ".head .tag", f"version {new} is live")
     is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: done")
-    assert {"shadow", "shadow, 25%", "canary", "canary, 50%"} <= set(page.evaluate("[...steps]"))
+    assert {"canary", "canary, 50%"} <= set(page.evaluate("[...steps]"))
     assert page.locator(".steps li.done").count() == page.locator(".steps li").count() > 5
     is_shown(page, "#events tr", f"version {new} is to be live, after version {old}")
     row = page.locator("#serving tbody tr").filter(has_text="✓ live")

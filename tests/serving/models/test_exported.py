@@ -16,12 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._inductor.codecache import get_device_information
 
 from loader.errors import ExportError, UnsafeProgramError
 from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
-from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
+from serving.errors import RankingModelError, UntrustedProgramError
 from serving.models.exported import export_program, load_exported
 from serving.models.inputs import RankingInputs
 from shardrank_testing.ranking import DIM, random_inputs, ranking_spec
@@ -266,23 +265,6 @@ def test_a_program_that_does_not_fit_is_refused_with_the_reason(compute, says, t
     path = saved(tmp_path, program_bytes(export_program(spec, OfItems(compute))))
     with pytest.raises(RankingModelError, match=says):
         load_exported(spec, path, trusted=True)
-
-
-@pytest.mark.parametrize(
-    ("key", "stated", "says"),
-    [
-        ("DEVICE_KEY", "cuda", "is for device 'cuda'; programs are run on 'cpu'"),
-        ("PLATFORM", "amiga", "is for AOTI_PLATFORM 'amiga'; here it is"),
-        ("CPU_ISA", "AVX9000", r"needs the CPU capabilities \['AVX9000'\], which are not here"),
-    ],
-)
-def test_a_package_for_other_hardware_is_refused(key, stated, says, tmp_path):
-    metadata = {"AOTI_DEVICE_KEY": "cpu", **get_device_information("cpu"), f"AOTI_{key}": stated}
-    content = BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr("m/data/aotinductor/model/m_metadata.json", json.dumps(metadata))
-    with pytest.raises(ProgramHardwareError, match=says):
-        load_exported(described(ITEMS, CLICK), saved(tmp_path, content.getvalue()), trusted=True)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ async def test_readiness_is_of_the_models_desired_at_the_start(versions, store, 
             assert (await api.http.get("/readyz")).status_code == 200
 
 
-async def test_applied_says_when_canary_and_shadow_are_set(versions, store, folder):
+async def test_applied_says_when_the_canary_is_set(versions, store, folder):
     async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
         node, service = await with_live(fleet, versions)
         wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
@@ -82,20 +82,10 @@ async def test_applied_says_when_canary_and_shadow_are_set(versions, store, fold
         record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
         assert record.live == {MODEL: 1}
         assert service.canary(MODEL).version == 2
-        assert len(service.on_ranked) == 0
-        wanted = await fleet.want(MODEL, canary=None, shadow=Canary(version=2, share=1 - 1e-12))
-        await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
-        async with running_api(service) as api:
-            body = (await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request())).json()
-            assert body["version"] == 1
-            scored = f'shardrank_shadow_requests_total{{model="{MODEL}",outcome="scored",shadow="2",version="1"}} 1.0'
-            while scored not in (await api.http.get("/metrics")).text:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        wanted = await fleet.want(MODEL, live=2, shadow=None)
+        wanted = await fleet.want(MODEL, live=2, canary=None)
         record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
         assert record.live == {MODEL: 2}
         assert service.canary(MODEL) is None
-        assert len(service.on_ranked) == 0
         # Back again: the version that was live is still here.
         wanted = await fleet.want(MODEL, live=1)
         await fleet.until("serve-0", lambda told: told.live == {MODEL: 1})
