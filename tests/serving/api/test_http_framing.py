@@ -65,7 +65,7 @@ async def test_what_is_ambiguous_never_reaches_the_application(sent, caplog):
     assert served.calls == []
     assert errors(served.metrics) == {"malformed": 1.0}
     # One line a second, for all of them together, and not by the gate itself.
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name.startswith("serving")] == []
 
 
 @pytest.mark.parametrize(
@@ -185,4 +185,4 @@ async def test_whatever_comes_the_gate_answers_or_closes(seed, caplog):
     assert not served.gates.ahead
     assert served.buffers.buffered == 0
     assert statuses((await served.converse([post()])).sent) == [200]
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name.startswith("serving")] == []
