@@ -14,7 +14,7 @@ from loader.errors import ShardrankError
 from serving.api.bodies import HttpReply, error_reply
 from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
 
-MAPPED_BYTES = 2**20
+MAPPED_BYTES = 2**22
 """From here on a body has a mapping of its own, which no heap keeps."""
 _LENGTH_DIGITS = 18
 _LINES_BETWEEN_LOOKS = 256
