@@ -23,7 +23,6 @@ LARGEST_MESSAGES = 4
 
 Cause: TypeAlias = Literal["share", "full", "evicted"]
 """A connection would hold more than its share; there is no room; it had to give way to a smaller one."""
-CAUSES: tuple[Cause, ...] = ("share", "full", "evicted")
 
 
 def default_buffer_bytes(largest_message_bytes: int) -> int:
@@ -46,12 +45,16 @@ class ByteBudget:
     def __init__(self, max_bytes: int, note: Callable[[Cause], object] = lambda cause: None) -> None:
         self.max_bytes = max_bytes
         self.buffered = 0
-        self._note = note
+        self.note = note
         self.holders: set[ByteAccount] = set()
 
     def refusal(self, cause: Cause) -> BufferFullError:
         """Return the error of a message that is refused, and note it."""
-        self._note(cause)
+        self.note(cause)
+        return self.error(cause)
+
+    def error(self, cause: Cause) -> BufferFullError:
+        """Return the error of a message that is refused for this cause."""
         reasons = {
             "share": f"when bytes are scarce, one of {len(self.holders)} connections may hold its share of them",
             "full": "no connection that holds more can give way",
@@ -78,7 +81,7 @@ class ByteAccount:
         """Count bytes of a message that came, or that it is expanded to. Raises BufferFullError: there is no room."""
         budget, half = self._budget, self._budget.max_bytes // 2
         if budget.buffered + num_bytes > half:
-            if self.held + num_bytes > half // len(budget.holders | {self}):
+            if self.held + num_bytes > half // (len(budget.holders) + (self not in budget.holders)):
                 raise budget.refusal("share")
             self._make_room(num_bytes)
         self.hold(num_bytes)
@@ -87,14 +90,11 @@ class ByteAccount:
         """Count bytes that can't be refused any more, such as those of an answer."""
         self._budget.buffered += num_bytes
         self.held += num_bytes
-        self._budget.holders.add(self)
+        (self._budget.holders.add if self.held else self._budget.holders.discard)(self)
 
     def refund(self, num_bytes: int) -> None:
         """Count bytes out again."""
-        self._budget.buffered -= num_bytes
-        self.held -= num_bytes
-        if not self.held:
-            self._budget.holders.discard(self)
+        self.hold(-num_bytes)
 
     def close(self) -> None:
         """Count everything out, and nothing more: the connection is lost."""
@@ -105,11 +105,11 @@ class ByteAccount:
         budget = self._budget
         if budget.buffered + num_bytes <= budget.max_bytes:
             return
-        for account in sorted(budget.holders - {self}, key=lambda account: -account.held):
-            if account.held <= self.held + num_bytes:
-                break
-            account._give_way(budget.refusal("evicted"))
+        larger = [account for account in budget.holders if account.held > self.held + num_bytes]
+        for account in sorted(larger, key=lambda account: -account.held):
+            account._give_way(budget.error("evicted"))
             if budget.buffered + num_bytes <= budget.max_bytes:
+                budget.note("evicted")
                 return
         raise budget.refusal("full")
 

@@ -106,7 +106,7 @@ class HttpApp:
             lines.append((name.encode("latin-1"), value.encode("latin-1")))
         await send({"type": "http.response.start", "status": reply.status, "headers": lines})
         await send({"type": "http.response.body", "body": reply.body})
-        gate.answered()
+        gate.answered(scope["state"]["protocol"])
 
     async def _answered(
         self, match: re.Match[str], headers: Headers, receive: Receive, gate: Gate, parent: Parent | None
@@ -153,7 +153,7 @@ async def answer_whole(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         if not is_complete:
             raise
     if is_complete:
-        scope["state"]["gate"].answered()
+        scope["state"]["gate"].answered(scope["state"]["protocol"])
 
 
 def _codec(match: re.Match[str], headers: Headers) -> tuple[Codec, tuple[str, ...]]:

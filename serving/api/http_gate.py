@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
 READ_BYTES = 64 * 2**10
 """Read at once; as much may be held of requests that are sent ahead."""
-LINGER_S = 1.0
-"""How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal."""
+LINGER_S = 1.0  # for the rest of a body that was refused to be dropped, so that the client gets to see the refusal
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _Phase = Literal["head", "body", "chunks", "complete"]
 
@@ -123,7 +122,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._left -= nbytes
         self._charge_body(nbytes)
         if not self._left or not self.owes:
-            # It is complete; or it was refused, and what follows is dropped as it comes.
             self._body = None
             if not self._left:
                 self._complete()
@@ -215,8 +213,10 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._gates.note("idle_work")
             self.drop()
 
-    def answered(self) -> None:
-        """Go on to the next request: the answer to this one is written as a whole."""
+    def answered(self, protocol: HttpToolsProtocol | None) -> None:
+        """Go on to the next request: that of a protocol is answered, unless it was refused meanwhile."""
+        if protocol is not self._protocol:
+            return
         self._watcher = None
         self.owes = False
         self._flush()
@@ -374,7 +374,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         if gates.is_draining or self in gates.unread or (reply := gates.refuse(head)) is None:
             return False
         self._transport.write(whole_answer(reply, gates.state.default_headers, is_last=False))
-        self.answered()
+        self.answered(self._protocol)
         return True
 
     def _take_chunks(self, data: bytes) -> None:
@@ -413,7 +413,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self.bytes.refund_all()
         self._is_dropped = True
         self._transport.write(error_answer(error, self._gates.state.default_headers, is_last=False))
-        self.answered()
+        self.resume("protocol")
+        self.answered(None)
 
     def _give_way(self, error: ShardrankError) -> None:
         """Refuse a request that is not complete."""
@@ -505,7 +506,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
 
 
 NewProtocol: TypeAlias = Callable[[Gate, asyncio.Transport, ServerState], HttpToolsProtocol]
-"""Makes what is behind a gate, and connects it."""
 
 
 class Gates(Front[Gate]):

@@ -88,6 +88,7 @@ def behind_gate(
 ) -> HttpToolsProtocol:
     """Connect what parses a connection's requests and calls the application, with the gate in their scope."""
     protocol = HttpToolsProtocol(config, state, {"gate": gate, "transport": transport})
+    protocol.app_state["protocol"] = protocol
     protocol.logger = _protocol_logger
     protocol.connection_made(_Wire(gate, transport))
     return protocol

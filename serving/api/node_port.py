@@ -167,7 +167,7 @@ def node_app(node: ShardNode, metrics: NodeMetrics, *, needs_certificate: bool =
 
     async def answer(method: str, path: str, is_known: bool) -> Response:
         if path not in PATHS:
-            return refused(path, NoSuchRouteError(f"{path[:200]}: this port has {' and '.join(PATHS)}"))
+            return refused(path, NoSuchRouteError(f"{path[:200]}: this port has {', '.join(PATHS)}"))
         if method not in ("GET", "HEAD"):
             return refused(path, MethodNotAllowedError(f"{method} {path}: allowed are GET and HEAD"))
         if path == "/healthz":

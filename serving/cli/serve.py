@@ -551,11 +551,15 @@ async def _serve_rows_in_fleet(
         node.problems = partial(actions.problems, agent)
         settle_heap()
         running = asyncio.create_task(agent.run())
-        watched = watch_cards(node, None if card_set is None else card_set.cards)
+        cards = None if card_set is None else card_set.cards
+        beside = asyncio.gather(watch_cards(node, cards), notify_once_ready(node.problems))
         try:
-            # The agent goes on until the node has left.
-            await asyncio.gather(asyncio.shield(running), watched, notify_once_ready(node.problems))
+            tasks: list[asyncio.Future[Any]] = [running, beside]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
         finally:
+            beside.cancel()
             # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
             await agent.leave()
             await server.drain(DRAIN_TIMEOUT_S)

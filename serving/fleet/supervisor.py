@@ -87,6 +87,8 @@ class Child:
         """Start a process in a session of its own, its output appended to the log file. Raises OSError."""
         command = self.spec.command
         environment = {**os.environ, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
+        # Its supervisor says when all are ready.
+        environment.pop("NOTIFY_SOCKET", None)
         with contextlib.ExitStack() as opened:
             # A pipe in place of the file would make a stalled supervisor stall its children.
             log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -328,8 +328,11 @@ async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pendi
     try:
         await untaken.take(client.connection, num_floats, pending.deadline - pending.call.parsed)
     except BaseException:
+        # It waited for what its own client had not taken: no guard counts that.
+        pending.call.pinned = True
         pending.lease.release()
         raise
+    pending.call.leased = service.clock()
     give = partial(untaken.give, client.connection, num_floats)
     try:
         answered = await service.wait(pending, client.watch)

@@ -101,6 +101,11 @@ class ClientConnection(FrameConnection):
         """Whether a new request may be sent."""
         return self.is_open and not self._is_going_away
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits for an answer."""
+        return not self._waiting
+
     def next_request_id(self) -> int:
         """Return a number for the next request."""
         self._last_request_id += 1
@@ -491,7 +496,8 @@ class ShardClient:
             self._connection = None
             self._note_failure("the node is draining")
             self._num_failures = 0
-            self._start(self._next_pause_s())
+            # An idle connection may have been asked to go for that alone: calls wait for the next one.
+            self._start(0.0 if connection.is_idle else self._next_pause_s())
 
     def _ended(self, connection: ClientConnection, kind: type[NodeUnavailableError], reason: str) -> None:
         self._open.discard(connection)

@@ -23,7 +23,7 @@ class FrameConnection(asyncio.BufferedProtocol):
     """Reads frames straight into the arrays they are handed over in, and writes frames from the arrays they lie in.
 
     A subclass says what happens with a frame, with a broken stream, and when the connection is gone. The transport asks
-    for a pause in writing above `max_unsent_bytes`, and for more below a quarter of it.
+    for a pause in writing above `max_unsent_bytes`, and for more below a quarter of it; servers set other limits.
     """
 
     def __init__(self, max_frame_bytes: int, max_unsent_bytes: int) -> None:

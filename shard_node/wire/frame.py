@@ -111,6 +111,11 @@ class FrameReceiver:
         return self._header is not None or self._start != self._end
 
     @property
+    def is_mid_body(self) -> bool:
+        """Whether the next bytes go into the body of a long frame."""
+        return self._header is not None
+
+    @property
     def request_id(self) -> int:
         """The request id of the frame at which `next_frame` failed; 0 if it could not be read."""
         return 0 if self._header is None else self._header.request_id

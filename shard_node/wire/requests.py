@@ -9,14 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from loader.errors import ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_PART_ROWS
-from shard_node.byte_budget import ByteAccount, Cause, default_buffer_bytes
+from shard_node.byte_budget import LARGEST_MESSAGES, ByteAccount, Cause, default_buffer_bytes
 from shard_node.errors import (
     BufferFullError,
     DeadlineExceededError,
@@ -89,6 +89,14 @@ class ServerLimits(Frozen):
     idle_timeout_ms: int = Field(default=600_000, ge=1)
     send_timeout_ms: int = Field(default=30_000, ge=1)
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        least = LARGEST_MESSAGES * self.max_frame_bytes
+        if self.max_buffered_bytes < least:
+            says = f"max_buffered_bytes {self.max_buffered_bytes} is less than {LARGEST_MESSAGES} times max_frame_bytes"
+            raise ValueError(f"{says}, {least}")
+        return self
 
 
 class SpareTime:
@@ -259,14 +267,15 @@ class RequestHandler:
     ) -> None:
         """Have a thread work on a request whose answer takes so many bytes; `work` raises nothing."""
         self._admit(answer_bytes, peer)
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        except RuntimeError:
+            # The node is closing.
+            self._count_out(answer_bytes, peer)
+            raise
 
         def finished(done: asyncio.Future[Answer]) -> None:
-            self.in_flight -= 1
-            peer.in_flight -= 1
-            if not peer.in_flight:
-                self._busy_peers.discard(peer)
-            peer.account.refund(answer_bytes)
+            self._count_out(answer_bytes, peer)
             if done.cancelled():
                 error = NodeOverloadedError("the node is closing, the request was not started")
                 answer(self.failure(request_id, error))
@@ -274,6 +283,13 @@ class RequestHandler:
                 answer(done.result())
 
         future.add_done_callback(finished)
+
+    def _count_out(self, answer_bytes: int, peer: Peer) -> None:
+        self.in_flight -= 1
+        peer.in_flight -= 1
+        if not peer.in_flight:
+            self._busy_peers.discard(peer)
+        peer.account.refund(answer_bytes)
 
     def _admit(self, answer_bytes: int, peer: Peer) -> None:
         """Count a request that goes to a thread. Raises NodeOverloadedError."""

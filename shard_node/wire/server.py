@@ -21,9 +21,7 @@ from shard_node.node import ShardNode
 from shard_node.wire.address import Address, Listener, listen
 from shard_node.wire.connection import FrameConnection
 from shard_node.wire.frame import HEADER, Frame
-from shard_node.wire.messages import (
-    encode_goaway,
-)
+from shard_node.wire.messages import encode_goaway
 from shard_node.wire.requests import Answer, Peer, RequestHandler, RequestWatch, ServerLimits
 from shard_node.wire.roles import CLIENTS
 from shard_node.wire.tls import ReloadingContext
@@ -79,8 +77,10 @@ class ServerConnection(FrameConnection):
         if self._receive_timer is None:
             self._frame_begun_at = self._clock()
         if not self.is_discarding:
+            # What comes with a header is in a buffer that every connection has.
+            count = self.peer_load.account.charge if self._receiver.is_mid_body else self.peer_load.account.hold
             try:
-                self.peer_load.account.charge(nbytes)
+                count(nbytes)
             except BufferFullError as error:
                 self._give_way(error)
                 return
@@ -149,8 +149,8 @@ class ServerConnection(FrameConnection):
             self._send_timer = self._loop.call_later(self._limits.send_timeout_ms / 1e3, self._send_timed_out)
 
     def _give_way(self, error: BufferFullError) -> None:
-        """Refuse a frame that is not whole, and with it the connection."""
-        if self._untaken or self._receiver.is_mid_frame:
+        """Refuse a long frame that is not whole, and with it the connection."""
+        if self._receiver.is_mid_body:
             self.peer_load.account.refund(self._untaken)
             self._untaken = 0
             request_id = self._receiver.request_id

@@ -364,6 +364,7 @@ class GrpcCall:
                     raise OverloadedError(f"more than {MAX_WAITING_MESSAGES} messages of a call wait for their answers")
         except ShardrankError as error:
             self._messages.clear()
+            self._bytes.refund_all()
             # Without the frames that it came through: they hold this call, and what it was sent.
             self._end_with(error.with_traceback(None))
             return
@@ -396,6 +397,7 @@ class GrpcCall:
         """Refuse the message, if it is not complete."""
         if self._reader.missing and not self._ignores_more:
             self._messages.clear()
+            self._bytes.refund_all()
             self._end_with(error)
 
     def watch(self, callback: Callable[[], None]) -> None:
@@ -468,7 +470,7 @@ class GrpcCall:
                 # It was seen while the message was read, in one go: what that took beyond the usual is charged.
                 took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
                 self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
-            if isinstance(error, OverloadedError) and not method.is_streamed:
+            if isinstance(error, OverloadedError | BufferFullError) and not method.is_streamed:
                 # It is not its client's fault that nothing was completed.
                 self._connection.completed(SMALL_CALL_WORTH_S)
             self._refuse(error)
@@ -511,7 +513,6 @@ class GrpcCall:
         assert method is not None
         if method.is_streamed:
             connection.grant(self._stream_id, PREFIX_BYTES + len(message))
-            self._bytes.refund(min(self._bytes.held, PREFIX_BYTES + len(message)))
         if flag:
             try:
                 max_bytes, coding = method.max_message_bytes, self._head.coding
@@ -521,6 +522,8 @@ class GrpcCall:
                 connection.spent(BYTE_WORTH_S * method.max_message_bytes)
                 raise
             connection.spent(BYTE_WORTH_S * len(message))
+        if method.is_streamed:
+            self._bytes.refund(min(self._bytes.held, PREFIX_BYTES + len(message)))
         self._received_bytes, self._working_since = len(message), connection.clock()
         return message
 

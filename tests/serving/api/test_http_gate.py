@@ -113,6 +113,25 @@ async def test_a_body_without_room_is_refused_and_frees_its_bytes(is_chunked):
     assert not wire.is_closed
 
 
+async def test_a_refused_request_ends_no_later_one():
+    """Its task learns that its client left, and says only then that it is answered."""
+    served = Served(hold=True)
+    gate, wire = served.connect()
+    read_all(chunked([bytes(30_000)])[:20_000], gate)
+    served.buffers.max_bytes = 10_000
+    read_all(chunked([bytes(30_000)])[20_000:], gate)
+    assert statuses(wire.sent) == [429]
+    served.buffers.max_bytes = 100_000
+    gate.data_received(post())
+    await settled(lambda: len(served.calls) == 1)
+    served.gates.sweep()
+    served.clock.now += 2 * LINGER_S
+    served.gates.sweep()
+    assert not wire.is_closed
+    served.may_answer.set()
+    await settled(lambda: statuses(wire.sent) == [429, 200])
+
+
 async def test_the_largest_body_gives_way_to_a_small_request():
     served = Served()
     served.buffers.max_bytes = 100_000
@@ -223,7 +242,7 @@ async def test_a_client_has_read_one_answer_and_not_the_next():
     gate.data_received(post())
     gate.when_taken(lambda: taken.append("first"))
     gate.pause_writing()
-    gate.answered()
+    gate.answered(gate._protocol)
     assert taken == []
     gate.data_received(post())
     gate.when_taken(lambda: taken.append("second"))
@@ -234,5 +253,5 @@ async def test_a_client_has_read_one_answer_and_not_the_next():
     gate.when_taken(lambda: taken.append("late"))
     assert taken[2:] == ["late"]
     # The answer that was being written when the connection was lost is told of as written.
-    gate.answered()
+    gate.answered(gate._protocol)
     assert taken == ["first", "second", "late"]

@@ -154,6 +154,12 @@ async def test_half_sent_frames_leave_room_for_whole_ones(place, tmp_path):
     assert server.buffers.buffered == 0
 
 
+async def test_a_small_request_is_answered_though_bytes_are_scarce(place, tmp_path):
+    async with place.peer(tmp_path) as (server, peer):
+        server.buffers.max_bytes = 10
+        await assert_serves(peer)
+
+
 async def test_answers_that_are_not_read_are_counted_until_they_are(place, tmp_path):
     bags = film_bags([7], *[[]] * 20_000)
     async with place.peer(tmp_path, None, ServerLimits(max_inline_bytes=1 << 20)) as (server, peer):

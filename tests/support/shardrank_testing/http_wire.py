@@ -157,7 +157,7 @@ class Served:
         headers = [(b"content-length", b"%d" % len(text))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": text})
-        gate.answered()
+        gate.answered(scope["state"]["protocol"])
 
     def connect(self, address: str = HOME) -> tuple[Any, Wire]:
         wire, gate = Wire(), self.gates.make(address)

@@ -19,7 +19,7 @@ from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
-from shardrank_testing.http2_peer import SETTINGS
+from shardrank_testing.http2_peer import SETTINGS, Http2Peer, data
 from shardrank_testing.serving_api import (
     MODEL,
     api_request,
@@ -106,6 +106,34 @@ async def test_reflection_lists_the_services_and_their_methods(api):
     described = await call.read()
     assert b"RankRequest" in described.file_descriptor_response.file_descriptor_proto[0]
     await call.done_writing()
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+async def test_a_streamed_call_holds_no_message_that_is_answered(api, compression):
+    call = reflection_pb2_grpc.ServerReflectionStub(api.channel).ServerReflectionInfo(compression=compression)
+    for _ in range(3):
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol="x" * 20_000))
+        await call.read()
+        await until(lambda: api.service.buffers.buffered == 0)
+    await call.done_writing()
+
+
+async def test_an_upload_that_gives_way_frees_its_bytes_at_once(api_model):
+    """So the small call that it gives way to is answered, and no other upload has to."""
+    sent = b"\0" + (900_000).to_bytes(4, "big") + bytes(500_000)
+    async with served_api(api_model) as api, contextlib.AsyncExitStack() as stack:
+        assert len((await api.stub.Rank(rank_message(api_request(0)))).scores) > 0
+        buffers, address = api.service.buffers, (api.listening.host, api.listening.grpc_port)
+        for _ in range(2):
+            peer = Http2Peer(*await asyncio.open_connection(*address))
+            stack.callback(peer.close)
+            peer.begin()
+            pieces = [sent[at : at + 16_000] for at in range(0, len(sent), 16_000)]
+            peer.send(peer.call(1, RANK), *(data(1, piece) for piece in pieces))
+        await until(lambda: buffers.buffered == 2 * len(sent))
+        buffers.max_bytes = buffers.buffered
+        assert len((await api.stub.Rank(rank_message(api_request(0)))).scores) > 0
+        await until(lambda: buffers.buffered == len(sent))
 
 
 async def test_the_calls_own_deadline_counts(api_model):
