@@ -36,6 +36,8 @@ INFO_TIMEOUT_S = 1.0
 CHECK_TIMEOUT_S = 2.0
 # A replica's own deadline ends its call first; this is only for one that overlooks it.
 GRACE_S = 0.1
+# A loop that counts in milliseconds may end an attempt so long before its deadline.
+TIMER_SLACK_S = 0.001
 # A lookup changes nothing, so after any of these it may be asked again elsewhere.
 _ASK_ANOTHER = (
     NodeUnavailableError,
@@ -394,7 +396,7 @@ class ReplicatedShard:
                     else:
                         self._overtook(one, asked.values())
                         return answer
-                if self._clock() >= deadline:
+                if self._clock() >= deadline - TIMER_SLACK_S:
                     raise DeadlineExceededError(f"no replica answered before the deadline ({'; '.join(failures)})")
                 if not waiting:
                     continue
