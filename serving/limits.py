@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from loader.snapshot.tables import Frozen
-from shard_node.byte_budget import LARGEST_MESSAGES, default_buffer_bytes
+from shard_node.byte_budget import check_buffer_bytes, default_buffer_bytes
 
 MAX_ID = 2**63 - 1
 
@@ -59,8 +59,5 @@ class RequestLimits(Frozen):
             raise ValueError(
                 f"default_timeout_ms {self.default_timeout_ms} is more than max_timeout_ms {self.max_timeout_ms}"
             )
-        least = LARGEST_MESSAGES * self.max_body_bytes
-        if self.max_buffered_bytes < least:
-            says = f"max_buffered_bytes {self.max_buffered_bytes} is less than {LARGEST_MESSAGES} times max_body_bytes"
-            raise ValueError(f"{says}, {least}")
+        check_buffer_bytes(self.max_buffered_bytes, "max_body_bytes", self.max_body_bytes)
         return self

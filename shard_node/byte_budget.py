@@ -30,6 +30,14 @@ def default_buffer_bytes(largest_message_bytes: int) -> int:
     return max(min(DEFAULT_BYTES, total_memory_bytes() // SHARE_OF_MEMORY), LARGEST_MESSAGES * largest_message_bytes)
 
 
+def check_buffer_bytes(max_buffered_bytes: int, largest: str, largest_message_bytes: int) -> None:
+    """Raise ValueError unless there is room for four of the largest messages; `largest` names their limit."""
+    least = LARGEST_MESSAGES * largest_message_bytes
+    if max_buffered_bytes < least:
+        says = f"max_buffered_bytes {max_buffered_bytes} is less than {LARGEST_MESSAGES} times {largest}"
+        raise ValueError(f"{says}, {least}")
+
+
 class ByteBudget:
     """The bytes that all connections of a process may make it hold.
 

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from loader.errors import ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_PART_ROWS
-from shard_node.byte_budget import LARGEST_MESSAGES, ByteAccount, Cause, default_buffer_bytes
+from shard_node.byte_budget import ByteAccount, Cause, check_buffer_bytes, default_buffer_bytes
 from shard_node.errors import (
     BufferFullError,
     DeadlineExceededError,
@@ -92,10 +92,7 @@ class ServerLimits(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        least = LARGEST_MESSAGES * self.max_frame_bytes
-        if self.max_buffered_bytes < least:
-            says = f"max_buffered_bytes {self.max_buffered_bytes} is less than {LARGEST_MESSAGES} times max_frame_bytes"
-            raise ValueError(f"{says}, {least}")
+        check_buffer_bytes(self.max_buffered_bytes, "max_frame_bytes", self.max_frame_bytes)
         return self
 
 
@@ -139,9 +136,13 @@ class RequestWatch(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """What one connection may ask, and has a node hold: bytes, and requests that wait for a thread or are pooled."""
+    """What one connection may ask, and has a node hold: bytes, and requests that wait for a thread or are pooled.
+
+    `is_wanted` tells whether anyone still waits for its answers; it is asked from other threads.
+    """
 
     account: ByteAccount
+    is_wanted: Callable[[], bool]
     roles: frozenset[Role] = CLIENTS
     in_flight: int = 0
 
@@ -165,28 +166,20 @@ class RequestHandler:
         self.in_flight = 0
         self._busy_peers: set[Peer] = set()
 
-    def handle(
-        self,
-        frame: Frame,
-        deadline: float | None,
-        answer: Callable[[Answer], None],
-        is_wanted: Callable[[], bool],
-        peer: Peer,
-    ) -> None:
+    def handle(self, frame: Frame, deadline: float | None, answer: Callable[[Answer], None], peer: Peer) -> None:
         """Answers a frame, now or from a thread later; `answer` is always called on the event loop, exactly once.
 
         Args:
             frame: as received.
             deadline: on the clock, in seconds; None for none.
             answer: takes the answer's frame.
-            is_wanted: whether anyone still waits for the answer; asked from another thread.
             peer: whose it is.
         """
         request_id = frame.header.request_id
         try:
             check_frame(peer.roles, frame.header.frame_type)
             if frame.header.frame_type == FrameType.POOL:
-                self._handle_pool(frame, deadline, answer, is_wanted, peer)
+                self._handle_pool(frame, deadline, answer, peer)
             elif frame.header.frame_type == FrameType.INFO:
                 answer(self._fitting(encode_info_answer(request_id, self._node.info())))
             elif frame.header.frame_type == FrameType.COUNTS:
@@ -218,14 +211,7 @@ class RequestHandler:
         """Wait for the pooling that has begun, and drop what has not. Idempotent."""
         await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)
 
-    def _handle_pool(
-        self,
-        frame: Frame,
-        deadline: float | None,
-        answer: Callable[[Answer], None],
-        is_wanted: Callable[[], bool],
-        peer: Peer,
-    ) -> None:
+    def _handle_pool(self, frame: Frame, deadline: float | None, answer: Callable[[Answer], None], peer: Peer) -> None:
         request_id, request, begun = frame.header.request_id, decode_pool(frame), self._clock()
         if request.values.size > self._limits.max_values_per_request:
             raise InvalidBagsError(
@@ -241,7 +227,7 @@ class RequestHandler:
             + layout.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
         )
         self._refuse_large_answer(answer_bytes)
-        work = partial(self._pool, request_id, request, deadline, is_wanted, begun)
+        work = partial(self._pool, request_id, request, deadline, peer.is_wanted, begun)
         longest = max(frame.body.size, answer_bytes)
         if longest <= self._limits.max_inline_bytes:
             answer(work())

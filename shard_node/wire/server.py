@@ -55,7 +55,7 @@ class ServerConnection(FrameConnection):
         self._is_asked_to_go = self._is_idle = False
         # Bytes that came and are of no frame yet that was taken; and those that are written and not sent.
         self._untaken = self._unsent = 0
-        self.peer_load = Peer(ByteAccount(server.buffers, self._give_way))
+        self.peer_load = Peer(ByteAccount(server.buffers, self._give_way), self._is_wanted)
 
     def go_away(self) -> None:
         """Asks the peer to send no more requests; it closes the connection when it has its answers."""
@@ -99,7 +99,7 @@ class ServerConnection(FrameConnection):
         self._untaken -= size_bytes
         self._is_idle = False
         answer = partial(self._send_answer, size_bytes)
-        self._handler.handle(frame, deadline, answer, self._is_wanted, self.peer_load)
+        self._handler.handle(frame, deadline, answer, self.peer_load)
         self._frame_begun_at = self._clock()
 
     def stream_broken(self, error: WireError, request_id: int) -> None:

@@ -303,11 +303,11 @@ async def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[
         now[0] += pooling_s
 
     handler = RequestHandler(small_node(HookedEngine({SLOW_ROW: pooling})), limits, lambda: now[0])
-    peer = Peer(ByteAccount(ByteBudget(1 << 20), lambda error: None))
+    peer = Peer(ByteAccount(ByteBudget(1 << 20), lambda error: None), lambda: True)
     for bags in requests:
         answered: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
         frame = received(encode_pool(1, 0, MODEL, VERSION, bags))
-        handler.handle(frame, None, answered.set_result, lambda: True, peer)
+        handler.handle(frame, None, answered.set_result, peer)
         answer = decode_answer(received(await answered))
         np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(bags)[1])
     await handler.close()
