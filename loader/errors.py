@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import ClassVar
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
@@ -16,24 +15,39 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 class ShardrankError(Exception):
     """Base of all errors that shardrank raises on purpose.
 
+    A class says what its errors are; a class with several kinds passes the `kind` of an error, and its statuses where
+    they differ, when it is raised.
+
     Attributes:
         http_status: status of the HTTP answer that carries it.
         grpc_status: name of the `grpc.StatusCode` that carries it.
         kind: short stable word for metrics and for clients to branch on.
     """
 
-    http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[str] = "INTERNAL"
-    kind: ClassVar[str] = "internal"
+    http_status: int = 500
+    grpc_status: str = "INTERNAL"
+    kind: str = "internal"
 
     def __init_subclass__(
         cls, *, http_status: int | None = None, grpc_status: str | None = None, kind: str | None = None
     ) -> None:
-        """Take over what is given here; the rest is as in the base."""
+        """Set what is given on the class; the rest is as in the base."""
         super().__init_subclass__()
         for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
             if value is not None:
                 setattr(cls, name, value)
+
+    def __init__(
+        self,
+        *args: object,
+        kind: str | None = None,
+        http_status: int | None = None,
+        grpc_status: str | None = None,
+    ) -> None:
+        super().__init__(*args)
+        for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
+            if value is not None:
+                setattr(self, name, value)
 
 
 class LoaderError(ShardrankError):

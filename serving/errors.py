@@ -22,14 +22,8 @@ def printable(text: str, max_chars: int) -> str:
 class ServingError(ShardrankError):
     """Something that the serving process refused or failed at."""
 
-    def __init_subclass__(cls, kind: str | None = None, http: int | None = None, grpc: str | None = None) -> None:
-        super().__init_subclass__()
-        cls.kind = kind or cls.kind
-        cls.http_status = http or cls.http_status
-        cls.grpc_status = grpc or cls.grpc_status
 
-
-class BadRequestError(ServingError, kind="bad_request", http=400, grpc="INVALID_ARGUMENT"):
+class BadRequestError(ServingError, kind="bad_request", http_status=400, grpc_status="INVALID_ARGUMENT"):
     """The request can't be answered as it is, now or later.
 
     Attributes:
@@ -78,7 +72,7 @@ class LimitExceededError(BadRequestError, kind="limit_exceeded"):
         super().__init__(field, f"{got} {unit}, more than the limit {limit} = {allowed}")
 
 
-class BodyTooLargeError(LimitExceededError, kind="body_too_large", http=413):
+class BodyTooLargeError(LimitExceededError, kind="body_too_large", http_status=413):
     """The body is longer than the limit; it was refused before it was read whole."""
 
 
@@ -86,79 +80,79 @@ class UnsupportedExtensionError(BadRequestError, kind="unsupported_extension"):
     """Something that would change the answer, by an unknown extension of the Open Inference Protocol."""
 
 
-class SchemaDigestError(BadRequestError, kind="schema_digest", http=409, grpc="FAILED_PRECONDITION"):
+class SchemaDigestError(BadRequestError, kind="schema_digest", http_status=409, grpc_status="FAILED_PRECONDITION"):
     """A packed request made for another schema than that of the version that would answer. Ask for the model again."""
 
     def __init__(self, model: str, got: str, wanted: str) -> None:
         super().__init__("packed.schema_digest", f"{got!r}; that of model {model!r} is {wanted!r}")
 
 
-class UnauthenticatedError(ServingError, kind="unauthenticated", http=401, grpc="UNAUTHENTICATED"):
+class UnauthenticatedError(ServingError, kind="unauthenticated", http_status=401, grpc_status="UNAUTHENTICATED"):
     """No token came with the request, or one that is not known."""
 
 
-class PermissionDeniedError(ServingError, kind="permission_denied", http=403, grpc="PERMISSION_DENIED"):
+class PermissionDeniedError(ServingError, kind="permission_denied", http_status=403, grpc_status="PERMISSION_DENIED"):
     """A token whose scope does not reach as far as the request."""
 
 
-class ModelNotFoundError(ServingError, kind="model_not_found", http=404, grpc="NOT_FOUND"):
+class ModelNotFoundError(ServingError, kind="model_not_found", http_status=404, grpc_status="NOT_FOUND"):
     """No such model here, or not that version of it."""
 
     field = "model"
 
 
-class NoSuchRouteError(ServingError, kind="no_such_route", http=404, grpc="UNIMPLEMENTED"):
+class NoSuchRouteError(ServingError, kind="no_such_route", http_status=404, grpc_status="UNIMPLEMENTED"):
     """A path that the API does not have."""
 
 
-class MethodNotAllowedError(ServingError, kind="method_not_allowed", http=405, grpc="UNIMPLEMENTED"):
+class MethodNotAllowedError(ServingError, kind="method_not_allowed", http_status=405, grpc_status="UNIMPLEMENTED"):
     """A method that a path does not take."""
 
 
-class MisdirectedRequestError(ServingError, kind="misdirected", http=421, grpc="FAILED_PRECONDITION"):
+class MisdirectedRequestError(ServingError, kind="misdirected", http_status=421, grpc_status="FAILED_PRECONDITION"):
     """A request whose Host is none of the names of the loopback port that it came to."""
 
 
-class RequestTimeoutError(ServingError, kind="request_timeout", http=408, grpc="DEADLINE_EXCEEDED"):
+class RequestTimeoutError(ServingError, kind="request_timeout", http_status=408, grpc_status="DEADLINE_EXCEEDED"):
     """The client did not send its request, or take its answer, in time."""
 
 
-class UnknownCodingError(ServingError, kind="unknown_coding", http=415, grpc="UNIMPLEMENTED"):
+class UnknownCodingError(ServingError, kind="unknown_coding", http_status=415, grpc_status="UNIMPLEMENTED"):
     """A gRPC message is compressed in a way that is not known here."""
 
     def __init__(self, coding: str, known: str) -> None:
         super().__init__(f"grpc-encoding is {printable(coding, MAX_CODING_CHARS)!r}; known are {known}")
 
 
-class HeaderTooLargeError(ServingError, kind="header_too_large", http=431, grpc="RESOURCE_EXHAUSTED"):
+class HeaderTooLargeError(ServingError, kind="header_too_large", http_status=431, grpc_status="RESOURCE_EXHAUSTED"):
     """The request line and headers are longer than the limit."""
 
 
-class ClientGoneError(ServingError, kind="client_gone", http=499, grpc="CANCELLED"):
+class ClientGoneError(ServingError, kind="client_gone", http_status=499, grpc_status="CANCELLED"):
     """The client closed the connection before it was answered. Nobody reads this error; metrics count it."""
 
 
-class OverloadedError(ServingError, kind="overloaded", http=503, grpc="RESOURCE_EXHAUSTED"):
+class OverloadedError(ServingError, kind="overloaded", http_status=503, grpc_status="RESOURCE_EXHAUSTED"):
     """Too many requests in flight or waiting. Nothing was started, so the request may be sent again."""
 
 
-class ShuttingDownError(ServingError, kind="shutting_down", http=503, grpc="UNAVAILABLE"):
+class ShuttingDownError(ServingError, kind="shutting_down", http_status=503, grpc_status="UNAVAILABLE"):
     """The process, or the generation that was to answer, is ending."""
 
 
-class NotReadyError(ServingError, kind="not_ready", http=503, grpc="UNAVAILABLE"):
+class NotReadyError(ServingError, kind="not_ready", http_status=503, grpc_status="UNAVAILABLE"):
     """A configured model has no live version, or its shards can't be reached."""
 
 
-class LookupProfileError(ServingError, kind="lookup_profile", http=400, grpc="INVALID_ARGUMENT"):
+class LookupProfileError(ServingError, kind="lookup_profile", http_status=400, grpc_status="INVALID_ARGUMENT"):
     """A hotness or a skew to plan with that is out of range, or of a feature that the model does not have."""
 
 
-class CanaryShareError(ServingError, kind="canary_share", http=400, grpc="INVALID_ARGUMENT"):
+class CanaryShareError(ServingError, kind="canary_share", http_status=400, grpc_status="INVALID_ARGUMENT"):
     """A canary's share of the requests that is not above 0 and below 1."""
 
 
-class GoldenMismatchError(ServingError, kind="golden_mismatch", http=422, grpc="FAILED_PRECONDITION"):
+class GoldenMismatchError(ServingError, kind="golden_mismatch", http_status=422, grpc_status="FAILED_PRECONDITION"):
     """A loaded version does not give the scores that training stored with it, so it must not serve."""
 
 
@@ -166,18 +160,20 @@ class ModelOutputError(ServingError, kind="model_output"):
     """The dense model gave NaN or inf for a request."""
 
 
-class AmbiguousInputsError(ServingError, kind="ambiguous_inputs", http=400, grpc="FAILED_PRECONDITION"):
+class AmbiguousInputsError(ServingError, kind="ambiguous_inputs", http_status=400, grpc_status="FAILED_PRECONDITION"):
     """Two inputs of a model would have the same name in the Open Inference Protocol."""
 
 
-class RepositoryControlError(ServingError, kind="repository_control", http=400, grpc="FAILED_PRECONDITION"):
+class RepositoryControlError(
+    ServingError, kind="repository_control", http_status=400, grpc_status="FAILED_PRECONDITION"
+):
     """A client asked to load or unload a model."""
 
     def __init__(self) -> None:
         super().__init__("models are not loaded or unloaded by clients; versions come and go by rollouts")
 
 
-class TokensFileError(ServingError, kind="tokens_file", http=400, grpc="INVALID_ARGUMENT"):
+class TokensFileError(ServingError, kind="tokens_file", http_status=400, grpc_status="INVALID_ARGUMENT"):
     """A file of tokens that can't be read, or that an entry can't be added to. The message names the file."""
 
 
@@ -185,11 +181,11 @@ class ListenError(ServingError, kind="listen"):
     """An address can't be listened on."""
 
 
-class RecordingFolderError(ServingError, kind="recording_folder", http=400, grpc="INVALID_ARGUMENT"):
+class RecordingFolderError(ServingError, kind="recording_folder", http_status=400, grpc_status="INVALID_ARGUMENT"):
     """A folder of recorded requests that can't be used, or that another process records into."""
 
 
-class RecordingDamagedError(ServingError, kind="recording_damaged", http=422, grpc="FAILED_PRECONDITION"):
+class RecordingDamagedError(ServingError, kind="recording_damaged", http_status=422, grpc_status="FAILED_PRECONDITION"):
     """A file of recorded requests that was changed, or is of another format. The message has the place."""
 
 
@@ -197,7 +193,7 @@ class HistogramLayoutError(ServingError, kind="histogram_layout"):
     """The installed metrics library keeps its histograms in another way than this process fills them."""
 
 
-class RankingModelError(ServingError, kind="bad_model", http=422, grpc="FAILED_PRECONDITION"):
+class RankingModelError(ServingError, kind="bad_model", http_status=422, grpc_status="FAILED_PRECONDITION"):
     """A config, a tensor or a number format that the ranking model can't be built with."""
 
 

@@ -23,11 +23,11 @@ class ClientError(Exception):
     http_status: int = 500
     grpc_status: str = "INTERNAL"
 
-    def __init_subclass__(cls, kind: str = "", http: int = 0, grpc: str = "") -> None:
+    def __init_subclass__(cls, kind: str = "", http_status: int = 0, grpc_status: str = "") -> None:
         super().__init_subclass__()
         cls.kind = kind or cls.kind
-        cls.http_status = http or cls.http_status
-        cls.grpc_status = grpc or cls.grpc_status
+        cls.http_status = http_status or cls.http_status
+        cls.grpc_status = grpc_status or cls.grpc_status
 
     def __init__(
         self,
@@ -47,35 +47,35 @@ class ClientError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class ClientConfigError(ClientError, kind="client_config", http=400, grpc="INVALID_ARGUMENT"):
+class ClientConfigError(ClientError, kind="client_config", http_status=400, grpc_status="INVALID_ARGUMENT"):
     """An address, a certificate or an option that can't be used."""
 
 
-class InvalidRequestError(ClientError, kind="bad_request", http=400, grpc="INVALID_ARGUMENT"):
+class InvalidRequestError(ClientError, kind="bad_request", http_status=400, grpc_status="INVALID_ARGUMENT"):
     """A request that can't be answered as it is, now or later."""
 
 
-class UnauthenticatedError(ClientError, kind="unauthenticated", http=401, grpc="UNAUTHENTICATED"):
+class UnauthenticatedError(ClientError, kind="unauthenticated", http_status=401, grpc_status="UNAUTHENTICATED"):
     """No token, or one that the server does not know."""
 
 
-class PermissionDeniedError(ClientError, kind="permission_denied", http=403, grpc="PERMISSION_DENIED"):
+class PermissionDeniedError(ClientError, kind="permission_denied", http_status=403, grpc_status="PERMISSION_DENIED"):
     """A token that may not do this."""
 
 
-class NotFoundError(ClientError, kind="not_found", http=404, grpc="NOT_FOUND"):
+class NotFoundError(ClientError, kind="not_found", http_status=404, grpc_status="NOT_FOUND"):
     """No such model, version or route."""
 
 
-class OverloadedError(ClientError, kind="overloaded", http=503, grpc="RESOURCE_EXHAUSTED"):
+class OverloadedError(ClientError, kind="overloaded", http_status=503, grpc_status="RESOURCE_EXHAUSTED"):
     """The server had too much to do. Nothing was started."""
 
 
-class UnavailableError(ClientError, kind="unavailable", http=503, grpc="UNAVAILABLE"):
+class UnavailableError(ClientError, kind="unavailable", http_status=503, grpc_status="UNAVAILABLE"):
     """The server was not reached, was not ready, or is ending."""
 
 
-class DeadlineExceededError(ClientError, kind="deadline_exceeded", http=504, grpc="DEADLINE_EXCEEDED"):
+class DeadlineExceededError(ClientError, kind="deadline_exceeded", http_status=504, grpc_status="DEADLINE_EXCEEDED"):
     """There was no answer in time."""
 
 

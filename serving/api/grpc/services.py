@@ -48,11 +48,11 @@ _Read = TypeVar("_Read", bound=Message)
 _Fields = dict[str, Any]
 
 
-class UnknownServiceError(ServingError, kind="unknown_service", http=404, grpc="NOT_FOUND"):
+class UnknownServiceError(ServingError, kind="unknown_service", http_status=404, grpc_status="NOT_FOUND"):
     """The health of a service was asked for that is not served here."""
 
 
-class TooManyWatchesError(ServingError, kind="too_many_watches", http=429, grpc="RESOURCE_EXHAUSTED"):
+class TooManyWatchesError(ServingError, kind="too_many_watches", http_status=429, grpc_status="RESOURCE_EXHAUSTED"):
     """A connection watches the health as often as it may."""
 
 
