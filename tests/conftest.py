@@ -23,7 +23,7 @@ settings.load_profile("ci")
 TESTS = Path(__file__).parent
 # Where the processes that tests start find `shardrank_testing`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS / "support"), os.environ.get("PYTHONPATH"))))
-# Of more than 10 s each, the longest first. tests/test_structure.py sees that they are there.
+# Of more than 10 s each, the longest first. tests/test_house.py sees that they are there.
 LONGEST = (
     "serving/fleet/test_up_on_ray.py",
     "serving/fleet/test_up.py",
