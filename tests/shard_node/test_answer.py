@@ -21,7 +21,7 @@ from shard_node.errors import RemoteError
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.split import Part, split, whole
 from shardrank_testing.bags import bags_of
-from shardrank_testing.reference_engine import ReferenceEngine
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 
 NUM_ROWS = 700

@@ -26,7 +26,7 @@ from shardrank_testing.card_engines import OnCards, engine_params, options_for
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import expected_output, feature_bags, load_partition, runs_in_columns
-from shardrank_testing.reference_engine import ReferenceEngine
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import random_rows, random_tables
 from shardrank_testing.topologies import decoded_tables
 

@@ -47,7 +47,7 @@ from shardrank_testing.card_plans import models, one_table_layout, plan_inputs, 
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
-from shardrank_testing.reference_engine import ReferenceEngine
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import num_buckets, plain_buckets, restate_file, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 

@@ -19,7 +19,7 @@ from shard_node.errors import InvalidBagsError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCpu, engine_params
-from shardrank_testing.reference_engine import ReferenceEngine
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import model_of, sharding_of, table_of, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 

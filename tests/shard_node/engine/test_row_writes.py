@@ -23,7 +23,7 @@ from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state
-from shardrank_testing.reference_engine import ReferenceEngine
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import model_of, random_rows, random_tables, table_of
 from shardrank_testing.topologies import decoded_tables
 
