@@ -191,7 +191,7 @@ class OnRecord:
 
 async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
     """Return the running rollout of a model, or its last one, with its revision; None if there was never one."""
-    entry = await fleet.raw(rollout_key(model))
+    entry = await fleet.registry.get(rollout_key(model))
     return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
 
 

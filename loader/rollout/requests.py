@@ -188,7 +188,7 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
         RolloutError: no shard node has ever joined, or a rollout is running.
         RegistryError: it does not answer.
     """
-    entry, record = await fleet.raw(FLEET), await fleet.fleet()
+    entry, record = await fleet.registry.get(FLEET), await fleet.fleet()
     if entry is None or record is None:
         raise RolloutError(f"registry {fleet.name}: no shard node has joined, so there is nothing to divide anew")
     if record.num_shards == num_shards:

@@ -115,7 +115,7 @@ class Remembered:
     async def _remember_rollout(self, model: str) -> None:
         """Its steps are the coordinator's; here it is a text with an epoch."""
         key = rollout_key(model)
-        entry = await self._fleet.raw(key)
+        entry = await self._fleet.registry.get(key)
         epoch = 0 if entry is None else epoch_of(key, entry.value)
         known_epoch, known = self._rollouts.get(model, (0, b""))
         if entry is not None and epoch >= known_epoch:

@@ -17,11 +17,11 @@ from shard_node.answer import Answer, Forms, add_answers, group_keys, rounded, t
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
-from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import RemoteError
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.split import Part, split, whole
 from shardrank_testing.bags import bags_of
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 
 NUM_ROWS = 700

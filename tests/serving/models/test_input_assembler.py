@@ -18,8 +18,8 @@ from router.plan import Plan
 from router.router import Embeddings, Router
 from serving.models.inputs import InputAssembler, RankingInputs, padded_sequence, rounded_rows
 from shard_node.bags import KeyedBags
-from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, LocalShard, ShardNode
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import random_rows
 
 

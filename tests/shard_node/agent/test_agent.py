@@ -254,7 +254,7 @@ async def test_an_older_or_unreadable_record_changes_nothing(under):
     await under.until(lambda: len(under.actions.ready) == 2)
 
     async def overwrite(content: bytes) -> None:
-        entry = await under.fleet.raw(wanted_key("films"))
+        entry = await under.fleet.registry.get(wanted_key("films"))
         await under.fleet.registry.put(wanted_key("films"), content, entry.revision)
 
     await overwrite(old.model_dump_json().encode())
@@ -300,7 +300,7 @@ async def test_an_emptied_registry_unloads_nothing_and_is_restored(tmp_path):
             assert await fleet.fleet() == division
             assert [one.version for one in await fleet.versions()] == [1]
             assert await fleet.spec("films", 1) == "{}"
-            assert (await fleet.raw(rollout_key("films"))).value == ROLLOUT
+            assert (await fleet.registry.get(rollout_key("films"))).value == ROLLOUT
             assert await under.record() == record
             assert under.actions.retired == []
             assert under.actions.begun == [("films", 1)]
@@ -343,7 +343,7 @@ async def test_desired_versions_are_restored_after_the_plan(tmp_path, is_broken)
             await remembered.refresh()
     else:
         await remembered.refresh()
-        plan, wanted = await fleet.raw(rollout_key("films")), await fleet.raw(wanted_key("films"))
+        plan, wanted = await fleet.registry.get(rollout_key("films")), await fleet.registry.get(wanted_key("films"))
         assert plan.value == PLAN
         assert plan.revision < wanted.revision
     assert await fleet.wanted() == {"films": WANTED}

@@ -20,13 +20,13 @@ from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.cuda.cards import PinnedMemory
-from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, engine_params, options_for
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import expected_output, feature_bags, load_partition, runs_in_columns
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import random_rows, random_tables
 from shardrank_testing.topologies import decoded_tables
 

@@ -36,7 +36,6 @@ from shard_node.cuda.kernel_params import (
 from shard_node.cuda.places import Placer
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
-from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.planning import card_plan
@@ -48,6 +47,7 @@ from shardrank_testing.card_plans import models, one_table_layout, plan_inputs, 
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import num_buckets, plain_buckets, restate_file, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 

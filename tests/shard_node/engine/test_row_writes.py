@@ -18,12 +18,12 @@ from router.plan import Plan
 from shard_node.answer import add_answers
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
-from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import model_of, random_rows, random_tables, table_of
 from shardrank_testing.topologies import decoded_tables
 

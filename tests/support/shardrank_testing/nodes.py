@@ -19,7 +19,6 @@ from loader.snapshot.manifest import ModelSpec
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
-from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
@@ -28,6 +27,7 @@ from shard_node.wire.messages import Buffer
 from shard_node.wire.requests import ServerLimits
 from shard_node.wire.server import NodeServer
 from shardrank_testing.bags import bags_of
+from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import model_of, table_of
 
 MODEL = "films"
