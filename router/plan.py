@@ -40,9 +40,6 @@ class Plan:
     """Who owns what.
 
     Attributes:
-        layout: the model's tables.
-        num_shards: shards of the fleet.
-        cards_per_shard: cards of each shard node.
         sharding: how tables are divided, where no plan file says it.
         shard_of_bucket: int16 [buckets] for each table in layout order, the shard that owns a bucket, or `REPLICATED`.
         file: the plan file that says so, if there is one.
@@ -75,15 +72,20 @@ class Plan:
     def _of_file(
         cls, spec: ModelSpec, file: PlanFile, num_shards: int, cards_per_shard: int, sharding: Sharding
     ) -> Plan:
-        """As `of_file`, but for any number of cards."""
         file.check_fits(spec)
         if num_shards != file.num_shards:
             raise PlanError(f"plan: num_shards is {file.num_shards}, allowed here is {num_shards}")
         layout = TableLayout.of(spec)
         ranks_of = file.ranks_of(spec)
         ranks = tuple(ranks_of[table.name] for table in layout.tables)
-        owners = tuple(_shard_of_rank(file, table, one) for table, one in zip(layout.tables, ranks, strict=True))
-        return cls(layout, num_shards, cards_per_shard, sharding, owners, file, ranks)
+        owners = []
+        for table, of_table in zip(layout.tables, ranks, strict=True):
+            if of_table.is_copied:
+                owners.append(_all_buckets(table, REPLICATED))
+            else:
+                shards = of_table.rank_of_bucket(RowBuckets.of(table).count) // file.cards_per_shard
+                owners.append(shards.astype(np.int16))
+        return cls(layout, num_shards, cards_per_shard, sharding, tuple(owners), file, ranks)
 
     @classmethod
     def of_snapshot(
@@ -98,11 +100,9 @@ class Plan:
         """Plan a version: by the file that is given, if it is of this model, else by the snapshot's, else as `make`.
 
         The snapshot's own is taken if it is for so many shards. If it is for another number of cards, a shard divides
-        what is its own over the cards it has: routers, which do not know them (None), agree all the same.
+        what it owns over the cards it has: routers, which do not know them (None), agree all the same.
 
-        Raises:
-            PlanError: as `of_file` and `make`.
-            SnapshotCorruptError: the snapshot's plan can't be read.
+        Raises PlanError as `of_file` and `make`, SnapshotCorruptError if the snapshot's plan can't be read.
         """
         spec = snapshot.spec
         if file is not None and file.model == spec.model:
@@ -123,19 +123,13 @@ class Plan:
         cards_per_shard: int = 1,
         replicate_bytes: int = DEFAULT_REPLICATE_BYTES,
     ) -> Plan:
-        """Plans a model.
+        """Plan a model.
 
-        Args:
-            spec: the model.
-            num_shards: shards of the fleet.
-            sharding: `hash` or `range` divides every table's buckets evenly and needs tables stored with that
-                bucketing (`hash` takes `mixed` ones too), unless they are replicated or there is one shard only;
-                `table` gives each table to one shard, the largest first to the emptiest shard.
-            cards_per_shard: cards of each shard node.
-            replicate_bytes: tables of at most this size go to every shard.
+        By `hash` or `range` every table's buckets are divided evenly; tables must be stored with that bucketing (`hash`
+        takes `mixed` ones too), unless they are replicated or there is one shard only. By `table` each table is given
+        to one shard, the largest first to the emptiest shard. Tables of at most `replicate_bytes` go to every shard.
 
-        Raises:
-            PlanError: for numbers out of range, or a table stored with another bucketing than `sharding` needs.
+        Raises PlanError for numbers out of range, or a table stored with another bucketing than `sharding` needs.
         """
         for name, count, most in (
             ("num_shards", num_shards, MAX_SHARDS),
@@ -229,13 +223,6 @@ class Plan:
 def table_bytes(table: TableSpec) -> int:
     """Count the bytes that a table's rows take as stored."""
     return table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes
-
-
-def _shard_of_rank(file: PlanFile, table: TableSpec, ranks: RanksOfBuckets) -> npt.NDArray[np.int16]:
-    if ranks.is_copied:
-        return _all_buckets(table, REPLICATED)
-    shards = ranks.rank_of_bucket(RowBuckets.of(table).count) // file.cards_per_shard
-    return shards.astype(np.int16)
 
 
 def _all_buckets(table: TableSpec, owner: int) -> npt.NDArray[np.int16]:

@@ -45,11 +45,10 @@ class StagingConfig(Frozen):
 
 @dataclass(slots=True)
 class _Attempt:
-    """What came of a version so far. `identity` is that of what was published when it was refused."""
-
     state: Literal["waiting", "staging", "refused"] = "waiting"
     progress: float = 0.0
     reason: str = ""
+    # Of what was published when it was refused.
     identity: str = ""
     failures: int = 0
     due: float = field(default=float("-inf"))
@@ -59,13 +58,8 @@ class _Attempt:
 class Stagings:
     """What is being staged, waits for that, or was refused.
 
-    Args:
-        fleet: for the places of those who stage, and what is published.
-        stage: as `Actions.stage`.
-        is_room_coming: whether memory is being freed, so that a lack of it passes by itself.
-        owner: of this process, for locks.
-        config: limits and intervals.
-        clock, sleep, random: of the agent.
+    `is_room_coming` tells whether memory is being freed, so that a lack of it passes by itself; `owner` is this
+    process, for locks; `stage` is as `Actions.stage`.
     """
 
     def __init__(
@@ -90,12 +84,9 @@ class Stagings:
         self._attempts: dict[str, dict[int, _Attempt]] = {}
 
     def want(self, wanted: WantedModel, missing: Sequence[int], waits_for: str) -> None:
-        """Take in which versions of a model are missing. Begins with the first that is due; ends what is not missing.
+        """Note which versions of a model are missing, in the order in which they are to be staged.
 
-        Args:
-            wanted: what is wanted now.
-            missing: versions in the order in which they are to be staged.
-            waits_for: why none may begin yet; "" if one may.
+        Begins with the first that is due, unless `waits_for` says why none may; ends what is not missing.
         """
         attempts = self._attempts.setdefault(wanted.model, {})
         for version, attempt in list(attempts.items()):
@@ -132,7 +123,7 @@ class Stagings:
                 )
 
     async def look_again(self) -> None:
-        """Lets refused versions be tried again that were published anew, as something else. Raises RegistryError."""
+        """Let refused versions be tried again that were published anew. Raises RegistryError."""
         for model, attempts in self._attempts.items():
             for version, attempt in list(attempts.items()):
                 if attempt.state == "refused" and await self._identity(model, version) != attempt.identity:

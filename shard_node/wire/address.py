@@ -43,8 +43,7 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Read `tcp://host:port`, `host:port`, `unix:/path` or `unix:///path`; an IPv6 host stands in brackets.
 
-        Raises:
-            AddressError: naming the text and what is allowed.
+        Raises AddressError, naming the text and what is allowed.
         """
         if text.startswith("unix:"):
             return cls(path=_unix_path(text))
@@ -176,10 +175,9 @@ class Listener:
 async def listen(
     address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: ReloadingContext | None = None
 ) -> Listener:
-    """Binds an address, port 0 for any free one, and accepts connections; TCP ones must speak `tls`, if given.
+    """Listen on an address, port 0 for any free one; TCP connections must speak `tls`, if given.
 
-    Raises:
-        AddressError: it can't be bound, naming the address and the reason.
+    Raises AddressError if it can't be bound, naming the address and the reason.
     """
     try:
         if address.is_unix:
@@ -200,6 +198,7 @@ async def listen(
 
 
 def _bind_unix(address: Address) -> socket.socket:
+    # The file may be what a process that died has left.
     _remove_stale(address)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -214,7 +213,6 @@ def _bind_unix(address: Address) -> socket.socket:
 
 
 def _remove_stale(address: Address) -> None:
-    """Remove the socket's file that a process which died has left; refuse one that somebody listens on."""
     try:
         mode = os.lstat(address.path).st_mode
     except FileNotFoundError:
