@@ -60,8 +60,7 @@ class Answer:
         sums: float32 or float16 [bags, embedding_dim], of each bag, or, beside `stored`, of those of other tables.
         stored: uint8 [values, row_bytes], the rows of tables that travel as stored; None if all are among `sums`.
         asked_bytes: length of the frame that it answers; 0 if it came through no socket.
-        sequence: the last delta that the owner had applied before it looked at its rows; UNKNOWN_SEQUENCE from a node
-            of a release that does not tell.
+        sequence: the last delta that the owner had applied before it read its rows; UNKNOWN_SEQUENCE from old releases.
     """
 
     sums: Sequence[Sums]
@@ -76,7 +75,7 @@ class Answer:
         return stored, halves, sum(sums.nbytes for sums in self.sums) - halves
 
     def check(self, layout: TableLayout, bags: KeyedBags) -> None:
-        """Check that it fits what was asked for. Raises RemoteError, naming the group and both shapes."""
+        """Raise RemoteError, naming the group and both shapes, unless it fits the bags."""
         for what, arrays in (("sums", self.sums), ("stored rows", self.stored)):
             if arrays is not None and len(arrays) != len(layout.groups):
                 raise RemoteError(f"the answer has {what} of {len(arrays)} groups, the model has {len(layout.groups)}")
@@ -133,13 +132,7 @@ def add_answers(
     """Add what the owners of parts answered into blocks: float32 [bags, embedding_dim] for each group.
 
     Stored rows are weighted here, sums were where they come from. Within a bag stored rows are added in the order of
-    the bag's values.
-
-    Args:
-        layout: of the tables.
-        bags: the whole, keys are tables.
-        parts: what `split` made of it.
-        answers: to each part, each checked.
+    the bag's values. `bags` are unsplit, keys are tables; `parts` what `split` made of them; `answers` are checked.
     """
     keys_of_parts = [list(group_keys(layout, part.bags)) for part in parts]
     blocks = []
@@ -163,20 +156,13 @@ def add_answers(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the owners answered for one group.
-
-    Attributes:
-        rows: uint8 [n, row_bytes], stored rows.
-        values: int64 [n], which value of the whole each of them is.
-        sums: bags of the whole, int64 [b], and float32 or float16 [b, embedding_dim].
-    """
-
+    # uint8 [n, row_bytes], stored rows, and which value of the unsplit bags each of them is.
     rows: list[StoredRows]
     values: list[Int64Array]
+    # Bags of the unsplit ones, int64 [b], and float32 or float16 [b, embedding_dim].
     sums: list[tuple[Int64Array, Sums]]
 
     def take(self, group: Group, part: Part, keys: tuple[int, int], sums: Sums, stored: StoredRows | None) -> None:
-        """Take in the answer for a part's keys [first, end), which are those of the group."""
         first, end = keys
         if first == end:
             return
@@ -196,7 +182,7 @@ class _Found:
             self.sums.append((index, sums))
 
     def pool_stored(self, group: Group, first: int, end: int, bags: KeyedBags) -> Float32Array:
-        """Pool the stored rows as if they were an arena's, of bags [first, end) of the whole; others give zeros."""
+        """Pool the stored rows as if they were an arena's, of bags [first, end); others give zeros."""
         rows, values = _joined(self.rows), _joined(self.values)
         offsets, weights = bags.offsets[first : end + 1], bags.weights
         first_value, num_values = int(offsets[0]), int(offsets[-1] - offsets[0])

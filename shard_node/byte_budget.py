@@ -41,13 +41,7 @@ def check_buffer_bytes(max_buffered_bytes: int, largest: str, largest_message_by
 class ByteBudget:
     """The bytes that all connections of a process may make it hold.
 
-    Args:
-        max_bytes: the limit.
-        note: is told why a message was refused.
-
-    Attributes:
-        buffered: bytes that are held now.
-        holders: accounts that hold some.
+    `note` is called with the cause of each refusal. `buffered` bytes are held now, by the accounts `holders`.
     """
 
     def __init__(self, max_bytes: int, note: Callable[[Cause], object] = lambda cause: None) -> None:
@@ -75,10 +69,8 @@ class ByteBudget:
 class ByteAccount:
     """What one connection holds of a budget.
 
-    Args:
-        budget: of the process.
-        give_way: refuses the messages of the connection that are not complete yet, with the error that it is given,
-            and refunds their bytes.
+    `give_way` refuses the messages of the connection that are not complete yet, with the error that it is given, and
+    refunds their bytes.
     """
 
     def __init__(self, budget: ByteBudget, give_way: Callable[[BufferFullError], object]) -> None:
@@ -86,7 +78,7 @@ class ByteAccount:
         self.held = 0
 
     def charge(self, num_bytes: int) -> None:
-        """Count bytes of a message that came, or that it is expanded to. Raises BufferFullError: there is no room."""
+        """Count bytes of a message that came, or that it is expanded to. Raises BufferFullError."""
         budget, half = self._budget, self._budget.max_bytes // 2
         if budget.buffered + num_bytes > half:
             if self.held + num_bytes > half // (len(budget.holders) + (self not in budget.holders)):

@@ -23,8 +23,6 @@ Of = TypeVar("Of")
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlace:
-    """A group's arenas. With a single arena nothing is split; if its tables are whole, nothing is looked up either."""
-
     group: Group
     arenas: range
     whole: bool
@@ -84,8 +82,8 @@ class CpuEngine:
     def write_together(self, writes: Sequence[tuple[int, Int64Array, npt.NDArray[np.uint8]]]) -> int:
         """Replace rows of several tables, each with rows of its own, between the same two lookups.
 
-        Each write is a table, its rows, and these as stored, as `Engine.write_rows` takes them, and checked. What takes
-        long, finding the rows and their pages, is done before anybody waits. Returns how many are here.
+        Each write is a table, its rows, and these as stored, as `Engine.write_rows` takes them, and checked. Returns
+        how many are here.
         """
         parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
         for table, rows, of_table in writes:
@@ -152,7 +150,6 @@ class CpuEngine:
         return rows
 
     def _slots(self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        """Find the slots of rows that are in the group's only arena."""
         if place.whole:
             return self._placement.slots_in_whole(bags, values_per_key)
         return self._placement.slots_in_one(bags, values_per_key)
