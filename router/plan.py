@@ -176,10 +176,7 @@ class Plan:
         """Return the identity of the node that serves a shard."""
         _check_index(shard_index, self.num_shards)
         return NodeIdentity(
-            shard_index=shard_index,
-            num_shards=self.num_shards,
-            num_cards=self.cards_per_shard,
-            sharding=self.sharding,
+            shard_index=shard_index, num_shards=self.num_shards, num_cards=self.cards_per_shard, sharding=self.sharding
         )
 
     def partition(self, shard_index: int) -> Partition:

@@ -158,11 +158,7 @@ class PlanFile(Frozen):
     def of(cls, model: str, num_shards: int, cards_per_shard: int, tables: Sequence[TablePlan]) -> Self:
         """Write down a plan, with its digest."""
         made = cls(
-            model=model,
-            num_shards=num_shards,
-            cards_per_shard=cards_per_shard,
-            tables=tuple(tables),
-            digest="0" * 64,
+            model=model, num_shards=num_shards, cards_per_shard=cards_per_shard, tables=tuple(tables), digest="0" * 64
         )
         return made.model_copy(update={"digest": made.content_digest})
 

@@ -151,11 +151,7 @@ def _changes(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
 
 
 def _part(
-    bags: KeyedBags,
-    bag_starts: Int64Array,
-    positions: Int64Array,
-    bag_index: Int64Array,
-    offsets: Int64Array | None,
+    bags: KeyedBags, bag_starts: Int64Array, positions: Int64Array, bag_index: Int64Array, offsets: Int64Array | None
 ) -> KeyedBags:
     if bag_index.size == bags.num_bags:
         keys, bags_per_key = bags.keys, bags.bags_per_key

@@ -81,18 +81,16 @@ class Rollout(Record):
         to_version: the version that is to be live.
         previous_version: what a rollback returns to if this rollout is not done; see `rollback_target`.
         from_followed: deltas were applied to `from_version` when it started.
-        delta_base, last_delta: of the published `to_version`: its stream of deltas, and the last one it contains.
+        delta_base, last_delta: of `to_version`, as published.
         strategy: `beside` holds both versions on each shard node for a while, `by-replica` never does.
         canary_share: share of requests that the new version gets first; None for no canary.
         bake_s: how long it is held against the live one, in seconds; 0 for not at all.
         bake_timeout_s: longest that a bake waits for `guards.min_requests`, in seconds; None for `BAKE_TIMEOUT` bakes.
-        guards: what the comparison allows.
         steps: when it is undone, those of undoing, from `undo_index` on, come after the last one that was begun.
         base_epoch: the epoch of the wanted record that the step's own write follows: up to it the step is still to be
             done, above it it was. It is also what keeps a coordinator with an old copy of this record from writing.
-        step_began_at: seconds since the epoch; likewise `started_at` and `bake_began_at`.
-        groups: by-replica only: node ids that are rolled together, in order.
-        early_groups: how many of them are rolled before the flip.
+        started_at, step_began_at, bake_began_at: seconds since the epoch.
+        groups: by-replica only: node ids that are rolled together, in order; `early_groups` of them before the flip.
         from_shards, to_shards: over how many shards the rows of the two versions are divided; None if nobody said.
         replay_until: the last delta of that stream when the step `replay` began; None before.
         baseline: what serving processes had counted when the bake began, by node id.
@@ -235,11 +233,10 @@ def plan_steps(
 
 
 def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """Group of shard nodes to roll together, at most one of each shard in a group.
+    """Return groups of shard nodes to roll together, at most one of each shard, and how many come before the flip.
 
-    Of each shard, half of its nodes (at least one, by id) are in the groups that come before the flip and the rest in
-    those after it, so that both versions have a node of each shard in between. Returns the groups, and how many come
-    before the flip.
+    Of each shard, half of its nodes (at least one, by id) are in the groups before the flip and the rest in those after
+    it, so that both versions have a node of each shard in between.
     """
     early = {shard: max(1, len(nodes) // 2) for shard, nodes in nodes_by_shard.items()}
     num_early = max(early.values(), default=0)

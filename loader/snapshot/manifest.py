@@ -15,14 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import (
-    Discriminator,
-    Field,
-    JsonValue,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 
 from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
 from loader.snapshot.schema_errors import quoted_errors
@@ -223,8 +216,13 @@ class ModelSpec(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _refuse_duplicates("table", [table.name for table in self.tables])
-        if any(table.column_dims for table in self.tables):
-            self._check_stored_tables()
+        sliced = [table.name for table in self.tables if table.column_dims]
+        if sliced:
+            stored = [table.name for table in self.stored_tables]
+            if len(stored) > MAX_TABLES:
+                raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")
+            # A slice named like a sliced table would be told apart by nobody who reads a metric.
+            _refuse_duplicates("table", [*stored, *sliced])
         self._check_divided()
         feature_names = [feature.name for feature in self.features]
         _refuse_duplicates("feature", feature_names)
@@ -251,13 +249,9 @@ class ModelSpec(Frozen):
             del copied.__dict__[name]
         return copied
 
-    @property
+    @cached_property
     def logical_tables(self) -> tuple[AnyTable, ...]:
         """Return the tables as features see them: `tables`, with each divided one in the place of its first part."""
-        return self._logical_tables
-
-    @cached_property
-    def _logical_tables(self) -> tuple[AnyTable, ...]:
         found: dict[str, AnyTable] = {}
         for table in self.tables:
             one = self._divided_of.get(table.name, table)
@@ -300,13 +294,6 @@ class ModelSpec(Frozen):
             one.check_parts(self.parts(one))
         if isinstance(self.dense_model, ExportedModelSpec) and (projected := self.projections()):
             raise ValueError(f"projections of {sorted(projected)}: an exported program can't hold them")
-
-    def _check_stored_tables(self) -> None:
-        stored = [table.name for table in self.stored_tables]
-        if len(stored) > MAX_TABLES:
-            raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")
-        # A slice named like a sliced table would be told apart by nobody who reads a metric.
-        _refuse_duplicates("table", [*stored, *(table.name for table in self.tables if table.column_dims)])
 
     @cached_property
     def _table_by_feature(self) -> dict[str, AnyTable]:
@@ -410,7 +397,6 @@ class Manifest(Frozen):
         return self
 
     def _check_once(self, name: str, files: TableFiles, is_first: bool, logical: AnyTable | None) -> None:
-        """Check what a table has once; `logical` is the table that this is the first part and slice of, if it is."""
         has_vocabulary = logical is not None and logical.id_mapping.kind == "vocabulary"
         if has_vocabulary != (files.vocabulary is not None):
             raise ValueError(

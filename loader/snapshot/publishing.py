@@ -42,10 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What `publish` did: the record, where the version lies, whether it was copied there, and whether it is new.
-
-    `where` is a folder, or a URL.
-    """
+    """What `publish` did: the record, the folder or URL of the version, whether it was copied there, and is new."""
 
     record: PublishedVersion
     where: str
@@ -68,8 +65,7 @@ async def publish(
 
     Raises:
         SnapshotError: it must not be served, or the store has another snapshot of that version.
-        ExportError: another process is writing that version, or the store's disk fails or is full. What was copied is
-            kept for the next try.
+        ExportError: another process is writing that version, or the store's disk fails or is full.
         DeltaError: it does not continue the stream of deltas that it names.
         RegistryConflictError: another snapshot was published as that version.
     """
@@ -145,7 +141,6 @@ async def _check_published(fleet: FleetRegistry, snapshot: Snapshot) -> Publishe
 
 
 async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StorePlace) -> None:
-    """Raise DeltaError for a version that no replay could bring up to date."""
     model = manifest.spec.model
     base, last_delta = manifest.delta_start
     where = f"version {manifest.version} of {model!r}: last_delta {last_delta} of delta_base {base}"
@@ -160,10 +155,7 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
 
 
 async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: StorePlace, where: str) -> None:
-    """Raise DeltaBaseError unless the rows of divided tables lie where the stream's deltas were made for.
-
-    These are of rows of the parts: with other row classes, a replay would write them to other rows.
-    """
+    """Raise DeltaBaseError unless rows of divided tables lie where the stream's deltas were made for."""
     base, model = manifest.delta_start[0], manifest.spec.model
     known = {one.version: one for one in await fleet.versions(model)}
     # Each version of the stream was compared with one before it, so any will do.
@@ -192,7 +184,6 @@ async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: Sto
 
 
 def _row_places(manifest: Manifest) -> dict[str, tuple[object, ...]]:
-    """Return what decides where rows of each divided table lie."""
     classes = {files.table: files.row_classes and files.row_classes.sha256 for files in manifest.tables}
     return {
         one.name: (one.num_embeddings, one.by, one.buckets, one.pruned, one.parts, classes[one.parts[0]])
@@ -201,7 +192,6 @@ def _row_places(manifest: Manifest) -> dict[str, tuple[object, ...]]:
 
 
 def _put_in_store(snapshot: Snapshot, place: StorePlace, threads: int, progress: Progress) -> tuple[str, bool]:
-    """Return where it is in the store, and whether it had to be copied there. Raises as `publish`."""
     source, store = snapshot.path, open_store(place)
     there = store.manifest(snapshot.spec.model, snapshot.version)
     if there is None or not isinstance(place, Path):
@@ -282,7 +272,7 @@ async def _staying(fleet: FleetRegistry, model: str, published: Iterable[Publish
 
 
 async def _drop(fleet: FleetRegistry, store: Store, record: PublishedVersion) -> None:
-    """Take a version out of sight and off the record; put it back if somebody began to use it meanwhile."""
+    # Out of sight and off the record; put back if somebody began to use it meanwhile.
     await asyncio.to_thread(store.set_aside, record.model, record.version)
     await fleet.drop_version(record.model, record.version)
     # From here on no rollout of it can be started.
@@ -295,7 +285,7 @@ async def _drop(fleet: FleetRegistry, store: Store, record: PublishedVersion) ->
 async def _trim(
     fleet: FleetRegistry, model: str, kept: Iterable[PublishedVersion], dropped: Iterable[PublishedVersion]
 ) -> None:
-    """Trims each stream below what the kept versions still have to replay, and to its end if none continues it."""
+    # Below what the kept versions still have to replay, and to the end of a stream that none continues.
     lowest: dict[int, int] = {}
     for record in kept:
         lowest[record.delta_base] = min(record.last_delta, lowest.get(record.delta_base, record.last_delta))

@@ -52,14 +52,7 @@ from loader.snapshot.program import ProgramArchive
 from loader.snapshot.row_classes import RowClasses, check_classes_header
 from loader.snapshot.store import hash_file
 from loader.snapshot.tables import AnyTable, DividedTable, Frozen, TableSpec
-from loader.snapshot.tensor_files import (
-    TensorInfo,
-    expect_at_most,
-    expect_tensors,
-    load_numpy,
-    map_tensor,
-    read_header,
-)
+from loader.snapshot.tensor_files import TensorInfo, expect_at_most, expect_tensors, load_numpy, map_tensor, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -73,11 +66,7 @@ _BLOCK_BYTES = 16 << 20
 class Snapshot:
     """One immutable version of a model on disk, opened for reading. Made by `Snapshot.open`.
 
-    Attributes:
-        path: its folder.
-        manifest: what its manifest says.
-        spec, version: of the manifest: what the model is made of, and the version's number.
-        identity: SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files.
+    `identity` is the SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files.
     """
 
     def __init__(
@@ -149,7 +138,14 @@ class Snapshot:
         entries = [entry for entry in manifest.files() if entry.path not in absent]
         paths = {entry.path: snapshot_file(root, entry.path) for entry in entries}
         check_manifest_checksum(root, identity)
-        _check_sizes(paths, entries)
+        for entry in entries:
+            at = paths[entry.path]
+            try:
+                size_bytes = at.stat().st_size
+            except OSError as error:
+                raise file_error(at, "read", error) from error
+            if size_bytes != entry.size_bytes:
+                raise SnapshotCorruptError(f"{at}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
         headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
         snapshot = cls(root, manifest, identity, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
@@ -169,8 +165,14 @@ class Snapshot:
         entries = [one for one in self.manifest.files() if files == "all" or (one.path in rows) == (files == "rows")]
         paths = {entry.path: snapshot_file(self.path, entry.path) for entry in entries}
         _check_hashes(paths, entries, threads, progress)
-        if files != "rows":
-            self._check_vocabularies()
+        if files == "rows":
+            return
+        for of_table in self.manifest.tables:
+            if of_table.vocabulary is not None:
+                check_vocabulary_ids(self.path / of_table.vocabulary.path, self.vocabulary(of_table.table))
+                self.vocabulary_strings(of_table.table)
+            if of_table.row_classes is not None:
+                self.row_classes(of_table.table)
 
     @property
     def size_bytes(self) -> int:
@@ -340,25 +342,6 @@ class Snapshot:
             counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
             expect_tensors(path, self._headers[files.access_counts.path], counts)
 
-    def _check_vocabularies(self) -> None:
-        for files in self.manifest.tables:
-            if files.vocabulary is not None:
-                check_vocabulary_ids(self.path / files.vocabulary.path, self.vocabulary(files.table))
-                self.vocabulary_strings(files.table)
-            if files.row_classes is not None:
-                self.row_classes(files.table)
-
-
-def _check_sizes(paths: Mapping[str, Path], entries: Sequence[FileEntry]) -> None:
-    for entry in entries:
-        path = paths[entry.path]
-        try:
-            size_bytes = path.stat().st_size
-        except OSError as error:
-            raise file_error(path, "read", error) from error
-        if size_bytes != entry.size_bytes:
-            raise SnapshotCorruptError(f"{path}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
-
 
 def _check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
     total = sum(entry.size_bytes for entry in entries)
@@ -397,7 +380,7 @@ class VerifyReport(Frozen):
             opened ends the check, so it is then the only one.
         checks: what was checked and found right.
         files: the files that the manifest names, right or not; empty if it can't be read.
-        model, version: what the manifest says, likewise; None if it can't be read.
+        model, version: what the manifest says; None if it can't be read.
     """
 
     path: str
@@ -455,7 +438,7 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
 
 
 def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progress: Progress) -> list[str]:
-    """One problem per file with a bad row: its first one, by number."""
+    """Return one problem per file with a bad row: its first one, by number."""
     codec = codec_for(table.dtype, table.embedding_dim)
     block_rows = max(1, _BLOCK_BYTES // codec.row_bytes)
     problems, done = [], 0

@@ -79,7 +79,9 @@ class ArrayRows(RowSource):
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """Yield one block: a view where the array is float32, else a converted copy of these rows."""
-        yield _to_float32(self._array[first_row : first_row + max_rows])
+        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
+            block: Float32Array = self._array[first_row : first_row + max_rows].astype(np.float32, copy=False)
+        yield block
 
     def fingerprint(self) -> str:
         """Of a sample of the rows, and of the file of a memmap."""
@@ -189,9 +191,3 @@ class RowsFromBlocks(RowSource):
 def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
     """Make a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
     return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)
-
-
-def _to_float32(block: npt.NDArray[Any]) -> Float32Array:
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
-        converted: Float32Array = block.astype(np.float32, copy=False)
-    return converted

@@ -86,7 +86,6 @@ class _Export:
     delta_base: int | None
 
     def rows_paths(self, table: TableSpec) -> list[str]:
-        """Return where a stored table's row files lie in the snapshot, in order."""
         num_files = -(-table.num_embeddings // self.rows_per_file[table.name])
         return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
 
@@ -110,7 +109,6 @@ class _Export:
         return digest.hexdigest()
 
     def manifest(self, created_at: datetime, entries: Mapping[str, FileEntry]) -> Manifest:
-        """Return the manifest, given every file by its path."""
         # What a table has once lies in the table's own folder, and stands in the manifest with its first slice, or with
         # that of its first part.
         own = {table.slices[0].name: table.name for table in self.spec.tables}
@@ -150,7 +148,7 @@ class _Export:
         )
 
     def check_manifest(self) -> None:
-        """Raise ExportError if no reader would take the manifest, found out by a draft before rows are written."""
+        """Raise ExportError if no reader would take the manifest, before rows are written."""
         paths = [*self.files, *(path for table in self.spec.stored_tables for path in self.rows_paths(table))]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
@@ -234,7 +232,6 @@ def _dense_file(spec: ModelSpec, dense: Mapping[str, torch.Tensor] | Program) ->
 
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
-    """Return the given rows per file, checked, or the table's default; the same for all of its slices."""
     if rows_per_file is None:
         row_bytes = sum(codec_for(one.dtype, one.embedding_dim).row_bytes for one in table.slices)
         rows_per_file = default_rows_per_file(table, row_bytes)
@@ -248,11 +245,11 @@ def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
 
 
 def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in host memory: safetensors refuses tensors that share memory, such as tied weights."""
     if not name or name == "__metadata__":
         raise ExportError(f"dense tensor {name!r}: not a name that safetensors can hold")
     if tensor.ndim > MAX_TENSOR_DIMS:
         raise ExportError(f"dense tensor {name!r}: {tensor.ndim} dims; at most {MAX_TENSOR_DIMS} are allowed")
+    # A contiguous copy: safetensors refuses tensors that share memory, such as tied weights.
     if tensor.dtype in FLOAT_DTYPES:
         copied = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
         if not bool(torch.isfinite(copied).all()):
@@ -285,8 +282,6 @@ def _save_rows(encoded: dict[str, ByteArray], table: str, path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A stored table, and which columns of its table's rows it has."""
-
     table: TableSpec
     columns: slice
 
@@ -304,10 +299,7 @@ def _encode_file(
     file_index: int,
     progress: Progress,
 ) -> dict[str, ByteArray]:
-    """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order.
-
-    The source, of which some can be read only once, is asked for all of them at a time.
-    """
+    """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order."""
     first_row = file_index * rows_per_file
     # By name: slices of a `mixed` table have seeds of their own.
     orders = [RowBuckets.of(one.table).in_file(rows_per_file, file_index) for one in slices]
@@ -326,7 +318,10 @@ def _encode_file(
                     f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
                     f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
                 )
-            _check_finite(table, block, first_row + position)
+            finite = np.isfinite(block)
+            if not finite.all():
+                row = first_row + position + int(np.argmin(finite.all(axis=1)))
+                raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
             for one, order in zip(slices, orders, strict=True):
                 encoded = _encode_block(one.table, block[:, one.columns], first_row + position)
@@ -336,13 +331,6 @@ def _encode_file(
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
         progress(f"table {table.name}", first_row + stop, table.num_embeddings)
     return stored
-
-
-def _check_finite(table: TableSpec, block: Float32Array, first_row: int) -> None:
-    finite = np.isfinite(block)
-    if not finite.all():
-        row = first_row + int(np.argmin(finite.all(axis=1)))
-        raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
 
 
 def _encode_block(table: TableSpec, block: Float32Array, first_row: int) -> ByteArray:
@@ -428,10 +416,7 @@ def export_snapshot(
 def _write_row_files(
     export: _Export, folder: ExportFolder, rows: Mapping[str, RowSource], progress: Progress
 ) -> dict[str, FileEntry]:
-    """Write the row files that are not finished yet, one after the other, and give all by path.
-
-    Memory is bounded by one file, of all slices, plus a few blocks of `BLOCK_BYTES`.
-    """
+    """Write the row files that are not finished yet; memory is bounded by one file, of all slices, and some blocks."""
     entries = {}
     for table in export.spec.tables:
         slices, source = _Slice.all_of(table), rows[table.name]

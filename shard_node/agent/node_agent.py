@@ -352,9 +352,7 @@ class NodeActions:
 
 
 async def watch_cards(
-    node: ShardNode,
-    cards: Cards | None = None,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    node: ShardNode, cards: Cards | None = None, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> NoReturn:
     """Ask the cards of all versions, and `cards`, time and again, until cancelled. On the CPU there is nothing to ask.
 

@@ -289,13 +289,7 @@ class ShardClient:
         return await lookup.ask(ask, attributes)
 
     async def _pool(
-        self,
-        model: str,
-        version: int,
-        bags: KeyedBags,
-        deadline: float,
-        forms: Forms,
-        trace: SpanContext | None = None,
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms, trace: SpanContext | None = None
     ) -> Answer:
         def encode(request_id: int, budget_us: int) -> list[Buffer]:
             # Only now it is certain who gets it: the call may have waited for another connection.

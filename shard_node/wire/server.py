@@ -11,12 +11,7 @@ from functools import partial
 from typing import cast
 
 from shard_node.byte_budget import ByteAccount, ByteBudget
-from shard_node.errors import (
-    BufferFullError,
-    CertificateRoleError,
-    NodeOverloadedError,
-    WireError,
-)
+from shard_node.errors import BufferFullError, CertificateRoleError, NodeOverloadedError, WireError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address, Listener, listen
 from shard_node.wire.connection import FrameConnection
