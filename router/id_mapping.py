@@ -315,27 +315,19 @@ class IdMapper:
             )
             return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
         else:
-            rows, unknown = self._map_mixed(bags, values_per_key)
+            keys = bags.keys
+            kind = np.repeat(self._kind[keys], values_per_key)
+            feature = np.repeat(keys, values_per_key)
+            rows = bags.values.copy()
+            hashed = np.flatnonzero(kind == _HASH)
+            of = feature[hashed]
+            rows[hashed] = hashed_rows(bags.values[hashed], self._seed[of], self._num_embeddings[of])
+            known = np.flatnonzero(kind == _VOCABULARY)
+            rows[known] = self._vocabulary.rows(self._schema.table_index[feature[known]], bags.values[known])
+            # A row that no vocabulary gave is -1: as an unsigned number, beyond every table.
+            unknown = rows.view(np.uint64) >= self._num_embeddings[feature]
         if not unknown.any():
             return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
-        return self._resolve_unknown(bags, rows, unknown, values_per_key)
-
-    def _map_mixed(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        keys = bags.keys
-        kind = np.repeat(self._kind[keys], values_per_key)
-        feature = np.repeat(keys, values_per_key)
-        rows = bags.values.copy()
-        hashed = np.flatnonzero(kind == _HASH)
-        of = feature[hashed]
-        rows[hashed] = hashed_rows(bags.values[hashed], self._seed[of], self._num_embeddings[of])
-        known = np.flatnonzero(kind == _VOCABULARY)
-        rows[known] = self._vocabulary.rows(self._schema.table_index[feature[known]], bags.values[known])
-        # A row that no vocabulary gave is -1: as an unsigned number, beyond every table.
-        return rows, rows.view(np.uint64) >= self._num_embeddings[feature]
-
-    def _resolve_unknown(
-        self, bags: KeyedBags, rows: Int64Array, unknown: npt.NDArray[np.bool_], values_per_key: Int64Array
-    ) -> MappedBags:
         positions = np.flatnonzero(unknown)
         segment = np.searchsorted(np.cumsum(values_per_key), positions, side="right")
         feature = bags.keys[segment]

@@ -188,7 +188,14 @@ class Plan:
         """
         _check_index(shard_index, self.num_shards)
         if self.file is not None and self.file.cards_per_shard == self.cards_per_shard:
-            return self._planned_partition(shard_index)
+            planned = []
+            for owners, ranks in zip(self.shard_of_bucket, self.ranks, strict=True):
+                if owners[0] == REPLICATED:
+                    planned.append(np.full(owners.size, ranks.ranks[shard_index] % self.cards_per_shard, np.int16))
+                else:
+                    card_of_bucket = ranks.rank_of_bucket(owners.size) % self.cards_per_shard
+                    planned.append(np.where(owners == shard_index, card_of_bucket, -1).astype(np.int16))
+            return Partition(self.cards_per_shard, tuple(planned))
         cards: list[npt.NDArray[np.int16]] = [np.zeros(0, np.int16)] * len(self.layout.tables)
         loads = [0] * self.cards_per_shard
         tables = self.layout.tables
@@ -204,16 +211,6 @@ class Plan:
             else:
                 cards[number] = np.full(owners.size, -1, np.int16)
                 cards[number][mine] = _spread_over_cards(table, mine, self.cards_per_shard)
-        return Partition(self.cards_per_shard, tuple(cards))
-
-    def _planned_partition(self, shard_index: int) -> Partition:
-        cards = []
-        for owners, ranks in zip(self.shard_of_bucket, self.ranks, strict=True):
-            if owners[0] == REPLICATED:
-                cards.append(np.full(owners.size, ranks.ranks[shard_index] % self.cards_per_shard, np.int16))
-                continue
-            card_of_bucket = ranks.rank_of_bucket(owners.size) % self.cards_per_shard
-            cards.append(np.where(owners == shard_index, card_of_bucket, -1).astype(np.int16))
         return Partition(self.cards_per_shard, tuple(cards))
 
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -74,9 +74,25 @@ class ReplicaDirectory:
                 if node_id not in announced and known.missing_since is None:
                     known.missing_since = now
             self._known |= announced
-            self._forget(now)
+            present = {one.record.shard_index for one in self._known.values() if one.missing_since is None}
+            for node_id, known in list(self._known.items()):
+                if known.missing_since is None or now - known.missing_since < self._forget_after_s:
+                    continue
+                if known.record.shard_index in present:
+                    logger.info("shard node %s is forgotten", node_id)
+                    del self._known[node_id]
             in_order = [self._known[node_id] for node_id in sorted(self._known)]
-            replicas = _replicas(in_order)
+            found: dict[_Key, list[Address]] = defaultdict(list)
+            for member in in_order:
+                record = member.record
+                if record.draining or record.shard_index is None:
+                    continue
+                for report in record.versions:
+                    addresses = found[report.model, report.version, record.shard_index]
+                    # A node that was restarted under another name may still be announced under its old one.
+                    if report.state == "ready" and member.address not in addresses:
+                        addresses.append(member.address)
+            replicas = {key: tuple(addresses) for key, addresses in found.items() if addresses}
             topologies = {known.topology for known in in_order if known.topology is not None}
             topology = topologies.pop() if len(topologies) == 1 else None
             if (replicas, topology) != (self._view.replicas, self._view.topology):
@@ -94,29 +110,6 @@ class ReplicaDirectory:
     def topology(self) -> FleetRecord | None:
         """Return how the announced nodes divide rows; None if there are none, or they do not agree."""
         return self._view.topology
-
-    def _forget(self, now: float) -> None:
-        present = {one.record.shard_index for one in self._known.values() if one.missing_since is None}
-        for node_id, known in list(self._known.items()):
-            if known.missing_since is None or now - known.missing_since < self._forget_after_s:
-                continue
-            if known.record.shard_index in present:
-                logger.info("shard node %s is forgotten", node_id)
-                del self._known[node_id]
-
-
-def _replicas(nodes: Sequence[_Known]) -> dict[_Key, tuple[Address, ...]]:
-    found: dict[_Key, list[Address]] = defaultdict(list)
-    for node in nodes:
-        record = node.record
-        if record.draining or record.shard_index is None:
-            continue
-        for report in record.versions:
-            addresses = found[report.model, report.version, record.shard_index]
-            # A node that was restarted under another name may still be announced under its old one.
-            if report.state == "ready" and node.address not in addresses:
-                addresses.append(node.address)
-    return {key: tuple(addresses) for key, addresses in found.items() if addresses}
 
 
 def _divided_by(record: NodeRecord) -> FleetRecord | None:

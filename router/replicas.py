@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -383,7 +383,10 @@ class ReplicatedShard:
                         error, wish, is_free = failed, failed.kind, one.was_sent_nothing(failed)
                         self._failed(one, failed, failures)
                     else:
-                        self._overtook(one, asked.values())
+                        now = self._clock()
+                        for late in asked.values():
+                            if late.at < one.at:
+                                self._outliers.overtaken(late.member.health, now - late.at)
                         return answer
                 if self._clock() >= deadline - TIMER_SLACK_S:
                     raise DeadlineExceededError(f"no replica answered before the deadline ({'; '.join(failures)})")
@@ -422,12 +425,6 @@ class ReplicatedShard:
             return
         self._outliers.failed(asked.member.health)
 
-    def _overtook(self, winner: _Asked, late: Iterable[_Asked]) -> None:
-        now = self._clock()
-        for one in late:
-            if one.at < winner.at:
-                self._outliers.overtaken(one.member.health, now - one.at)
-
     def _unavailable(self, failures: list[str]) -> ShardUnavailableError:
         index, count = self._identity.shard_index, self._identity.num_shards
         said = "; ".join(failures) or "no node has told that this version is ready there"
@@ -438,7 +435,6 @@ class ReplicatedShard:
             return await replica.info()
 
     def _introduce_newcomers(self, model: str, version: int) -> None:
-        """Begins to check whoever has joined or reconnected, so that it can be asked like the others."""
         for member in self._members:
             if member.is_checked or member in self._introductions:
                 continue

@@ -279,7 +279,16 @@ class RowLock:
         try:
             with self._mutex:
                 if self._readers:
-                    self._wait_for_readers()
+                    self._writer_waits = True
+                    try:
+                        if not self._may_write.wait_for(lambda: not self._readers, self._patience_s):
+                            self._closed = True
+                            self._may_write.wait_for(lambda: not self._readers)
+                    except BaseException:
+                        self._open()
+                        raise
+                    finally:
+                        self._writer_waits = False
                 self._closed = True
         except BaseException:
             self._writers.release()
@@ -297,18 +306,6 @@ class RowLock:
             # Closed on the writer's behalf: until it wakes up, the moment would be over.
             self._closed = True
             self._may_write.notify()
-
-    def _wait_for_readers(self) -> None:
-        self._writer_waits = True
-        try:
-            if not self._may_write.wait_for(lambda: not self._readers, self._patience_s):
-                self._closed = True
-                self._may_write.wait_for(lambda: not self._readers)
-        except BaseException:
-            self._open()
-            raise
-        finally:
-            self._writer_waits = False
 
     def _open(self) -> None:
         self._closed = False

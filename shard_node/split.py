@@ -199,12 +199,6 @@ def add(
         for index, sums in parts:
             np.put(_as_items(put), index - first_bag if first_bag else index, _as_items(_float32(sums)))
         return put
-    return _add_by_bag(parts, num_bags, embedding_dim, first_bag)
-
-
-def _add_by_bag(
-    parts: Sequence[tuple[Int64Array, Sums]], num_bags: int, embedding_dim: int, first_bag: int
-) -> Float32Array:
     # By the operator that pools rows: parts, one after the other, are the rows.
     bag_of_row = np.concatenate([index for index, _ in parts])
     rows = torch.empty(bag_of_row.size, embedding_dim)

@@ -400,7 +400,14 @@ class AsyncDeltaPublisher:
         registry, max_entries, max_bytes = self._fleet.registry, self._max_stream_entries, self._max_stream_bytes
         if self._sequence + 1 - self._first < max_entries and self._stream_bytes + size <= max_bytes:
             return
-        needed = await self._first_needed()
+        published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
+        wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
+        named = set() if wanted is None else set(wanted.named())
+        if on_record is not None:
+            named |= on_record.rollout.named()
+        # Before anything is wanted, whatever is published may become so.
+        held = [one.last_delta for one in published if one.version in named or not named]
+        needed = min(held, default=self._sequence) + 1
         while True:
             self._first = (await registry.bounds(self._stream)).first or self._sequence + 1
             kept = self._sequence + 1 - self._first
@@ -439,16 +446,6 @@ class AsyncDeltaPublisher:
         for sequence, payload in lost:
             if not await self._put(sequence, payload):
                 return
-
-    async def _first_needed(self) -> int:
-        published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
-        wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
-        named = set() if wanted is None else set(wanted.named())
-        if on_record is not None:
-            named |= on_record.rollout.named()
-        # Before anything is wanted, whatever is published may become so.
-        held = [one.last_delta for one in published if one.version in named or not named]
-        return min(held, default=self._sequence) + 1
 
 
 class DeltaPublisher:

@@ -298,7 +298,11 @@ class Coordinator:
 
     async def _tick_model(self, model: str, view: FleetView) -> bool:
         try:
-            await self._restore(model)
+            key, rollout, known = rollout_key(model), self._rollouts.get(model), self._wanted.get(model)
+            if rollout is not None and await self._fleet.restore_raw(key, encode_rollout(rollout), rollout.epoch):
+                logger.warning("%s: the registry had lost epoch %d of %s: given back", model, rollout.epoch, key)
+            if known is not None and await self._fleet.restore_wanted(known):
+                logger.warning("%s: the registry had lost epoch %d of what is wanted: given back", model, known.epoch)
             on_record, wanted = await read_rollout(self._fleet, model), await self._fleet.wanted_model(model)
             if on_record is not None:
                 self._rollouts[model] = on_record.rollout
@@ -326,14 +330,6 @@ class Coordinator:
             return False
         self._tell(model, "")
         return moved is not None
-
-    async def _restore(self, model: str) -> None:
-        """Write the records back that the registry has lost, or whose last changes it has lost."""
-        key, rollout, wanted = rollout_key(model), self._rollouts.get(model), self._wanted.get(model)
-        if rollout is not None and await self._fleet.restore_raw(key, encode_rollout(rollout), rollout.epoch):
-            logger.warning("%s: the registry had lost epoch %d of %s: given back", model, rollout.epoch, key)
-        if wanted is not None and await self._fleet.restore_wanted(wanted):
-            logger.warning("%s: the registry had lost epoch %d of what is wanted: given back", model, wanted.epoch)
 
     def _lose_sight(self) -> None:
         self._lock_until = None

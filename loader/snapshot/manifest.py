@@ -223,7 +223,16 @@ class ModelSpec(Frozen):
                 raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")
             # A slice named like a sliced table would be told apart by nobody who reads a metric.
             _refuse_duplicates("table", [*stored, *sliced])
-        self._check_divided()
+        _refuse_duplicates("divided table", [one.name for one in self.divided])
+        _refuse_duplicates("part of a divided table", [part for one in self.divided for part in one.parts])
+        for one in self.divided:
+            if unknown_parts := sorted(set(one.parts) - self._tables.keys()):
+                raise ValueError(f"divided table {one.name!r}: parts {unknown_parts} are no tables")
+            if one.name in self._tables and one.parts != (one.name,):
+                raise ValueError(f"divided table {one.name!r}: its name is that of a table which is not its only part")
+            one.check_parts(self.parts(one))
+        if isinstance(self.dense_model, ExportedModelSpec) and (projected := self.projections()):
+            raise ValueError(f"projections of {sorted(projected)}: an exported program can't hold them")
         feature_names = [feature.name for feature in self.features]
         _refuse_duplicates("feature", feature_names)
         placed = [name for table in self.logical_tables for name in table.feature_names]
@@ -249,9 +258,14 @@ class ModelSpec(Frozen):
             del copied.__dict__[name]
         return copied
 
-    @cached_property
+    @property
     def logical_tables(self) -> tuple[AnyTable, ...]:
         """Return the tables as features see them: `tables`, with each divided one in the place of its first part."""
+        return self._logical_tables
+
+    # Private, since pydantic takes what is public in an instance's dict for its fields.
+    @cached_property
+    def _logical_tables(self) -> tuple[AnyTable, ...]:
         found: dict[str, AnyTable] = {}
         for table in self.tables:
             one = self._divided_of.get(table.name, table)
@@ -282,18 +296,6 @@ class ModelSpec(Frozen):
     @cached_property
     def _divided_of(self) -> dict[str, DividedTable]:
         return {part: one for one in self.divided for part in one.parts}
-
-    def _check_divided(self) -> None:
-        _refuse_duplicates("divided table", [one.name for one in self.divided])
-        _refuse_duplicates("part of a divided table", [part for one in self.divided for part in one.parts])
-        for one in self.divided:
-            if unknown := sorted(set(one.parts) - self._tables.keys()):
-                raise ValueError(f"divided table {one.name!r}: parts {unknown} are no tables")
-            if one.name in self._tables and one.parts != (one.name,):
-                raise ValueError(f"divided table {one.name!r}: its name is that of a table which is not its only part")
-            one.check_parts(self.parts(one))
-        if isinstance(self.dense_model, ExportedModelSpec) and (projected := self.projections()):
-            raise ValueError(f"projections of {sorted(projected)}: an exported program can't hold them")
 
     @cached_property
     def _table_by_feature(self) -> dict[str, AnyTable]:

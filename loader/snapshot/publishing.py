@@ -31,7 +31,6 @@ from loader.rollout.plan import read_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import Manifest, ModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loader.snapshot.store import Store
 from loader.stores import open_store
 from loader.stores.place import StorePlace
 
@@ -151,36 +150,32 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
     if last_delta + 1 < first:
         raise DeltaGapError(f"{where}: the stream begins with {first}, what came between is gone")
     if base != manifest.version:
-        await _check_row_places(fleet, manifest, store, where)
+        # Rows of divided tables must lie where the stream's deltas, which are of rows of the parts, were made for.
+        known = {one.version: one for one in await fleet.versions(model)}
+        # Each version of the stream was compared with one before it, so any will do.
+        others = [base, *sorted((one.version for one in known.values() if one.delta_base == base), reverse=True)]
 
+        def one_in_store() -> Manifest | None:
+            opened = open_store(store)
+            for version in others:
+                there = None if version == manifest.version else opened.manifest(model, version)
+                if there is not None and (version not in known or known[version].identity == there[1]):
+                    return there[0]
+            return None
 
-async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: StorePlace, where: str) -> None:
-    """Raise DeltaBaseError unless rows of divided tables lie where the stream's deltas were made for."""
-    base, model = manifest.delta_start[0], manifest.spec.model
-    known = {one.version: one for one in await fleet.versions(model)}
-    # Each version of the stream was compared with one before it, so any will do.
-    others = [base, *sorted((one.version for one in known.values() if one.delta_base == base), reverse=True)]
-
-    def one_in_store() -> Manifest | None:
-        opened = open_store(store)
-        for version in others:
-            there = None if version == manifest.version else opened.manifest(model, version)
-            if there is not None and (version not in known or known[version].identity == there[1]):
-                return there[0]
-        return None
-
-    other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
-    if other is None and own:
-        raise DeltaBaseError(
-            f"{where}: tables {sorted(own)} are divided, and {store} has no version of that stream any more that tells "
-            "where its deltas' rows lie: leave delta_base out to begin a stream"
-        )
-    if other is not None and own != (theirs := _row_places(other)):
-        differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-        raise DeltaBaseError(
-            f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so that "
-            "its deltas would be written to other rows: divide them alike, or leave delta_base out to begin a stream"
-        )
+        other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
+        if other is None and own:
+            raise DeltaBaseError(
+                f"{where}: tables {sorted(own)} are divided, and {store} has no version of that stream any more that "
+                "tells where its deltas' rows lie: leave delta_base out to begin a stream"
+            )
+        if other is not None and own != (theirs := _row_places(other)):
+            differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+            raise DeltaBaseError(
+                f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so "
+                "that its deltas would be written to other rows: divide them alike, or leave delta_base out to begin "
+                "a stream"
+            )
 
 
 def _row_places(manifest: Manifest) -> dict[str, tuple[object, ...]]:
@@ -244,12 +239,28 @@ async def retain(fleet: FleetRegistry, store: StorePlace, model: str, keep: int)
         staying = await _staying(fleet, model, published, keep)
         for record in published:
             if record.version not in staying:
-                await _drop(fleet, opened, record)
+                # Out of sight and off the record; put back if somebody began to use it meanwhile.
+                await asyncio.to_thread(opened.set_aside, record.model, record.version)
+                await fleet.drop_version(record.model, record.version)
+                # From here on no rollout of it can be started.
+                if record.version in await versions_in_use(fleet, record.model):
+                    logger.warning("version %d of %r came into use: it is kept", record.version, record.model)
+                    await fleet.put_version(record)
+                    await asyncio.to_thread(opened.bring_back, record.model, record.version)
         await asyncio.to_thread(opened.delete_set_aside, model, staying)
         kept = await fleet.versions(model)
         numbers = {record.version for record in kept}
         dropped = [record for record in published if record.version not in numbers]
-        await _trim(fleet, model, kept, dropped)
+        # Below what the kept versions still have to replay, and to the end of a stream that none continues.
+        lowest: dict[int, int] = {}
+        for record in kept:
+            lowest[record.delta_base] = min(record.last_delta, lowest.get(record.delta_base, record.last_delta))
+        for delta_base in {record.delta_base for record in dropped} | lowest.keys():
+            stream = delta_stream(model, delta_base)
+            bounds = await fleet.registry.bounds(stream)
+            before = min(lowest.get(delta_base, bounds.last), bounds.last) + 1
+            if bounds.first < before:
+                await fleet.registry.trim(stream, before)
     return Retained(tuple(sorted(numbers)), tuple(sorted(record.version for record in dropped)))
 
 
@@ -269,29 +280,3 @@ async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
 async def _staying(fleet: FleetRegistry, model: str, published: Iterable[PublishedVersion], keep: int) -> set[int]:
     highest = sorted(record.version for record in published)[-keep:]
     return {*highest, *await versions_in_use(fleet, model)}
-
-
-async def _drop(fleet: FleetRegistry, store: Store, record: PublishedVersion) -> None:
-    # Out of sight and off the record; put back if somebody began to use it meanwhile.
-    await asyncio.to_thread(store.set_aside, record.model, record.version)
-    await fleet.drop_version(record.model, record.version)
-    # From here on no rollout of it can be started.
-    if record.version in await versions_in_use(fleet, record.model):
-        logger.warning("version %d of %r came into use: it is kept", record.version, record.model)
-        await fleet.put_version(record)
-        await asyncio.to_thread(store.bring_back, record.model, record.version)
-
-
-async def _trim(
-    fleet: FleetRegistry, model: str, kept: Iterable[PublishedVersion], dropped: Iterable[PublishedVersion]
-) -> None:
-    # Below what the kept versions still have to replay, and to the end of a stream that none continues.
-    lowest: dict[int, int] = {}
-    for record in kept:
-        lowest[record.delta_base] = min(record.last_delta, lowest.get(record.delta_base, record.last_delta))
-    for delta_base in {record.delta_base for record in dropped} | lowest.keys():
-        stream = delta_stream(model, delta_base)
-        bounds = await fleet.registry.bounds(stream)
-        before = min(lowest.get(delta_base, bounds.last), bounds.last) + 1
-        if bounds.first < before:
-            await fleet.registry.trim(stream, before)

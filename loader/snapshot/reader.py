@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -164,7 +164,32 @@ class Snapshot:
         }
         entries = [one for one in self.manifest.files() if files == "all" or (one.path in rows) == (files == "rows")]
         paths = {entry.path: snapshot_file(self.path, entry.path) for entry in entries}
-        _check_hashes(paths, entries, threads, progress)
+        total = sum(entry.size_bytes for entry in entries)
+        done = 0
+        lock = threading.Lock()
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                progress("checking SHA-256", done, total)
+
+        def check(entry: FileEntry) -> None:
+            path = paths[entry.path]
+            try:
+                found = hash_file(path, on_bytes)
+            except OSError as error:
+                raise file_error(path, "read", error) from error
+            if found != entry.sha256:
+                raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
+
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            try:
+                for _ in pool.map(check, entries):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         if files == "rows":
             return
         for of_table in self.manifest.tables:
@@ -298,7 +323,23 @@ class Snapshot:
 
     def _check_headers(self) -> None:
         for table, files in zip(self.spec.stored_tables, self.manifest.tables, strict=True):
-            self._check_table_headers(table, files, self._logical[table.name])
+            logical = self._logical[table.name]
+            row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
+            for file_index, entry in enumerate(files.rows):
+                rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
+                if entry.path in self._headers:
+                    expected = {"rows": ("U8", (rows, row_bytes))}
+                    expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
+            if files.vocabulary is not None:
+                path = self.path / files.vocabulary.path
+                check_vocabulary_header(path, logical, self._headers[files.vocabulary.path])
+            if files.row_classes is not None and isinstance(logical, DividedTable):
+                path, parts = self.path / files.row_classes.path, self.spec.parts(logical)
+                check_classes_header(path, logical, parts, self._headers[files.row_classes.path])
+            if files.access_counts is not None:
+                path = self.path / files.access_counts.path
+                counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
+                expect_tensors(path, self._headers[files.access_counts.path], counts)
         self._check_dense_header()
         if (plan := self.manifest.plan) is not None:
             header, path = self._headers[plan.path], self.path / plan.path
@@ -323,53 +364,6 @@ class Snapshot:
             if info.dtype not in _DENSE_DTYPES:
                 where = f"{path}: tensor {cut(repr(name))}"
                 raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
-
-    def _check_table_headers(self, table: TableSpec, files: TableFiles, logical: AnyTable) -> None:
-        row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
-        for file_index, entry in enumerate(files.rows):
-            rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
-            if entry.path in self._headers:
-                expected = {"rows": ("U8", (rows, row_bytes))}
-                expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
-        if files.vocabulary is not None:
-            path = self.path / files.vocabulary.path
-            check_vocabulary_header(path, logical, self._headers[files.vocabulary.path])
-        if files.row_classes is not None and isinstance(logical, DividedTable):
-            path, parts = self.path / files.row_classes.path, self.spec.parts(logical)
-            check_classes_header(path, logical, parts, self._headers[files.row_classes.path])
-        if files.access_counts is not None:
-            path = self.path / files.access_counts.path
-            counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
-            expect_tensors(path, self._headers[files.access_counts.path], counts)
-
-
-def _check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
-    total = sum(entry.size_bytes for entry in entries)
-    done = 0
-    lock = threading.Lock()
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            progress("checking SHA-256", done, total)
-
-    def check(entry: FileEntry) -> None:
-        path = paths[entry.path]
-        try:
-            found = hash_file(path, on_bytes)
-        except OSError as error:
-            raise file_error(path, "read", error) from error
-        if found != entry.sha256:
-            raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
-
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        try:
-            for _ in pool.map(check, entries):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 class VerifyReport(Frozen):

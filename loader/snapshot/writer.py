@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -162,13 +162,6 @@ class _Export:
             raise ExportError(f"manifest: {len(text)} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
 
 
-def _check_numbers(version: int, golden_tolerance: float) -> None:
-    if not 1 <= version < 2**63:
-        raise ExportError(f"version: {version} is not in [1, 2^63)")
-    if not 0 < golden_tolerance < math.inf:
-        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
-
-
 def _check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
     _check_names("rows", set(rows), {table.name for table in spec.tables})
     for table in spec.tables:
@@ -280,20 +273,9 @@ def _save_rows(encoded: dict[str, ByteArray], table: str, path: Path) -> None:
     safetensors.numpy.save_file({"rows": encoded.pop(table)}, path)
 
 
-@dataclass(frozen=True)
-class _Slice:
-    table: TableSpec
-    columns: slice
-
-    @classmethod
-    def all_of(cls, table: TableSpec) -> list[Self]:
-        ends = list(accumulate(table.slice_dims))
-        return [cls(one, slice(end - one.embedding_dim, end)) for one, end in zip(table.slices, ends, strict=True)]
-
-
 def _encode_file(
     table: TableSpec,
-    slices: Sequence[_Slice],
+    slices: Sequence[tuple[TableSpec, slice]],
     source: RowSource,
     rows_per_file: int,
     file_index: int,
@@ -302,12 +284,11 @@ def _encode_file(
     """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order."""
     first_row = file_index * rows_per_file
     # By name: slices of a `mixed` table have seeds of their own.
-    orders = [RowBuckets.of(one.table).in_file(rows_per_file, file_index) for one in slices]
+    orders = [RowBuckets.of(stored_table).in_file(rows_per_file, file_index) for stored_table, _ in slices]
     num_rows = min(rows_per_file, table.num_embeddings - first_row)
     block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
     stored = {
-        one.table.name: np.empty((num_rows, codec_for(one.table.dtype, one.table.embedding_dim).row_bytes), np.uint8)
-        for one in slices
+        one.name: np.empty((num_rows, codec_for(one.dtype, one.embedding_dim).row_bytes), np.uint8) for one, _ in slices
     }
     for start in range(0, num_rows, block_rows):
         position, stop = start, min(start + block_rows, num_rows)
@@ -323,9 +304,9 @@ def _encode_file(
                 row = first_row + position + int(np.argmin(finite.all(axis=1)))
                 raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
-            for one, order in zip(slices, orders, strict=True):
-                encoded = _encode_block(one.table, block[:, one.columns], first_row + position)
-                stored[one.table.name][order.positions(local_rows)] = encoded
+            for (one, columns), order in zip(slices, orders, strict=True):
+                encoded = _encode_block(one, block[:, columns], first_row + position)
+                stored[one.name][order.positions(local_rows)] = encoded
             position += len(block)
         if position != stop:
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
@@ -396,7 +377,10 @@ def export_snapshot(
     """
     store = Store(store_path)
     version = store.next_version(spec.model) if version is None else version
-    _check_numbers(version, golden_tolerance)
+    if not 1 <= version < 2**63:
+        raise ExportError(f"version: {version} is not in [1, 2^63)")
+    if not 0 < golden_tolerance < math.inf:
+        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
     _check_rows(spec, rows)
     file_rows = {one.name: _rows_per_file(table, rows_per_file) for table in spec.tables for one in table.slices}
     files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
@@ -419,9 +403,10 @@ def _write_row_files(
     """Write the row files that are not finished yet; memory is bounded by one file, of all slices, and some blocks."""
     entries = {}
     for table in export.spec.tables:
-        slices, source = _Slice.all_of(table), rows[table.name]
-        rows_per_file = export.rows_per_file[slices[0].table.name]
-        for file_index, paths in enumerate(zip(*(export.rows_paths(one.table) for one in slices), strict=True)):
+        ends = accumulate(table.slice_dims)
+        slices = [(one, slice(end - one.embedding_dim, end)) for one, end in zip(table.slices, ends, strict=True)]
+        source, rows_per_file = rows[table.name], export.rows_per_file[table.slices[0].name]
+        for file_index, paths in enumerate(zip(*(export.rows_paths(one) for one in table.slices), strict=True)):
             missing = [one for one, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]
             if missing:
                 encoded = _encode_file(table, missing, source, rows_per_file, file_index, progress)
@@ -429,8 +414,8 @@ def _write_row_files(
                 encoded = {}
                 done = min((file_index + 1) * rows_per_file, table.num_embeddings)
                 progress(f"table {table.name}", done, table.num_embeddings)
-            for one, path in zip(slices, paths, strict=True):
-                entries[path] = folder.write(path, partial(_save_rows, encoded, one.table.name))
+            for stored, path in zip(table.slices, paths, strict=True):
+                entries[path] = folder.write(path, partial(_save_rows, encoded, stored.name))
     return entries
 
 

@@ -83,19 +83,6 @@ class Remembered:
             there = await self._fleet.join_fleet(self._division)
             logger.warning("the registry had lost how the fleet divides rows: restored")
         self._division = there
-        await self._remember_published()
-        for model in self.wanted:
-            key = rollout_key(model)
-            entry = await self._fleet.registry.get(key)
-            epoch = 0 if entry is None else epoch_of(key, entry.value)
-            known_epoch, known = self._rollouts.get(model, (0, b""))
-            if entry is not None and epoch >= known_epoch:
-                self._rollouts[model] = (epoch, entry.value)
-            elif epoch < known_epoch and await self._fleet.restore_raw(key, known, known_epoch):
-                logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
-        self._looked_at = self._clock()
-
-    async def _remember_published(self) -> None:
         # Of versions in use only: others may be dropped on purpose.
         used = {(model, version) for model, wanted in self.wanted.items() for version in wanted.named()}
         self._published = {key: record for key, record in self._published.items() if key in used}
@@ -115,6 +102,16 @@ class Remembered:
                     logger.warning("version %d of %s is not restored: %s", record.version, record.model, error)
                 else:
                     logger.warning("the registry had lost version %d of %s: restored", record.version, record.model)
+        for model in self.wanted:
+            rollout = rollout_key(model)
+            entry = await self._fleet.registry.get(rollout)
+            epoch = 0 if entry is None else epoch_of(rollout, entry.value)
+            known_epoch, known = self._rollouts.get(model, (0, b""))
+            if entry is not None and epoch >= known_epoch:
+                self._rollouts[model] = (epoch, entry.value)
+            elif epoch < known_epoch and await self._fleet.restore_raw(rollout, known, known_epoch):
+                logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
+        self._looked_at = self._clock()
 
 
 @dataclass(slots=True)

@@ -130,7 +130,18 @@ class CardPlan:
         knows. Rows can be left over where there is memory, too: a place's 32 bits say `max_slots` rows of one table at
         one owner.
         """
-        _check(layout, partition, budget)
+        if not 1 <= partition.num_cards <= MAX_CARDS:
+            raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
+        if len(partition.card_of_bucket) != len(layout.tables):
+            raise InvalidBagsError(
+                f"the partition is for {len(partition.card_of_bucket)} tables, the model has {len(layout.tables)}"
+            )
+        if len(budget.card_bytes) != partition.num_cards:
+            raise InvalidBagsError(
+                f"card_bytes is for {len(budget.card_bytes)} cards, the partition for {partition.num_cards}"
+            )
+        if min(*budget.card_bytes, budget.pinned_bytes, budget.hot_bytes or 0) < 0:
+            raise InvalidBagsError(f"{budget}: bytes can't be negative")
         rows, num_cards = hotness.of(layout), partition.num_cards
         if level_rows is None:
             level_rows = [
@@ -355,18 +366,3 @@ def _places(
 def _slots(tier_rows: Int64Array) -> Int64Array:
     hot, host = tier_rows[:, :, HOT].sum(axis=1), tier_rows[:, :, HOST].sum(axis=1)
     return np.column_stack([tier_rows[:, :, CARD], hot, host])
-
-
-def _check(layout: TableLayout, partition: Partition, budget: CardBudget) -> None:
-    if not 1 <= partition.num_cards <= MAX_CARDS:
-        raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
-    if len(partition.card_of_bucket) != len(layout.tables):
-        raise InvalidBagsError(
-            f"the partition is for {len(partition.card_of_bucket)} tables, the model has {len(layout.tables)}"
-        )
-    if len(budget.card_bytes) != partition.num_cards:
-        raise InvalidBagsError(
-            f"card_bytes is for {len(budget.card_bytes)} cards, the partition for {partition.num_cards}"
-        )
-    if min(*budget.card_bytes, budget.pinned_bytes, budget.hot_bytes or 0) < 0:
-        raise InvalidBagsError(f"{budget}: bytes can't be negative")

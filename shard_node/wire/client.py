@@ -392,7 +392,12 @@ class ShardClient:
             self._start()
         try:
             async with asyncio.timeout(timeout_s):
-                while (undecided := self._undecided()) is not None:
+                while True:
+                    undecided = self._first_attempt
+                    if self._connection is not None and not self._connection.is_usable:
+                        undecided = self._connection.closed
+                    if undecided is None:
+                        break
                     await asyncio.wait({undecided})
         except TimeoutError:
             raise DeadlineExceededError(f"{self.address}: deadline passed while connecting") from None
@@ -400,11 +405,6 @@ class ShardClient:
         if connection is None:
             raise self._failed_as(f"{self.address}: not connected: {self._failure}")
         return connection
-
-    def _undecided(self) -> asyncio.Future[None] | None:
-        if self._connection is not None and not self._connection.is_usable:
-            return self._connection.closed
-        return self._first_attempt
 
     def _start(self, pause_s: float = 0.0) -> None:
         if self._is_closed or self._connecting is not None:

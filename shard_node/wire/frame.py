@@ -150,25 +150,21 @@ class FrameReceiver:
         if header is None:
             if self._end - self._start < HEADER.size:
                 return None
-            header = self._begin_frame()
+            self._header = header = unpack_header(self._chunk_view[self._start : self._end])
+            # The layout of an ERROR frame is the same in all versions, so that a peer can always say what is wrong.
+            version = header.protocol_version
+            if version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
+                raise WireError(f"protocol version {version} is not spoken here, only {PROTOCOL_VERSION}")
+            if (size := header.body_bytes + HEADER.size) > self._max_frame_bytes:
+                raise FrameTooLargeError(f"frame has {size} bytes, at most {self._max_frame_bytes} are taken")
+            self._start += HEADER.size
+            here = min(self._end - self._start, header.body_bytes)
+            self._body = np.empty(header.body_bytes, np.uint8)
+            self._body[:here] = self._chunk[self._start : self._start + here]
+            self._body_filled = here
+            self._start += here
         if self._body_filled < header.body_bytes:
             return None
         frame = Frame(header, self._body)
         self._header = None
         return frame
-
-    def _begin_frame(self) -> FrameHeader:
-        header = unpack_header(self._chunk_view[self._start : self._end])
-        self._header = header
-        # The layout of an ERROR frame is the same in all versions, so that a peer can always say what is wrong.
-        if header.protocol_version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
-            raise WireError(f"protocol version {header.protocol_version} is not spoken here, only {PROTOCOL_VERSION}")
-        if (size := header.body_bytes + HEADER.size) > self._max_frame_bytes:
-            raise FrameTooLargeError(f"frame has {size} bytes, at most {self._max_frame_bytes} are taken")
-        self._start += HEADER.size
-        here = min(self._end - self._start, header.body_bytes)
-        self._body = np.empty(header.body_bytes, np.uint8)
-        self._body[:here] = self._chunk[self._start : self._start + here]
-        self._body_filled = here
-        self._start += here
-        return header
