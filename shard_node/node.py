@@ -88,14 +88,12 @@ class DeltaProgress:
     Attributes:
         delta_base: the version that the stream began with; 0 if the tables follow no stream.
         last_delta: the last delta that the snapshot itself contains; 0 for none.
-        sequence: the last delta whose rows are here, contained ones included.
-        published_at: when that was published; None if none was applied here.
+        sequence: the last delta whose rows are here, contained ones included; `published_at` None if none was applied.
         stream_last: the last delta of the stream, as far as it is known.
-        fresh_at: every delta that was published before this moment is applied; None before the first look.
-        batches, rows: applied here. `rows` counts those that are on this node.
-        refused: batches that were not what they should be.
+        fresh_at: every delta that was published before this moment is applied; None before the first read.
+        batches, rows: applied here; `refused` batches were not what they should be.
         reason: what keeps the next delta from being applied; "" if nothing does.
-        catch_up_to: the last delta of the stream at the first look; None before.
+        catch_up_to: the last delta of the stream at the first read; None before.
     """
 
     delta_base: int = 0

@@ -41,7 +41,18 @@ def stored_updates(
     """
     divided = next((one for one in spec.divided if one.name == name), None)
     if divided is None:
-        return [_of_stored_table(spec, name, rows, values)], _NONE
+        table = next((one for one in spec.tables if one.name == name), None)
+        if table is None:
+            names = sorted({one.name for one in spec.tables} | {one.name for one in spec.divided})
+            raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
+        numbers, stored = encode_rows(table, rows, values)
+        whole, last = spec.divided_of(name), table.num_embeddings - 1
+        if whole is not None and whole.pruned and name == whole.parts[-1] and last in numbers[-1:]:
+            raise DeltaFormatError(
+                f"table {name!r}: row {last} is what pruned rows of {whole.name!r} get, which no update changes; "
+                f"allowed is 0..{last - 1}"
+            )
+        return [(table, numbers, stored)], _NONE
     parts = spec.parts(divided)
     if len(parts) > 1 and (
         divided.by == "quotient_remainder" or any(part.embedding_dim != divided.embedding_dim for part in parts)
@@ -62,21 +73,6 @@ def stored_updates(
             stored = encode_checked(part, floats[here], f"table {name!r}, part {part.name!r}", numbers[here])
             found.append((part, places[here], stored))
     return found, numbers[class_of_row == len(parts)]
-
-
-def _of_stored_table(spec: ModelSpec, name: str, rows: Any, values: Any) -> StoredRows:
-    table = next((one for one in spec.tables if one.name == name), None)
-    if table is None:
-        names = sorted({one.name for one in spec.tables} | {one.name for one in spec.divided})
-        raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
-    numbers, stored = encode_rows(table, rows, values)
-    whole, last = spec.divided_of(name), table.num_embeddings - 1
-    if whole is not None and whole.pruned and name == whole.parts[-1] and last in numbers[-1:]:
-        raise DeltaFormatError(
-            f"table {name!r}: row {last} is what pruned rows of {whole.name!r} get, which no update changes; allowed "
-            f"is 0..{last - 1}"
-        )
-    return table, numbers, stored
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -274,11 +274,16 @@ class AsyncDeltaPublisher:
             if sequence != self._sequence + 1:
                 sequence = self._sequence + 1
                 payload = replace(batch, sequence=sequence).encode()
-            if await self._appended(sequence, payload):
-                self._stream_bytes += size
-                return True
-            await self._find_end()
-            return False
+            if not await self._put(sequence, payload):
+                await self._find_end()
+                return False
+            self._sequence = sequence
+            self._stream_bytes += size
+            self._mine.append((sequence, payload))
+            self._mine_bytes += len(payload)
+            while self._mine_bytes > MAX_REMEMBERED_BYTES:
+                self._mine_bytes -= len(self._mine.popleft()[1])
+            return True
 
         deadline = self._monotonic() + self._retry_s
         while not await self._again(attempt):
@@ -383,17 +388,6 @@ class AsyncDeltaPublisher:
         """Find the end anew if it is not where this publisher left it: a registry may lose a whole stream."""
         if (await self._fleet.registry.bounds(self._stream)).last != self._sequence:
             await self._find_end()
-
-    async def _appended(self, sequence: int, payload: bytes) -> bool:
-        """Append the next one; false if somebody else has appended under that number: then call `_find_end`."""
-        if not await self._put(sequence, payload):
-            return False
-        self._sequence = sequence
-        self._mine.append((sequence, payload))
-        self._mine_bytes += len(payload)
-        while self._mine_bytes > MAX_REMEMBERED_BYTES:
-            self._mine_bytes -= len(self._mine.popleft()[1])
-        return True
 
     async def _make_room(self, size: int) -> None:
         """Drop the oldest entries that no held version needs, if there is no room. Raises StreamFullError."""

@@ -112,26 +112,19 @@ class _StepRunner:
         elif not self._restoring.is_out("restore", self._config.restore_wait_s):
             return None
         if wanted is None or epoch <= rollout.base_epoch:
-            return await self._do(on_record, wanted, view, known)
+            # Write what the step wants, unless somebody else wrote since it was read.
+            if self._clock() - rollout.step_began_at < self._config.step_delay_s:
+                return None
+            if hindered := cannot_roll(rollout, view):
+                return await self._wait(on_record, hindered)
+            # Also if it changes nothing: above the plan's epoch, no coordinator with an older plan writes any more.
+            step = wanted_in_step(rollout, max(epoch, known) + 1)
+            await self._fleet.put_wanted(step, wanted.epoch if wanted is not None else None)
+            self._patience.reset()
+            return rollout
         if not same_wish(wanted, wanted_in_step(rollout, epoch)):
             return await self._write(on_record, self._resumed(rollout, wanted))
         return await self._judge(on_record, view, epoch)
-
-    async def _do(
-        self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView, known_epoch: int
-    ) -> Rollout | None:
-        rollout = on_record.rollout
-        if self._clock() - rollout.step_began_at < self._config.step_delay_s:
-            return None
-        if hindered := cannot_roll(rollout, view):
-            return await self._wait(on_record, hindered)
-
-        # Also if it changes nothing: above the plan's epoch, no coordinator with an older plan writes any more.
-        epoch = wanted.epoch if wanted is not None else 0
-        step = wanted_in_step(rollout, max(epoch, known_epoch) + 1)
-        await self._fleet.put_wanted(step, wanted.epoch if wanted is not None else None)
-        self._patience.reset()
-        return rollout
 
     def _resumed(self, rollout: Rollout, wanted: WantedModel) -> Rollout:
         # What is wanted is not what this step wants: one of the two records has lost its last writes.

@@ -86,14 +86,20 @@ async def start_rollout(
         raise RolloutError(f"{model}: version {version} is live already")
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
-    kinds = {"canary": canary_share is not None, "bake": bake_s > 0}
+    groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
+    has_bake = bake_s > 0 and live is not None
+    steps = plan_steps(strategy, canary=canary_share is not None, bake=has_bake, early_groups=early, groups=len(groups))
     asked: dict[str, object] = {
         "rollout_id": rollout_id,
         "canary_share": canary_share,
         "bake_s": bake_s,
         "bake_timeout_s": bake_timeout_s,
         "guards": guards or GuardLimits(),
-        **_steps_asked(view, model, wanted, strategy, **kinds),
+        "strategy": strategy,
+        "to_shards": view.num_shards if view.needs_shards() else None,
+        "groups": groups,
+        "early_groups": early,
+        "steps": steps,
     }
     rollout = _plan(published, wanted, last.rollout if last is not None else None, asked, clock())
     try:
@@ -217,16 +223,6 @@ def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> Non
             f"{model}: the registry has lost its last changes: {', '.join(ahead[:5])} knows of later ones than epoch "
             f"{epoch} and gives them back; try again in a moment"
         )
-
-
-def _steps_asked(
-    view: FleetView, model: str, wanted: WantedModel | None, strategy: Strategy, *, canary: bool, bake: bool
-) -> dict[str, object]:
-    groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
-    bake = bake and wanted is not None and wanted.live is not None
-    steps = plan_steps(strategy, canary=canary, bake=bake, early_groups=early, groups=len(groups))
-    shards = view.num_shards if view.needs_shards() else None
-    return {"strategy": strategy, "to_shards": shards, "groups": groups, "early_groups": early, "steps": steps}
 
 
 def _groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tuple[tuple[str, ...], ...], int]:

@@ -66,11 +66,6 @@ class RankedBits:
             return 0
         return int(self.ranks[-1]) + int(np.bitwise_count(self.words[-1]).sum())
 
-    @property
-    def size_bytes(self) -> int:
-        """Count the bytes of bits and ranks, as they are stored."""
-        return self.words.nbytes + self.ranks.nbytes
-
 
 def _counts(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
     ones = np.cumsum(np.bitwise_count(words), axis=1, dtype=np.uint16)

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
-from loader.snapshot.codecs import ByteArray, Float32Array, codec_for
+from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
@@ -197,7 +197,20 @@ def _small_files(
         files[_ROW_CLASSES_PATH.format(name)] = classes.tensors()
     for name, counts in access_counts.items():
         files[_ACCESS_COUNTS_PATH.format(name)] = access_count_tensors(tables[name], counts)
-    files |= _dense_file(spec, dense)
+    is_program = isinstance(spec.dense_model, ExportedModelSpec)
+    if isinstance(dense, Mapping):
+        if is_program:
+            raise ExportError("dense: the spec's dense_model is exported: expected a program, got tensors")
+        files[_DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
+        _check_limits("dense", files[_DENSE_PATH], MAX_DENSE_BYTES)
+    elif not is_program:
+        kind = spec.dense_model.kind
+        raise ExportError(f"dense: the spec's dense_model is {kind}: expected tensors, got a program")
+    else:
+        content = program_bytes(dense)
+        if len(content) > MAX_DENSE_BYTES:
+            raise ExportError(f"dense: {len(content)} bytes; at most {MAX_DENSE_BYTES} are allowed")
+        files[PROGRAM_PATH] = {PROGRAM_PATH: np.frombuffer(content, np.uint8)}
     if plan is not None:
         files[_PLAN_PATH] = {PLAN_TENSOR: np.frombuffer(plan, np.uint8)}
         _check_limits("plan", files[_PLAN_PATH], MAX_PLAN_BYTES)
@@ -206,22 +219,6 @@ def _small_files(
         files[_GOLDEN_PATH] = golden.to_tensors()
         _check_limits("golden requests", files[_GOLDEN_PATH], MAX_GOLDEN_BYTES)
     return files
-
-
-def _dense_file(spec: ModelSpec, dense: Mapping[str, torch.Tensor] | Program) -> dict[str, Tensors]:
-    is_program = isinstance(spec.dense_model, ExportedModelSpec)
-    if isinstance(dense, Mapping):
-        if is_program:
-            raise ExportError("dense: the spec's dense_model is exported: expected a program, got tensors")
-        tensors = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
-        _check_limits("dense", tensors, MAX_DENSE_BYTES)
-        return {_DENSE_PATH: tensors}
-    if not is_program:
-        raise ExportError(f"dense: the spec's dense_model is {spec.dense_model.kind}: expected tensors, got a program")
-    content = program_bytes(dense)
-    if len(content) > MAX_DENSE_BYTES:
-        raise ExportError(f"dense: {len(content)} bytes; at most {MAX_DENSE_BYTES} are allowed")
-    return {PROGRAM_PATH: {PROGRAM_PATH: np.frombuffer(content, np.uint8)}}
 
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
@@ -305,24 +302,19 @@ def _encode_file(
                 raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
             for (one, columns), order in zip(slices, orders, strict=True):
-                encoded = _encode_block(one, block[:, columns], first_row + position)
+                codec, part = codec_for(one.dtype, one.embedding_dim), block[:, columns]
+                encoded = codec.encode(part)
+                if (bad := codec.first_non_finite(encoded)) is not None:
+                    raise NonFiniteRowError(
+                        f"table {one.name!r}, row {first_row + position + bad}: values from {part[bad].min()} to "
+                        f"{part[bad].max()} overflow as {one.dtype}"
+                    )
                 stored[one.name][order.positions(local_rows)] = encoded
             position += len(block)
         if position != stop:
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
         progress(f"table {table.name}", first_row + stop, table.num_embeddings)
     return stored
-
-
-def _encode_block(table: TableSpec, block: Float32Array, first_row: int) -> ByteArray:
-    codec = codec_for(table.dtype, table.embedding_dim)
-    encoded = codec.encode(block)
-    if (bad := codec.first_non_finite(encoded)) is not None:
-        raise NonFiniteRowError(
-            f"table {table.name!r}, row {first_row + bad}: values from {block[bad].min()} to {block[bad].max()} "
-            f"overflow as {table.dtype}"
-        )
-    return encoded
 
 
 def export_snapshot(
