@@ -146,7 +146,19 @@ class _DistributedCheckpoint(Checkpoint):
     # One chunk is read at a time; two of them bound the memory.
 
     def __init__(self, path: Path) -> None:
-        metadata = _read_metadata(path / _METADATA_NAME)
+        file = path / _METADATA_NAME
+        try:
+            if file.stat().st_size > _MAX_METADATA_BYTES:
+                raise CheckpointError(f"{file}: larger than {_MAX_METADATA_BYTES} bytes")
+            with file.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+            for info in metadata.storage_data.values():
+                if PurePath(info.relative_path).name != info.relative_path:
+                    raise CheckpointError(f"{file}: path {info.relative_path!r} is not a plain file name")
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint: {error}") from error
         entries = metadata.state_dict_metadata.items()
         super().__init__(path, {name: entry for name, entry in entries if hasattr(entry, "chunks")})
         self._stored = {(at.fqn, tuple(at.offset or ())): info for at, info in metadata.storage_data.items()}
@@ -236,23 +248,6 @@ class _ChunkedRows(RowSource):
     def fingerprint(self) -> str:
         # Every save writes the metadata file anew.
         return file_fingerprint(self._checkpoint.path / _METADATA_NAME, self._name)
-
-
-def _read_metadata(file: Path) -> Any:
-    """Return a `torch.distributed.checkpoint.metadata.Metadata`, its paths checked. Raises CheckpointError."""
-    try:
-        if file.stat().st_size > _MAX_METADATA_BYTES:
-            raise CheckpointError(f"{file}: larger than {_MAX_METADATA_BYTES} bytes")
-        with file.open("rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
-        for info in metadata.storage_data.values():
-            if PurePath(info.relative_path).name != info.relative_path:
-                raise CheckpointError(f"{file}: path {info.relative_path!r} is not a plain file name")
-        return metadata
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint: {error}") from error
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -205,14 +205,6 @@ class ShardNode:
         self.problems: Callable[[], Mapping[str, str]] = dict
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
 
-    def stage(self, model: str, version: int, tables: LoadedTables) -> None:
-        """Put loaded tables beside the live ones."""
-        self.generations.stage(model, version, tables)
-
-    def flip(self, model: str, version: int) -> None:
-        """Make a staged version the live one."""
-        self.generations.flip(model, version)
-
     def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
         """Pools on one version, under a lease. Returns and raises as `Engine.pool`, and GenerationNotFoundError."""
         return self.pool_with_sequence(model, version, bags)[0]
@@ -290,10 +282,6 @@ class ShardNode:
             cards=tuple(cards),
             takes_traces=self.sink is not None,
         )
-
-    def retire(self, model: str, version: int) -> Generation[LoadedTables]:
-        """Withdraws a version; wait for its `retired` event. Raises GenerationNotFoundError."""
-        return self.generations.retire(model, version)
 
     def close(self) -> None:
         """Withdraws every generation and waits for what nobody leases to be freed; the rest is when its leases end."""

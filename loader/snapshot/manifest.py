@@ -481,7 +481,7 @@ def read_manifest(root: Path) -> tuple[Manifest, str]:
     `parse_manifest`, or if it is too large.
     """
     path = snapshot_file(root, MANIFEST_NAME)
-    content = _read_bounded(path, MAX_MANIFEST_BYTES)
+    content = read_bounded(path, MAX_MANIFEST_BYTES)
     return parse_manifest(str(path), content), hashlib.sha256(content).hexdigest()
 
 
@@ -508,7 +508,7 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
 
 def check_manifest_checksum(root: Path, identity: str) -> None:
     """Raise SnapshotCorruptError unless `manifest.json`, of SHA-256 `identity`, is byte for byte what was written."""
-    stated = _read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
+    stated = read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
     if stated != _checksum_line(identity).encode():
         raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
 
@@ -519,11 +519,12 @@ def _bounded_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _read_bounded(path: Path, max_bytes: int) -> bytes:
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Read a small file. Raises SnapshotError if it can't be read or is longer."""
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise file_error(path, "read", error) from error
     if len(content) > max_bytes:
         raise SnapshotCorruptError(f"{path}: larger than {max_bytes} bytes")

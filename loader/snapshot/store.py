@@ -41,7 +41,15 @@ from loader.errors import (
     file_error,
 )
 from loader.progress import Progress, no_progress
-from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, FileEntry, Manifest, read_manifest, snapshot_file
+from loader.snapshot.manifest import (
+    CHECKSUM_NAME,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    read_bounded,
+    read_manifest,
+    snapshot_file,
+)
 
 # Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
 _HASH_CHUNK_BYTES = 1 << 20
@@ -259,14 +267,7 @@ class Store:
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
         """Read a small file. Raises SnapshotError if it can't be read, with what the file system says as cause."""
-        try:
-            with (self.path / path).open("rb") as file:
-                content = file.read(max_bytes + 1)
-        except (OSError, MemoryError) as error:
-            raise file_error(self.path / path, "read", error) from error
-        if len(content) > max_bytes:
-            raise SnapshotCorruptError(f"{self.path / path}: more than {max_bytes} bytes")
-        return content
+        return read_bounded(self.path / path, max_bytes)
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a small file durably, in one step. Raises SnapshotError if the store can't be written."""

@@ -227,7 +227,7 @@ class NodeActions:
         try:
             if version in wanted.follow:
                 await catch_up(self._fleet.registry, model, version, tables)
-            self._node.stage(model, version, tables)
+            self._node.generations.stage(model, version, tables)
         except BaseException:
             free(made)
             raise
@@ -242,7 +242,7 @@ class NodeActions:
         held = self._held()
         here = {version: one for (model, version), one in held.items() if model == wanted.model}
         if wanted.live in here and here[wanted.live].state != "live":
-            self._node.flip(wanted.model, wanted.live)
+            self._node.generations.flip(wanted.model, wanted.live)
         # By replica, what the others go on following may be on its way out here.
         goes = {version for model, version in self._retiring if model == wanted.model}
         follow = {version: here[version].payload for version in wanted.follow if version in here.keys() - goes}
@@ -254,7 +254,7 @@ class NodeActions:
         self._retiring.add((model, version))
         try:
             await self._followers.stop(model, version)
-            generation = self._node.retire(model, version)
+            generation = self._node.generations.retire(model, version)
         finally:
             self._retiring.discard((model, version))
         while not generation.retired.is_set():  # noqa: ASYNC110  # set by threads

@@ -46,7 +46,16 @@ class Address:
         Raises AddressError, naming the text and what is allowed.
         """
         if text.startswith("unix:"):
-            return cls(path=_unix_path(text))
+            path = text.removeprefix("unix:")
+            if path.startswith("//"):
+                path = path.removeprefix("//")
+            if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
+                needed = "a Unix socket needs an absolute path of a file, as in 'unix:/run/node'"
+                raise AddressError(f"address {text!r}: {needed}")
+            if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
+                limit = f"a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
+                raise AddressError(f"address {text!r}: the path has {size} bytes, {limit}")
+            return cls(path=path)
         match = _TCP.match(text)
         if match is None:
             raise AddressError(
@@ -74,20 +83,6 @@ class Address:
         if self.path:
             return f"unix:{self.path}"
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
-
-
-def _unix_path(text: str) -> str:
-    path = text.removeprefix("unix:")
-    if path.startswith("//"):
-        path = path.removeprefix("//")
-    if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
-        raise AddressError(f"address {text!r}: a Unix socket needs an absolute path of a file, as in 'unix:/run/node'")
-    size = len(path.encode())
-    if size > MAX_UNIX_PATH_BYTES:
-        raise AddressError(
-            f"address {text!r}: the path has {size} bytes, a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
-        )
-    return path
 
 
 class Listener:

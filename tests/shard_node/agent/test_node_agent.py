@@ -243,10 +243,11 @@ node = ShardNode(plan.identity(0))
 for version in range(1, 5):
     for change in ("stage", "retire"):
         if change == "stage":
-            node.stage("m", version, stage_tables(folder, record, lambda _: (plan.partition(0), ""), memory=memory))
-            node.flip("m", version)
+            tables = stage_tables(folder, record, lambda _: (plan.partition(0), ""), memory=memory)
+            node.generations.stage("m", version, tables)
+            node.generations.flip("m", version)
         elif version > 1:
-            assert node.retire("m", version - 1).retired.wait(30)
+            assert node.generations.retire("m", version - 1).retired.wait(30)
         samples_mb.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6)
 print(*samples_mb)
 """
@@ -275,7 +276,7 @@ snapshot = Snapshot.open(sys.argv[1])
 plan = Plan.make(snapshot.spec, sharding="table", cards_per_shard=4)
 node = ShardNode(plan.identity(0))
 for version in range(1, 20):
-    node.stage("films", version, load_tables(snapshot, plan.partition(0), plan.digest))
+    node.generations.stage("films", version, load_tables(snapshot, plan.partition(0), plan.digest))
 node.close()
 """
 

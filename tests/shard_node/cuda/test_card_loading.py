@@ -339,16 +339,16 @@ def test_a_retired_version_frees_all_its_memory(written, cards):
     bags = random_table_bags(np.random.default_rng(8), TableLayout.of(SPEC), 30, 5, weighted=True)
     expected = ReferenceEngine(SPEC, decoded_tables(SPEC, tables)).pool(bags)
     before = made.free_bytes() if isinstance(made, EmulatedCards) else None
-    node.stage(MODEL, 1, load_version(snapshot, card_set=card_set))
+    node.generations.stage(MODEL, 1, load_version(snapshot, card_set=card_set))
     one = card_set.memory.held_bytes
-    node.stage(MODEL, 2, load_version(snapshot, card_set=card_set))
+    node.generations.stage(MODEL, 2, load_version(snapshot, card_set=card_set))
     assert card_set.memory.held_bytes == tuple(2 * size for size in one)
     for version in (1, 2):
         assert_blocks_equal(node.pool(MODEL, version, bags), expected, scale=20.0)
-    assert node.retire(MODEL, 1).retired.wait(TIMEOUT_S)
+    assert node.generations.retire(MODEL, 1).retired.wait(TIMEOUT_S)
     assert card_set.memory.held_bytes == one
     assert_blocks_equal(node.pool(MODEL, 2, bags), expected, scale=20.0)
-    assert node.retire(MODEL, 2).retired.wait(TIMEOUT_S)
+    assert node.generations.retire(MODEL, 2).retired.wait(TIMEOUT_S)
     assert card_set.memory.held_bytes == (0, 0, 0)
     assert before is None or made.free_bytes() == before
 

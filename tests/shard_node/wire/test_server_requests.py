@@ -271,7 +271,7 @@ async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_
         # One that nobody traces leaves nothing.
         await client.pool(MODEL, VERSION, TRACED_BAGS, soon())
         assert len(sink.spans) == 1
-        node.retire(MODEL, VERSION)
+        node.generations.retire(MODEL, VERSION)
         failure, call = await pool_traced(client)
         assert isinstance(failure, GenerationNotFoundError)
         assert call.error.startswith("generation_not_found: ")

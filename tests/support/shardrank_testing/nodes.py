@@ -113,8 +113,8 @@ class Gate:
 def small_node(engine: ReferenceEngine | None = None) -> ShardNode:
     """A node that serves MODEL at VERSION."""
     node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
-    node.stage(MODEL, VERSION, LoadedTables(engine or reference_engine(), "identity", "digest"))
-    node.flip(MODEL, VERSION)
+    node.generations.stage(MODEL, VERSION, LoadedTables(engine or reference_engine(), "identity", "digest"))
+    node.generations.flip(MODEL, VERSION)
     return node
 
 
