@@ -1,10 +1,9 @@
-"""One budget of a process for the bytes that its connections make it hold, from a message's first to its answer's last.
+"""One budget of a process for the bytes that its connections make it hold. Belongs to one event loop.
 
-While at least half of the budget is free, a connection may hold whatever it needs. When bytes are scarce, a connection
-may hold at most its equal share of half the budget. If the other half is used up all the same, whoever holds most gives
-way, so that small messages always find room: as packets are pushed out of the longest queue of a switch (Choudhury and
-Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2),
-1998). A budget belongs to one event loop.
+While at least half of the budget is free, a connection may hold whatever it needs; then at most its equal share of
+half the budget. If the other half is used up all the same, whoever holds most gives way, so that small messages always
+find room: as packets are pushed out of the longest queue of a switch (Choudhury and Hahne, "Dynamic queue length
+thresholds for shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2), 1998).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Generations and leases: which versions of a model are here, which one is live, and who still uses which.
 
-A generation is staged beside the live one, becomes live by a flip, and stays, staged again, after the next flip: other
-processes may still ask for it, and a rollback is a flip back. Only `retire` ends it: from then on it drains, no new
-lease is given, and when the last one ends its payload is freed in a thread of its own: no request waits for that.
-
-The same type serves shard nodes (payload: an engine) and serving processes (payload: a router with its replicas).
+A generation is staged beside the live one, becomes live by a flip, and stays, staged again, after the next flip: a
+rollback is a flip back. Only `retire` ends it: from then on it drains, no new lease is given, and when the last one
+ends its payload is freed in a thread of its own. Shard nodes have engines as payload, serving processes routers.
 """
 
 from __future__ import annotations

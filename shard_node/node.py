@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms, rounded
-from shard_node.bags import Float32Array, KeyedBags, TableLayout
+from shard_node.bags import Float32Array, KeyedBags
 from shard_node.buckets import Message, NodeIdentity
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
@@ -239,10 +239,6 @@ class ShardNode:
     def counts(self, model: str, version: int, table: int, first_row: int, max_rows: int) -> CountedPart:
         """Return how often rows of a table were looked up. Raises as `AccessCounts.part`, GenerationNotFoundError."""
         return self.generations.payload(model, version).engine.access.part(table, first_row, max_rows)
-
-    def table_layout(self, model: str, version: int) -> TableLayout:
-        """Return the layout that numbers the tables of a version. Raises GenerationNotFoundError."""
-        return self.generations.payload(model, version).engine.layout
 
     def info(
         self, cards_of: Callable[[Generation[LoadedTables]], CardsUse | None] = lambda one: one.payload.engine.cards()

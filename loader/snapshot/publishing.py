@@ -1,12 +1,10 @@
 """Publish a snapshot (check it, copy it into the store, put it on record) and delete versions that are not kept.
 
 A copy works in the folder that an export of the same version would work in (`loader.snapshot.store`), so there is one
-writer of a version at a time, a copy that was killed goes on where it stopped, and what readers see is all or nothing.
-The record is written last: a version that the registry names lies in the store.
+writer of a version at a time, and a copy that was killed goes on where it stopped. The record is written last.
 
-A version is never dropped while anything names it: what is wanted, a rollout (also the last one, to whose origin a
-rollback returns), or a node that holds it. It goes by one rename, then off the record, then its files are deleted;
-killed anywhere, the next run ends what was begun.
+A version is never dropped while what is wanted, a rollout or a node names it. It goes by one rename, then off the
+record, then its files are deleted; killed anywhere, the next run ends what was begun.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """What frames carry: requests, pooled blocks, node info and errors as typed arrays. No I/O, no pickle.
 
-A body is fields (fixed numbers, then text) and arrays:
-
-```
-u32 fields_bytes | u32 num_arrays | num_arrays array headers | fields | array data ...
-```
-
-An array header is `u16 dtype, u16 note, u32 width, u64 rows`; width 0 is a flat array of `rows` elements. Fields and
-each array's data are padded to 8 bytes, so that arrays can be looked at where they were received. The note of a POOL
-frame's first array says what its sender takes in an answer: forms of it, and the number of the last applied delta as
-its field; and whether a trace's context follows the other arrays. Every other note is 0. A node that does not know of
-notes answers in float32 and without a field, which everybody takes. docs/wire-protocol.md is the whole format, with an
-example.
+A body is fields (fixed numbers, then text) and arrays, each padded to 8 bytes, so that arrays can be used where they
+were received; docs/wire-protocol.md is the whole format, with an example. The note of a POOL frame's first array says
+which forms of an answer its sender reads, and whether a trace's context follows the other arrays; every other note is
+0. A node that does not know of notes answers in float32, which everybody reads.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class RequestHandler:
                 f"values has {request.values.size} entries, "
                 f"a request may have at most {self._limits.max_values_per_request}"
             )
-        layout = self._node.table_layout(request.model, request.version)
+        layout = self._node.generations.payload(request.model, request.version).engine.layout
         if self._watch is not None:
             answer = partial(self._answer_watched, self._watch, answer, request.model, begun)
         answer_bytes = (

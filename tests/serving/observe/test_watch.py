@@ -159,7 +159,7 @@ def test_a_node_tells_its_requests_errors_connections_and_rows(tmp_path: Path) -
     folder, _ = write_snapshot(tmp_path, make_spec(), seed=1)
     flags = ["--snapshot", str(folder), "--shard", "0/1", "--listen", "127.0.0.1:0"]
     node = _load(folder, shard_node.make_context("shard-node", flags).params, None)
-    layout = node.table_layout("films", 1)
+    layout = node.generations.payload("films", 1).engine.layout
     bags = random_table_bags(np.random.default_rng(1), layout, 20, 4)
 
     async def program() -> None:

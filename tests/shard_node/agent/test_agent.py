@@ -312,7 +312,9 @@ async def test_lookups_go_on_while_the_registry_is_disturbed(tmp_path):
             await under.publish(1)
             await under.want("films", hold=(1,), live=1)
             await under.announced("films", 1, "ready")
-            bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", 1), 50, 5)
+            bags = random_table_bags(
+                np.random.default_rng(5), under.node.generations.payload("films", 1).engine.layout, 50, 5
+            )
             expected = [block.tobytes() for block in under.node.pool("films", 1, bags)]
             for disturb in (server.kill, server.start, server.restart_empty, server.flush, server.kill, server.start):
                 await asyncio.to_thread(disturb)

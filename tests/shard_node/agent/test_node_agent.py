@@ -50,7 +50,9 @@ async def under(request, tmp_path):
 
 
 def answer(under: NodeUnderTest, version: int) -> list[np.ndarray]:
-    bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", version), 200, 5)
+    bags = random_table_bags(
+        np.random.default_rng(5), under.node.generations.payload("films", version).engine.layout, 200, 5
+    )
     return under.node.pool("films", version, bags)
 
 
@@ -102,7 +104,7 @@ async def append(under: NodeUnderTest, sequence: int) -> None:
 
 
 def user_3(under: NodeUnderTest) -> list[float]:
-    user = under.node.table_layout("films", 1).index["user"]
+    user = under.node.generations.payload("films", 1).engine.layout.index["user"]
     blocks = under.node.pool("films", 1, bags_of({user: [[3]]}))
     return next(block for block in blocks if block.size)[0].tolist()
 

@@ -445,7 +445,7 @@ async def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
         await under.want("films", hold=(1, 3))
         await under.announced("films", 3, "ready")
         assert hot_users(under, 3) != hottest  # no row was looked up by then
-        bags = bags_of({under.node.table_layout("films", 1).index["user"]: [3 * hottest]})
+        bags = bags_of({under.node.generations.payload("films", 1).engine.layout.index["user"]: [3 * hottest]})
         for _ in range(SAMPLE_EVERY):
             under.node.pool("films", 1, bags)
         (looked_up,) = (one for one in under.node.info().lookups if one.rows)
