@@ -191,7 +191,15 @@ class Outliers:
         now = self._clock()
         if health.reason is not None:
             if health.ejected_until <= now:
-                self._probed(health, seconds, now)
+                health.probes.append(seconds)
+                if len(health.probes) < self._policy.probes:
+                    return
+                if self._is_slow(statistics.median(health.probes), list(self._compared(now).values())):
+                    self._eject(health, "slow")
+                    return
+                health.reason, health.failures = None, 0
+                health.probes.clear()
+                self._events.out(self._shard, -1)
             return
         health.failures = 0
         health.answers.append((now, seconds))
@@ -258,18 +266,6 @@ class Outliers:
         health.reason, health.ejected_until = reason, now + seconds
         health.failures = 0
         health.answers.clear()
-
-    def _probed(self, health: ReplicaHealth, seconds: float, now: float) -> None:
-        health.probes.append(seconds)
-        if len(health.probes) < self._policy.probes:
-            return
-        if self._is_slow(statistics.median(health.probes), list(self._compared(now).values())):
-            self._eject(health, "slow")
-            return
-        health.reason = None
-        health.failures = 0
-        health.probes.clear()
-        self._events.out(self._shard, -1)
 
     def _is_slow(self, seconds: float, peers: list[float]) -> bool:
         policy = self._policy

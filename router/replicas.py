@@ -249,7 +249,12 @@ class ReplicatedShard:
         Raises ShardUnavailableError if none answers.
         """
         self._follow()
-        asked = {asyncio.create_task(self._told(member)): str(member.replica.address) for member in self._members}
+
+        async def ask(member: _Member) -> NodeInfo:
+            with self._use(member) as replica:
+                return await replica.info()
+
+        asked = {asyncio.create_task(ask(member)): str(member.replica.address) for member in self._members}
         failures: list[str] = []
         found: list[tuple[str, NodeInfo]] = []
         try:
@@ -429,10 +434,6 @@ class ReplicatedShard:
         index, count = self._identity.shard_index, self._identity.num_shards
         said = "; ".join(failures) or "no node has told that this version is ready there"
         return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({said})")
-
-    async def _told(self, member: _Member) -> NodeInfo:
-        with self._use(member) as replica:
-            return await replica.info()
 
     def _introduce_newcomers(self, model: str, version: int) -> None:
         for member in self._members:

@@ -261,7 +261,7 @@ class Router:
     def local_sequence(self, model: str, version: int) -> int:
         """Tell the last delta that is applied to rows that are all in this process."""
         assert self._all_rows is not None
-        return self._all_rows.node.sequence(model, version)
+        return self._all_rows.node.generations.payload(model, version).deltas.sequence
 
     def map(self, bags: KeyedBags) -> MappedBags:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""

@@ -232,10 +232,6 @@ class ShardNode:
         sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
         return Answer(sums, answer.stored, sequence=sequence)
 
-    def sequence(self, model: str, version: int) -> int:
-        """Return the last delta that is applied to a version. Raises GenerationNotFoundError."""
-        return self.generations.payload(model, version).deltas.sequence
-
     def counts(self, model: str, version: int, table: int, first_row: int, max_rows: int) -> CountedPart:
         """Return how often rows of a table were looked up. Raises as `AccessCounts.part`, GenerationNotFoundError."""
         return self.generations.payload(model, version).engine.access.part(table, first_row, max_rows)

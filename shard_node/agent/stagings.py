@@ -151,30 +151,25 @@ class Stagings:
             self._attempts[model].pop(version, None)
             raise
         except Exception as error:
-            self._failed(attempt, version, wanted, error)
+            status, config = getattr(error, "http_status", 500), self._config
+            attempt.failures += 1
+            attempt.reason = cut_reason(f"{type(error).__name__}: {error}")
+            if status in TRY_AGAIN or (status == NO_ROOM and self._is_room_coming()):
+                attempt.state = "waiting"
+                wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))
+                attempt.due = self._clock() + wait_s
+                if attempt.failures == 1:
+                    logger.info("version %d of %s waits: %s", version, model, attempt.reason)
+            else:
+                attempt.state, attempt.due = "refused", self._clock() + config.live_retry_s
+                logger.error("version %d of %s is refused: %s", version, model, attempt.reason)
+                if not hasattr(error, "http_status"):
+                    logger.error("which nobody raised on purpose", exc_info=error)
         else:
             del self._attempts[model][version]
             logger.info("version %d of %s is ready", version, model)
         finally:
             attempt.task = None
-
-    def _failed(self, attempt: _Attempt, version: int, wanted: WantedModel, error: Exception) -> None:
-        status = getattr(error, "http_status", 500)
-        attempt.failures += 1
-        attempt.reason = cut_reason(f"{type(error).__name__}: {error}")
-        config = self._config
-        if status in TRY_AGAIN or (status == NO_ROOM and self._is_room_coming()):
-            attempt.state = "waiting"
-            wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))
-            attempt.due = self._clock() + wait_s
-            if attempt.failures == 1:
-                logger.info("version %d of %s waits: %s", version, wanted.model, attempt.reason)
-            return
-        attempt.state = "refused"
-        attempt.due = self._clock() + config.live_retry_s
-        logger.error("version %d of %s is refused: %s", version, wanted.model, attempt.reason)
-        if not hasattr(error, "http_status"):
-            logger.error("which nobody raised on purpose", exc_info=error)
 
     async def _identity(self, model: str, version: int) -> str:
         published = await self._fleet.version(model, version)

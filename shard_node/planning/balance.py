@@ -70,7 +70,13 @@ def deal(
     bytes do not fit.
     """
     total = float(owners.load.sum() + sum(one.sum() for one in loads))
-    hot = _hot_buckets(loads, total / owners.load.size * _HOT_SHARE if even == "load" else np.inf)
+    # The buckets that are given one by one.
+    threshold = total / owners.load.size * _HOT_SHARE if even == "load" else np.inf
+    hot = [one > threshold for one in loads]
+    if sum(int(one.sum()) for one in hot) > MAX_HOT_BUCKETS:
+        all_hot = np.concatenate([one[is_hot] for one, is_hot in zip(loads, hot, strict=True)])
+        threshold = float(-np.partition(-all_hot, MAX_HOT_BUCKETS)[MAX_HOT_BUCKETS])
+        hot = [one > threshold for one in loads]
     given = [np.full(one.size, -1, np.int16) for one in loads]
     mean_load = max(total / owners.load.size, 1e-300)
     mean_bytes = max(1.0, sum(float(one.sum()) for one in sizes) / owners.load.size)
@@ -151,15 +157,6 @@ def _levelled(have: Float64Array, each: float, count: int, most: Int64Array) -> 
         counts[int(np.argmax(counts))] -= 1
         left += 1
     return counts
-
-
-def _hot_buckets(loads: Sequence[Float64Array], threshold: float) -> list[npt.NDArray[np.bool_]]:
-    hot = [one > threshold for one in loads]
-    if sum(int(one.sum()) for one in hot) > MAX_HOT_BUCKETS:
-        all_hot = np.concatenate([one[is_hot] for one, is_hot in zip(loads, hot, strict=True)])
-        threshold = float(-np.partition(-all_hot, MAX_HOT_BUCKETS)[MAX_HOT_BUCKETS])
-        hot = [one > threshold for one in loads]
-    return hot
 
 
 def _give_hot(

@@ -88,7 +88,7 @@ def test_rows_come_with_their_last_applied_delta(node, ask):
             apply(loaded, sequence)
         sums, reported = ask(node)
         np.testing.assert_array_equal(sums, rows(sequence))
-        assert reported == sequence == node.sequence(MODEL, VERSION)
+        assert reported == sequence == node.generations.payload(MODEL, VERSION).deltas.sequence
 
 
 @by_every_way
