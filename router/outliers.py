@@ -72,10 +72,6 @@ class ReplicaPolicy(Frozen):
         return self
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaEvents:
     """Who is told what happens with a shard's replicas.
@@ -87,10 +83,10 @@ class ReplicaEvents:
         out: so many more replicas of that shard, or fewer if negative, are ejected or not yet let in.
     """
 
-    retried: Callable[[str], None] = _nothing
-    denied: Callable[[str], None] = _nothing
-    ejected: Callable[[int, Reason], None] = _nothing
-    out: Callable[[int, int], None] = _nothing
+    retried: Callable[[str], None] = lambda kind: None
+    denied: Callable[[str], None] = lambda kind: None
+    ejected: Callable[[int, Reason], None] = lambda shard, reason: None
+    out: Callable[[int, int], None] = lambda shard, change: None
 
 
 class RetryBudget:

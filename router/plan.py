@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -66,12 +66,6 @@ class Plan:
         cards_per_shard = cards_per_shard or file.cards_per_shard
         if cards_per_shard != file.cards_per_shard:
             raise PlanError(f"plan: cards_per_shard is {file.cards_per_shard}, allowed here is {cards_per_shard}")
-        return cls._of_file(spec, file, num_shards, cards_per_shard, sharding)
-
-    @classmethod
-    def _of_file(
-        cls, spec: ModelSpec, file: PlanFile, num_shards: int, cards_per_shard: int, sharding: Sharding
-    ) -> Plan:
         file.check_fits(spec)
         if num_shards != file.num_shards:
             raise PlanError(f"plan: num_shards is {file.num_shards}, allowed here is {num_shards}")
@@ -111,7 +105,8 @@ class Plan:
         text = snapshot.plan_text()
         carried = None if text is None else PlanFile.parse(f"{snapshot.path}: plan", text)
         if carried is not None and carried.num_shards == num_shards:
-            return cls._of_file(spec, carried, num_shards, cards_per_shard, sharding)
+            planned = cls.of_file(spec, carried, num_shards, None, sharding)
+            return replace(planned, cards_per_shard=cards_per_shard)
         return cls.make(spec, num_shards, sharding, cards_per_shard, replicate_bytes)
 
     @classmethod

@@ -465,8 +465,15 @@ class DeltaPublisher:
         # Between the look whether it is closed and the start of work, so that closing finds all work there is.
         self._lock = threading.Lock()
         self._closed = False
+
+        async def opened() -> AsyncDeltaPublisher:
+            self._registry = open_registry(url)
+            publisher = AsyncDeltaPublisher(self._registry, model, base_version, store, **options)
+            await publisher.open()
+            return publisher
+
         try:
-            self._publisher = self._start(self._open(url, model, base_version, store, options)).result()
+            self._publisher = self._start(opened()).result()
         except BaseException:
             self.close()
             raise
@@ -512,19 +519,6 @@ class DeltaPublisher:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    async def _open(
-        self,
-        url: str | Path,
-        model: str,
-        base_version: int,
-        store: str | Path | StoreUrl | None,
-        options: dict[str, Any],
-    ) -> AsyncDeltaPublisher:
-        self._registry = open_registry(url)
-        publisher = AsyncDeltaPublisher(self._registry, model, base_version, store, **options)
-        await publisher.open()
-        return publisher
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
