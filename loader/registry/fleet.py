@@ -424,10 +424,9 @@ class FleetRegistry:
 
     async def drop_version(self, model: str, version: int) -> bool:
         """Remove a version, its spec and its dense steps. False if the version was not there."""
-        dropped = await self._drop(version_key(model, version))
-        for accepted in (False, True):
-            await self._drop(dense_key(model, version, accepted=accepted))
-        await self._drop(spec_key(model, version))
+        dense = (dense_key(model, version, accepted=accepted) for accepted in (False, True))
+        keys = (version_key(model, version), *dense, spec_key(model, version))
+        dropped, *_ = [await self._change(key, lambda entry: None if entry is None else b"") for key in keys]
         return dropped
 
     async def dense_step(self, model: str, version: int, *, accepted: bool = False) -> DenseStep | None:
@@ -534,24 +533,21 @@ class FleetRegistry:
         return there
 
     async def _change(self, key: str, following: Callable[[Entry | None], bytes | None]) -> bool:
-        """Write what follows from a key's entry (None: nothing), again until nobody else wrote in between."""
+        """Write what follows from a key's entry, again until nobody else wrote in between.
+
+        If None follows, nothing is written; b"" deletes the key.
+        """
         for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)
             value = following(entry)
             if value is None:
                 return False
+            revision = entry.revision if entry is not None else 0
             with suppress(RegistryConflictError):
-                await self.registry.put(key, value, entry.revision if entry is not None else 0)
-                return True
-        raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
-
-    async def _drop(self, key: str) -> bool:
-        for _ in range(_MAX_ATTEMPTS):
-            entry = await self.registry.get(key)
-            if entry is None:
-                return False
-            with suppress(RegistryConflictError):
-                await self.registry.delete(key, entry.revision)
+                if value:
+                    await self.registry.put(key, value, revision)
+                else:
+                    await self.registry.delete(key, revision)
                 return True
         raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
 

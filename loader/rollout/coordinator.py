@@ -30,7 +30,6 @@ from loader.rollout.plan import (
     advanced,
     changed,
     encode_rollout,
-    forwarded,
     read_rollout,
     same_wish,
     undone,
@@ -132,7 +131,10 @@ class _StepRunner:
         for index in range(rollout.step_index + 1, len(rollout.steps)):
             later = rollout.model_copy(update={"step_index": index})
             if same_wish(wanted, wanted_in_step(later, wanted.epoch)):
-                return forwarded(rollout, now, index, wanted.epoch, f"step {later.step} is wanted already")
+                # This record is older than the wanted one.
+                text = f"step {later.step} is wanted already"
+                change = {"step_index": index, "step_began_at": now, "base_epoch": wanted.epoch - 1}
+                return changed(rollout, now, text, **change)
         if wanted.live not in (rollout.from_version, rollout.to_version):
             reason = f"version {wanted.live} was made live by somebody else"
             return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=reason)

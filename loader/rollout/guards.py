@@ -88,11 +88,10 @@ def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
     reasons = []
     for node in nodes:
         report = node.report(model, version)
-        if report is None or report.golden_difference is None or report.golden_tolerance is None:
-            continue
-        if report.golden_difference > report.golden_tolerance:
+        if report is not None and report.golden_difference is not None and report.golden_tolerance is not None:
             difference, tolerance = report.golden_difference, report.golden_tolerance
-            reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
+            if difference > tolerance:
+                reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
     return "; ".join(reasons)
 
 

@@ -321,11 +321,6 @@ def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Roll
     return changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
 
 
-def forwarded(rollout: Rollout, now: float, step_index: int, wanted_epoch: int, text: str) -> Rollout:
-    """Move to a later step that is wanted already: this record is older than the wanted one."""
-    return changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
-
-
 def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
     """Turn back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
 
