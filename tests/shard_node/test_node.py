@@ -43,8 +43,8 @@ def tables(tmp_path) -> Callable[[], LoadedTables]:
 @pytest.fixture
 def node(tables) -> Iterator[ShardNode]:
     found = ShardNode(Plan.make(SPEC).identity(0))
-    found.stage(MODEL, VERSION, tables())
-    found.flip(MODEL, VERSION)
+    found.generations.stage(MODEL, VERSION, tables())
+    found.generations.flip(MODEL, VERSION)
     yield found
     found.close()
 
