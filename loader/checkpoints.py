@@ -70,8 +70,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 class Checkpoint(ABC):
     """Named tensors that are read only when asked for.
 
-    Every method raises CheckpointError if there is no such tensor, or it can't be read. `entries` is what a form knows
-    of each tensor, by name.
+    Every method raises CheckpointError if there is no such tensor, or it can't be read.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
@@ -79,7 +78,7 @@ class Checkpoint(ABC):
         self._entries = entries
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
+        """Return the names, sorted."""
         return sorted(self._entries)
 
     @abstractmethod
@@ -143,16 +142,25 @@ def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) ->
 
 
 class _DistributedCheckpoint(Checkpoint):
-    """Tensors of a folder written by `torch.distributed.checkpoint`; what is not a tensor in it is left alone.
-
-    Its `.metadata` says which chunks (a rank's part of a tensor) make up a tensor, and where each of them lies, as
-    `torch.save` wrote it. One chunk is read at a time; two of them bound the memory.
-    """
+    # `.metadata` says which chunks (a rank's part of a tensor, as `torch.save` wrote it) make up a tensor.
+    # One chunk is read at a time; two of them bound the memory.
 
     def __init__(self, path: Path) -> None:
-        metadata = _read_metadata(path / _METADATA_NAME)
-        found = metadata.state_dict_metadata.items()
-        super().__init__(path, {name: one for name, one in found if hasattr(one, "chunks")})
+        file = path / _METADATA_NAME
+        try:
+            if file.stat().st_size > _MAX_METADATA_BYTES:
+                raise CheckpointError(f"{file}: larger than {_MAX_METADATA_BYTES} bytes")
+            with file.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+            for info in metadata.storage_data.values():
+                if PurePath(info.relative_path).name != info.relative_path:
+                    raise CheckpointError(f"{file}: path {info.relative_path!r} is not a plain file name")
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint: {error}") from error
+        entries = metadata.state_dict_metadata.items()
+        super().__init__(path, {name: entry for name, entry in entries if hasattr(entry, "chunks")})
         self._stored = {(at.fqn, tuple(at.offset or ())): info for at, info in metadata.storage_data.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -176,7 +184,6 @@ class _DistributedCheckpoint(Checkpoint):
         return _ChunkedRows(self, name, self._chunks_of(name))
 
     def read_chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """Read the chunk of a tensor that begins at `offsets`. Raises CheckpointError."""
         where = f"{self.path}: tensor {name!r}: can't be read"
         try:
             info = self._stored[name, offsets]
@@ -220,7 +227,6 @@ class _ChunkedRows(RowSource):
         self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yield one block, put together from the chunks of these rows, be the table split by rows or by columns."""
         last_row = min(first_row + max_rows, self.num_embeddings)
         wanted = [
             (offsets, sizes)
@@ -240,25 +246,8 @@ class _ChunkedRows(RowSource):
         yield block.numpy()
 
     def fingerprint(self) -> str:
-        """Of the checkpoint's metadata file, which every save writes anew, and the tensor's name."""
+        # Every save writes the metadata file anew.
         return file_fingerprint(self._checkpoint.path / _METADATA_NAME, self._name)
-
-
-def _read_metadata(file: Path) -> Any:
-    """Return a `torch.distributed.checkpoint.metadata.Metadata`, its paths checked. Raises CheckpointError."""
-    try:
-        if file.stat().st_size > _MAX_METADATA_BYTES:
-            raise CheckpointError(f"{file}: larger than {_MAX_METADATA_BYTES} bytes")
-        with file.open("rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
-        for info in metadata.storage_data.values():
-            if PurePath(info.relative_path).name != info.relative_path:
-                raise CheckpointError(f"{file}: path {info.relative_path!r} is not a plain file name")
-        return metadata
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint: {error}") from error
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -286,16 +275,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 class _Mapped(NamedTuple):
-    """A tensor of a mapped file: the file, the shape that it states, and what gives the tensor."""
-
     file: Path
     shape: tuple[int, ...]
-    take: Callable[[], torch.Tensor]
+    load: Callable[[], torch.Tensor]
 
 
 class _MappedCheckpoint(Checkpoint):
-    """Tensors of mapped files; `entries` are `_Mapped`. One that torch has no type for harms no other."""
-
     def shape(self, name: str) -> tuple[int, ...]:
         entry: _Mapped = self._entry(name)
         return entry.shape
@@ -303,7 +288,7 @@ class _MappedCheckpoint(Checkpoint):
     def tensor(self, name: str) -> torch.Tensor:
         entry: _Mapped = self._entry(name)
         try:
-            return entry.take()
+            return entry.load()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{entry.file}: tensor {name!r}: {error}") from error
 
@@ -316,7 +301,6 @@ class _MappedCheckpoint(Checkpoint):
 
 
 def _safetensors(files: list[Path]) -> dict[str, _Mapped]:
-    """Map one or several safetensors files."""
     found: dict[str, _Mapped] = {}
     for file in files:
         try:
@@ -349,7 +333,7 @@ def _state_dict(path: Path) -> dict[str, _Mapped]:
 
 
 def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors in a nested dict; anything else in it (step counts, settings) is no part of a model."""
+    # Anything but tensors (step counts, settings) is no part of a model.
     for key, value in content.items():
         name = f"{prefix}{key}"
         if isinstance(value, torch.Tensor):
@@ -401,21 +385,19 @@ def match_checkpoint(
 
 
 class _Rows(NamedTuple):
-    """Rows that a checkpoint has to have: of a table, or of a part of one, by its name; [num_embeddings, dim]."""
-
     name: str
     shape: tuple[int, int]
 
 
 def _given(spec: ModelSpec, table: AnyTable, overrides: Mapping[str, str], names: list[str]) -> tuple[_Rows, ...]:
-    """Return whose rows a checkpoint has of a table: its own, or those of its parts."""
+    # A divided table's rows are under its own name, or under those of its parts.
     parts = tuple(_Rows(part.name, (part.num_embeddings, part.embedding_dim)) for part in spec.parts(table))
     if not isinstance(table, DividedTable):
         return parts
     dims = {one.shape[1] for one in parts}
     if table.by == "quotient_remainder" or len(dims) > 1:
         return parts
-    if len(parts) > 1 and all(one.name in overrides or _keys_of(one.name, names) for one in parts):
+    if len(parts) > 1 and all(one.name in overrides or _ending_in(names, *_suffixes(one.name)) for one in parts):
         return parts
     return (_Rows(table.name, (table.num_embeddings, dims.pop())),)
 
@@ -427,26 +409,25 @@ def _check_shape(checkpoint: Checkpoint, what: str, key: str, expected: tuple[in
 
 def _suffixes(name: str) -> tuple[list[str], list[str]]:
     spelled = dict.fromkeys((name, name.replace(".", "/")))
-    specific = [f"{collection}.{one}.weight" for one in spelled for collection in _COLLECTIONS]
-    return specific, [end for one in spelled for end in (f"{one}.weight", f"tables.{one}")]
+    specific = [f"{collection}.{spelling}.weight" for spelling in spelled for collection in _COLLECTIONS]
+    return specific, [end for spelling in spelled for end in (f"{spelling}.weight", f"tables.{spelling}")]
 
 
-def _ending_in(names: Iterable[str], suffixes: Sequence[str]) -> list[str]:
-    return [name for name in names if any(name == end or name.endswith("." + end) for end in suffixes)]
-
-
-def _keys_of(name: str, names: list[str]) -> list[str]:
-    specific, general = _suffixes(name)
-    return _ending_in(names, specific) or _ending_in(names, general)
+def _ending_in(names: Iterable[str], *suffixes: Sequence[str]) -> list[str]:
+    """Return the names that end in the first group of suffixes that any name ends in."""
+    for group in suffixes:
+        if keys := [name for name in names if any(name == end or name.endswith("." + end) for end in group)]:
+            return keys
+    return []
 
 
 def _key_of(checkpoint: Checkpoint, table: _Rows, names: list[str]) -> str:
-    found = _keys_of(table.name, names)
-    if len(found) > 1:
-        raise CheckpointError(f"{checkpoint.path}: table {table.name!r}: ambiguous, may be any of {shortened(found)}")
-    if found:
-        return found[0]
     specific, general = _suffixes(table.name)
+    keys = _ending_in(names, specific, general)
+    if len(keys) > 1:
+        raise CheckpointError(f"{checkpoint.path}: table {table.name!r}: ambiguous, may be any of {shortened(keys)}")
+    if keys:
+        return keys[0]
     candidates = [name for name in names if checkpoint.shape(name) == table.shape]
     raise CheckpointError(
         f"{checkpoint.path}: table {table.name!r}: no key ends in any of {specific + general}; "
@@ -455,13 +436,12 @@ def _key_of(checkpoint: Checkpoint, table: _Rows, names: list[str]) -> str:
 
 
 def _projection_keys(checkpoint: Checkpoint, spec: ModelSpec, names: list[str]) -> dict[str, str]:
-    """Return the keys of the projections by their name in the dense model."""
     found = {}
     for part, shape in spec.projections().items():
         table = spec.divided_of(part)
         assert table is not None
         wanted = [projection_name(part), projection_name(table.name)]
-        keys = _ending_in(names, wanted[:1]) or _ending_in(names, wanted[1:])
+        keys = _ending_in(names, wanted[:1], wanted[1:])
         if len(keys) != 1:
             told = f"ambiguous, may be any of {shortened(keys)}" if keys else f"no key ends in any of {wanted}"
             raise CheckpointError(f"{checkpoint.path}: projection of table {part!r}: {told}")
@@ -471,7 +451,6 @@ def _projection_keys(checkpoint: Checkpoint, spec: ModelSpec, names: list[str]) 
 
 
 def _dense_keys(checkpoint: Checkpoint, rest: list[str], dense_prefix: str | None) -> dict[str, str]:
-    """Return the dense model's keys in the checkpoint by their name in the snapshot."""
     if dense_prefix is not None:
         dense = {key.removeprefix(dense_prefix): key for key in rest if key.startswith(dense_prefix)}
         if not dense or "" in dense:

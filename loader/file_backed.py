@@ -16,15 +16,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_INTERVAL_S: Final = 1.0
-"""How often files are looked at, at most: what was written is in use this long after it at the latest."""
 
 
 class FileBacked(Generic[T]):
-    """A value made from files, which `read` turns into it. Whoever asks for it gets what the files say now.
+    """A value that `read` makes of files, read again by `get` if they changed. Any thread may call it.
 
-    There is no task that watches: the files are looked at when the value is asked for, no more often than `interval_s`,
-    so it needs no loop and may be asked from any thread. While the files can't be read (`read` raises ShardrankError),
-    the last value stays, and one warning says so for each state that they are in.
+    Files are checked when the value is requested, at most every `interval_s`. While they can't be read (`read` raises
+    ShardrankError), the last value stays, and one warning is logged for each state that they are in.
     """
 
     def __init__(

@@ -36,17 +36,13 @@ _MADV_POPULATE_READ: Final = 22
 _MADV_DONTNEED: Final = 4
 _PIECE_BYTES: Final = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MMAP_THRESHOLD_BYTES = 32 << 20
-"""DEFAULT_MMAP_THRESHOLD_MAX of 64-bit machines."""
+_MMAP_THRESHOLD_BYTES = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX of 64-bit machines
 # Objects with references to others that are made and not freed until the youngest ones are looked at.
 YOUNG_OBJECTS = 50_000
 
 
 class _MappedPages:
-    """Owns a mapping and gives it to NumPy, by https://numpy.org/doc/stable/reference/arrays.interface.html.
-
-    Arrays keep their owner, and the pages are unmapped with the last of them.
-    """
+    # https://numpy.org/doc/stable/reference/arrays.interface.html: arrays keep their owner, and unmap with the last.
 
     def __init__(self, address: int, size_bytes: int, array_interface: dict[str, Any]) -> None:
         self.__array_interface__ = array_interface
@@ -96,9 +92,8 @@ def populate(array: npt.NDArray[Any]) -> None:
     The array must be contiguous. Raises OSError if the kernel could not read a page, for example of a file that has
     become shorter.
     """
-    begin = _address(array)
-    begin -= begin % mmap.PAGESIZE
-    for address, size_bytes in _pieces(begin, _address(array) + array.nbytes):
+    first = _address(array)
+    for address, size_bytes in _pieces(first - first % mmap.PAGESIZE, first + array.nbytes):
         try:
             _advise(address, size_bytes, _MADV_POPULATE_READ)
         except OSError as error:
@@ -106,7 +101,7 @@ def populate(array: npt.NDArray[Any]) -> None:
                 raise
             # An older kernel: reading a byte of each page does the same, one fault at a time.
             flat = array.reshape(-1).view(np.uint8)
-            offset = max(0, address - _address(array))
+            offset = max(0, address - first)
             int(flat[offset : offset + size_bytes : mmap.PAGESIZE].sum(dtype=np.int64))
 
 

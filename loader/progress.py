@@ -15,7 +15,7 @@ from loader.errors import ShardrankError
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES: Final = 4 << 20
-"""Paced work tells its progress at least this often: it is what it does between two rests."""
+"""Paced work reports its progress at least this often."""
 BACKGROUND_NICENESS: Final = 10
 BACKGROUND_SWITCH_INTERVAL_S: Final = 0.0005
 """For `sys.setswitchinterval`, where requests share an interpreter with background work: how long they wait for it."""
@@ -108,7 +108,7 @@ class Wish:
         self._called_off = threading.Event()
 
     def call_off(self) -> None:
-        """End the work at its next look."""
+        """End the work at its next check."""
         self._called_off.set()
 
     def check(self) -> None:
@@ -148,12 +148,15 @@ async def in_background(
     def run() -> None:
         if low_priority:
             lower_own_priority()
+        settle: Callable[[Any], None] = done.set_result
+        value: object
         try:
-            result = work(wish)
+            value = work(wish)
         except BaseException as error:
-            _tell(loop, done.set_exception, error)
-        else:
-            _tell(loop, done.set_result, result)
+            settle, value = done.set_exception, error
+        # The loop may be closed by the time that the thread ends; then nobody waits for it.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, value)
 
     # Not a daemon: an interpreter that ends while a thread works with tensors aborts.
     threading.Thread(target=run, name=name).start()
@@ -189,9 +192,3 @@ async def all_or_first_error(waiting: Iterable[Awaitable[Any]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, take: Callable[..., None], value: object) -> None:
-    # The loop may be closed by the time that the thread ends; then nobody waits for it.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(take, value)

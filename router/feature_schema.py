@@ -83,7 +83,7 @@ class FeatureSchema:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> FeatureSchema:
-        """Sorts the model's features by table; those of one table keep the model's order."""
+        """Return the features by table; those of one table keep the order of the model."""
         layout = TableLayout.of(spec)
         first = {table.name: layout.slices[spec.parts(table)[0].name][0] for table in spec.logical_tables}
         number = {name: first[table.name] for table in spec.logical_tables for name in table.feature_names}
@@ -111,7 +111,7 @@ class FeatureSchema:
 
     @cached_property
     def _stored(self) -> list[list[tuple[int, ...]]]:
-        """Of each feature, part by part, the stored tables that it is looked up in, in column order."""
+        # Of each feature, part by part, the stored tables that it is looked up in, in column order.
         return [
             [self.layout.slices[part.name] for part in self.spec.parts(self.spec.table_of(feature.name))]
             for feature in self.features
@@ -144,7 +144,7 @@ class FeatureSchema:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits that change with everything that the layout of a packed request depends on.
+        """Return 32 hex digits that change with all that the layout of a packed request depends on.
 
         The first half of the SHA-256 of a JSON document: name, side, id type and weights of each feature in flat order,
         and the widths of the dense inputs.

@@ -33,12 +33,8 @@ _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 class PartRows:
     """Maps rows of one model version's divided tables.
 
-    Args:
-        schema: the model's features.
-        row_classes: of each table that has classes, by its name.
-
-    Raises:
-        RouterError: classes are missing, or of a table that has none.
+    `row_classes` are of each table that has classes, by its name. Raises RouterError if some are missing, or of a table
+    that has none.
     """
 
     def __init__(self, schema: FeatureSchema, row_classes: Mapping[str, RowClasses]) -> None:
@@ -68,9 +64,6 @@ class PartRows:
         number_of = {name: number for number, name in enumerate(chained)}
         names = [spec.table_of(feature.name).name for feature in schema.features]
         self._chain = np.array([number_of.get(name, -1) for name in names], np.int64)
-        self._of_lookups(schema)
-
-    def _of_lookups(self, schema: FeatureSchema) -> None:
         lookups = schema.lookups
         kinds, divisors = [], []
         for feature, part in zip(lookups.feature.tolist(), lookups.part.tolist(), strict=True):
@@ -123,7 +116,7 @@ class PartRows:
         return bags.with_values(rows, bags.weights)
 
     def take(self, bags: KeyedBags) -> KeyedBags:
-        """Leave each lookup the rows of its part, of bags by lookup whose values `find` gave: as many bags."""
+        """Return the bags, by lookup and with values of `find`, with only the rows that each lookup reads."""
         counts, values = bags.values_per_key(), bags.values
         if self._has_quotients:
             kind, values = np.repeat(self._kind[bags.keys], counts), values.copy()
@@ -246,7 +239,6 @@ class IdMapper:
     """Maps the raw ids of one model version.
 
     Args:
-        schema: the model's features.
         vocabularies: int64 [V] ids by table name, for tables with the vocabulary mapping; a position is a row.
         row_classes: of divided tables that have such, by name.
 
@@ -282,7 +274,7 @@ class IdMapper:
 
     @classmethod
     def of_snapshot(cls, snapshot: Snapshot, schema: FeatureSchema) -> Self:
-        """Make what maps a snapshot's ids, with its vocabularies and the classes of its rows. Raises SnapshotError."""
+        """Make what maps a snapshot's ids. Raises SnapshotError."""
         tables, divided = snapshot.spec.logical_tables, snapshot.spec.divided
         return cls(
             schema,
@@ -323,27 +315,19 @@ class IdMapper:
             )
             return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
         else:
-            rows, unknown = self._map_mixed(bags, values_per_key)
+            keys = bags.keys
+            kind = np.repeat(self._kind[keys], values_per_key)
+            feature = np.repeat(keys, values_per_key)
+            rows = bags.values.copy()
+            hashed = np.flatnonzero(kind == _HASH)
+            of = feature[hashed]
+            rows[hashed] = hashed_rows(bags.values[hashed], self._seed[of], self._num_embeddings[of])
+            known = np.flatnonzero(kind == _VOCABULARY)
+            rows[known] = self._vocabulary.rows(self._schema.table_index[feature[known]], bags.values[known])
+            # A row that no vocabulary gave is -1: as an unsigned number, beyond every table.
+            unknown = rows.view(np.uint64) >= self._num_embeddings[feature]
         if not unknown.any():
             return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
-        return self._resolve_unknown(bags, rows, unknown, values_per_key)
-
-    def _map_mixed(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        keys = bags.keys
-        kind = np.repeat(self._kind[keys], values_per_key)
-        feature = np.repeat(keys, values_per_key)
-        rows = bags.values.copy()
-        hashed = np.flatnonzero(kind == _HASH)
-        of = feature[hashed]
-        rows[hashed] = hashed_rows(bags.values[hashed], self._seed[of], self._num_embeddings[of])
-        known = np.flatnonzero(kind == _VOCABULARY)
-        rows[known] = self._vocabulary.rows(self._schema.table_index[feature[known]], bags.values[known])
-        # A row that no vocabulary gave is -1: as an unsigned number, beyond every table.
-        return rows, rows.view(np.uint64) >= self._num_embeddings[feature]
-
-    def _resolve_unknown(
-        self, bags: KeyedBags, rows: Int64Array, unknown: npt.NDArray[np.bool_], values_per_key: Int64Array
-    ) -> MappedBags:
         positions = np.flatnonzero(unknown)
         segment = np.searchsorted(np.cumsum(values_per_key), positions, side="right")
         feature = bags.keys[segment]
@@ -351,7 +335,12 @@ class IdMapper:
         rows = rows.copy()
         rows[positions] = np.where(policy == _DEFAULT_ROW, self._default_row[feature], 0)
         refused = policy == _REJECT
-        rejected = self._rejected(bags, positions[refused], segment[refused])
+        # One id is enough to refuse a bag.
+        bag_of_batch = np.searchsorted(bags.offsets, positions[refused], side="right") - 1
+        refused_bags, first = np.unique(bag_of_batch, return_index=True)
+        at, segment = positions[refused][first], segment[refused][first]
+        bag = refused_bags - bags.bag_starts()[segment]
+        rejected = RejectedIds(bags.keys[segment], bag, bags.values[at])
         skipped = positions[policy == _SKIP]
         found = bags.with_values(rows, bags.weights)
         if not skipped.size:
@@ -360,15 +349,9 @@ class IdMapper:
         keep[skipped] = False
         return MappedBags(found.kept(keep), rejected)
 
-    def _rejected(self, bags: KeyedBags, positions: Int64Array, segment: Int64Array) -> RejectedIds:
-        # One id is enough to refuse a bag.
-        bag_of_batch, first = np.unique(np.searchsorted(bags.offsets, positions, side="right") - 1, return_index=True)
-        positions, segment = positions[first], segment[first]
-        return RejectedIds(bags.keys[segment], bag_of_batch - bags.bag_starts()[segment], bags.values[positions])
-
 
 def _spread(by_key: npt.NDArray[np.uint64], values_per_key: Int64Array) -> npt.NDArray[np.uint64]:
-    """One number for each value; a single one if all keys share it."""
+    """Return one number for each value; a single one if all keys share it."""
     if (by_key == by_key[0]).all():
         return by_key[:1]
     return np.repeat(by_key, values_per_key)

@@ -20,8 +20,7 @@ from pydantic import Field, model_validator
 from loader.snapshot.tables import Frozen
 
 Reason: TypeAlias = Literal["failures", "slow", "unfit"]
-"""Why a replica is ejected: it failed several times in a row, it is slower than its peers, or it has not what is asked
-of it, such as the version or rows that are new enough."""
+"""Why a replica is ejected; `unfit` has not what is asked of it, such as the version or rows that are new enough."""
 
 MAX_WINDOW: Final = 64
 CHECK_S: Final = 1.0
@@ -73,10 +72,6 @@ class ReplicaPolicy(Frozen):
         return self
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaEvents:
     """Who is told what happens with a shard's replicas.
@@ -84,14 +79,14 @@ class ReplicaEvents:
     Attributes:
         retried: another replica is asked: the kind of the error before, or `late` for a hedge.
         denied: likewise, and it is not, because the budget is spent.
-        ejected: a replica of shard i was, and why.
-        out: so many more replicas of shard i, or fewer if negative, are not in service: ejected, or not yet let in.
+        ejected: a replica of that shard was, and why.
+        out: so many more replicas of that shard, or fewer if negative, are ejected or not yet let in.
     """
 
-    retried: Callable[[str], None] = _nothing
-    denied: Callable[[str], None] = _nothing
-    ejected: Callable[[int, Reason], None] = _nothing
-    out: Callable[[int, int], None] = _nothing
+    retried: Callable[[str], None] = lambda kind: None
+    denied: Callable[[str], None] = lambda kind: None
+    ejected: Callable[[int, Reason], None] = lambda shard, reason: None
+    out: Callable[[int, int], None] = lambda shard, change: None
 
 
 class RetryBudget:
@@ -126,7 +121,7 @@ class ReplicaHealth:
     Attributes:
         answers: when each of the last ones came, and how many seconds it took.
         failures: in a row.
-        reason: why it is out: ejected, or let in for probes; None in service.
+        reason: why it is ejected, or let in for probes; None in service.
         ejected_until: in seconds of the clock; when its last ejection ended, or ends.
         ejections: without a long time in service between them.
         probes: seconds that each answer has taken since it was let in.
@@ -141,13 +136,9 @@ class ReplicaHealth:
 
 
 class Outliers:
-    """The replicas of one shard, and which of them are ejected. Belongs to one event loop.
+    """The replicas of one shard, of that number for `events`, and which of them are ejected. Belongs to one event loop.
 
-    Args:
-        policy: the limits.
-        shard: its number, for `events`.
-        clock: monotonic seconds.
-        events: told of ejections.
+    `clock` is monotonic seconds.
     """
 
     def __init__(
@@ -167,7 +158,7 @@ class Outliers:
         return max(self._policy.hedge_after_ms / 1e3, self._policy.slow_factor * self._usual_s)
 
     def join(self) -> ReplicaHealth:
-        """Take in a replica."""
+        """Add a replica."""
         self._members.append(health := ReplicaHealth())
         return health
 
@@ -188,10 +179,7 @@ class Outliers:
         return health.reason is not None and health.ejected_until > self._clock()
 
     def comes_last(self, health: ReplicaHealth, calls: int) -> bool:
-        """Tell whether a replica with so many calls in flight is asked after the others.
-
-        So is one that is ejected, and one that has been let in while it answers a probe.
-        """
+        """Tell whether a replica is asked last: ejected, or let in again and answering a probe already."""
         return health.reason is not None and (calls > 0 or self.is_ejected(health))
 
     def answered(self, health: ReplicaHealth, seconds: float) -> None:
@@ -199,13 +187,29 @@ class Outliers:
         now = self._clock()
         if health.reason is not None:
             if health.ejected_until <= now:
-                self._probed(health, seconds, now)
+                health.probes.append(seconds)
+                if len(health.probes) < self._policy.probes:
+                    return
+                if self._is_slow(statistics.median(health.probes), list(self._compared(now).values())):
+                    self._eject(health, "slow")
+                    return
+                health.reason, health.failures = None, 0
+                health.probes.clear()
+                self._events.out(self._shard, -1)
             return
         health.failures = 0
         health.answers.append((now, seconds))
         if now >= self._next_check:
             self._next_check = now + CHECK_S
-            self._eject_slow(now)
+            compared = self._compared(now)
+            # Of two the faster one: it is the slower one that is to be waited for no longer.
+            self._usual_s = statistics.median_low(compared.values()) if compared else 0.0
+            for slowest, median_s in sorted(compared.items(), key=lambda item: -item[1]):
+                peers = [peer_s for peer, peer_s in compared.items() if peer is not slowest]
+                if self._is_slow(median_s, peers):
+                    self._eject(slowest, "slow")
+                    if slowest.reason is not None:
+                        del compared[slowest]
 
     def failed(self, health: ReplicaHealth) -> None:
         """Note that a replica did not answer though it should have."""
@@ -259,37 +263,11 @@ class Outliers:
         health.failures = 0
         health.answers.clear()
 
-    def _probed(self, health: ReplicaHealth, seconds: float, now: float) -> None:
-        health.probes.append(seconds)
-        if len(health.probes) < self._policy.probes:
-            return
-        if self._is_slow(statistics.median(health.probes), list(self._compared(now).values())):
-            self._eject(health, "slow")
-            return
-        health.reason = None
-        health.failures = 0
-        health.probes.clear()
-        self._events.out(self._shard, -1)
-
-    def _eject_slow(self, now: float) -> None:
-        """Eject those that are slow, the slowest first, and note what an answer usually takes."""
-        compared = self._compared(now)
-        # Of two the faster one: it is the slower one that is to be waited for no longer.
-        self._usual_s = statistics.median_low(compared.values()) if compared else 0.0
-        for health, seconds in sorted(compared.items(), key=lambda one: -one[1]):
-            peers = [taken for one, taken in compared.items() if one is not health]
-            if self._is_slow(seconds, peers):
-                self._eject(health, "slow")
-                if health.reason is not None:
-                    del compared[health]
-
     def _is_slow(self, seconds: float, peers: list[float]) -> bool:
-        """Tell whether a median is far above those of peers; not if there is nobody to compare it with."""
         policy = self._policy
         return bool(peers) and seconds > policy.slow_factor * statistics.median(peers) + policy.slow_excess_ms / 1e3
 
     def _compared(self, now: float) -> dict[ReplicaHealth, float]:
-        """Return the median of the answers of each replica in service that has had enough of them of late."""
         found = {}
         for health in self._members:
             recent = [seconds for when, seconds in health.answers if now - when <= self._policy.window_s]

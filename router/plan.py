@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -40,9 +40,6 @@ class Plan:
     """Who owns what.
 
     Attributes:
-        layout: the model's tables.
-        num_shards: shards of the fleet.
-        cards_per_shard: cards of each shard node.
         sharding: how tables are divided, where no plan file says it.
         shard_of_bucket: int16 [buckets] for each table in layout order, the shard that owns a bucket, or `REPLICATED`.
         file: the plan file that says so, if there is one.
@@ -69,21 +66,20 @@ class Plan:
         cards_per_shard = cards_per_shard or file.cards_per_shard
         if cards_per_shard != file.cards_per_shard:
             raise PlanError(f"plan: cards_per_shard is {file.cards_per_shard}, allowed here is {cards_per_shard}")
-        return cls._of_file(spec, file, num_shards, cards_per_shard, sharding)
-
-    @classmethod
-    def _of_file(
-        cls, spec: ModelSpec, file: PlanFile, num_shards: int, cards_per_shard: int, sharding: Sharding
-    ) -> Plan:
-        """As `of_file`, but for any number of cards."""
         file.check_fits(spec)
         if num_shards != file.num_shards:
             raise PlanError(f"plan: num_shards is {file.num_shards}, allowed here is {num_shards}")
         layout = TableLayout.of(spec)
         ranks_of = file.ranks_of(spec)
         ranks = tuple(ranks_of[table.name] for table in layout.tables)
-        owners = tuple(_shard_of_rank(file, table, one) for table, one in zip(layout.tables, ranks, strict=True))
-        return cls(layout, num_shards, cards_per_shard, sharding, owners, file, ranks)
+        owners = []
+        for table, of_table in zip(layout.tables, ranks, strict=True):
+            if of_table.is_copied:
+                owners.append(_all_buckets(table, REPLICATED))
+            else:
+                shards = of_table.rank_of_bucket(RowBuckets.of(table).count) // file.cards_per_shard
+                owners.append(shards.astype(np.int16))
+        return cls(layout, num_shards, cards_per_shard, sharding, tuple(owners), file, ranks)
 
     @classmethod
     def of_snapshot(
@@ -98,11 +94,9 @@ class Plan:
         """Plan a version: by the file that is given, if it is of this model, else by the snapshot's, else as `make`.
 
         The snapshot's own is taken if it is for so many shards. If it is for another number of cards, a shard divides
-        what is its own over the cards it has: routers, which do not know them (None), agree all the same.
+        what it owns over the cards it has: routers, which do not know them (None), agree all the same.
 
-        Raises:
-            PlanError: as `of_file` and `make`.
-            SnapshotCorruptError: the snapshot's plan can't be read.
+        Raises PlanError as `of_file` and `make`, SnapshotCorruptError if the snapshot's plan can't be read.
         """
         spec = snapshot.spec
         if file is not None and file.model == spec.model:
@@ -111,7 +105,8 @@ class Plan:
         text = snapshot.plan_text()
         carried = None if text is None else PlanFile.parse(f"{snapshot.path}: plan", text)
         if carried is not None and carried.num_shards == num_shards:
-            return cls._of_file(spec, carried, num_shards, cards_per_shard, sharding)
+            planned = cls.of_file(spec, carried, num_shards, None, sharding)
+            return replace(planned, cards_per_shard=cards_per_shard)
         return cls.make(spec, num_shards, sharding, cards_per_shard, replicate_bytes)
 
     @classmethod
@@ -123,19 +118,13 @@ class Plan:
         cards_per_shard: int = 1,
         replicate_bytes: int = DEFAULT_REPLICATE_BYTES,
     ) -> Plan:
-        """Plans a model.
+        """Plan a model.
 
-        Args:
-            spec: the model.
-            num_shards: shards of the fleet.
-            sharding: `hash` or `range` divides every table's buckets evenly and needs tables stored with that
-                bucketing (`hash` takes `mixed` ones too), unless they are replicated or there is one shard only;
-                `table` gives each table to one shard, the largest first to the emptiest shard.
-            cards_per_shard: cards of each shard node.
-            replicate_bytes: tables of at most this size go to every shard.
+        By `hash` or `range` every table's buckets are divided evenly; tables must be stored with that bucketing (`hash`
+        takes `mixed` ones too), unless they are replicated or there is one shard only. By `table` each table is given
+        to one shard, the largest first to the emptiest shard. Tables of at most `replicate_bytes` go to every shard.
 
-        Raises:
-            PlanError: for numbers out of range, or a table stored with another bucketing than `sharding` needs.
+        Raises PlanError for numbers out of range, or a table stored with another bucketing than `sharding` needs.
         """
         for name, count, most in (
             ("num_shards", num_shards, MAX_SHARDS),
@@ -182,10 +171,7 @@ class Plan:
         """Return the identity of the node that serves a shard."""
         _check_index(shard_index, self.num_shards)
         return NodeIdentity(
-            shard_index=shard_index,
-            num_shards=self.num_shards,
-            num_cards=self.cards_per_shard,
-            sharding=self.sharding,
+            shard_index=shard_index, num_shards=self.num_shards, num_cards=self.cards_per_shard, sharding=self.sharding
         )
 
     def partition(self, shard_index: int) -> Partition:
@@ -197,7 +183,14 @@ class Plan:
         """
         _check_index(shard_index, self.num_shards)
         if self.file is not None and self.file.cards_per_shard == self.cards_per_shard:
-            return self._planned_partition(shard_index)
+            planned = []
+            for owners, ranks in zip(self.shard_of_bucket, self.ranks, strict=True):
+                if owners[0] == REPLICATED:
+                    planned.append(np.full(owners.size, ranks.ranks[shard_index] % self.cards_per_shard, np.int16))
+                else:
+                    card_of_bucket = ranks.rank_of_bucket(owners.size) % self.cards_per_shard
+                    planned.append(np.where(owners == shard_index, card_of_bucket, -1).astype(np.int16))
+            return Partition(self.cards_per_shard, tuple(planned))
         cards: list[npt.NDArray[np.int16]] = [np.zeros(0, np.int16)] * len(self.layout.tables)
         loads = [0] * self.cards_per_shard
         tables = self.layout.tables
@@ -215,27 +208,10 @@ class Plan:
                 cards[number][mine] = _spread_over_cards(table, mine, self.cards_per_shard)
         return Partition(self.cards_per_shard, tuple(cards))
 
-    def _planned_partition(self, shard_index: int) -> Partition:
-        cards = []
-        for owners, ranks in zip(self.shard_of_bucket, self.ranks, strict=True):
-            if owners[0] == REPLICATED:
-                cards.append(np.full(owners.size, ranks.ranks[shard_index] % self.cards_per_shard, np.int16))
-                continue
-            card_of_bucket = ranks.rank_of_bucket(owners.size) % self.cards_per_shard
-            cards.append(np.where(owners == shard_index, card_of_bucket, -1).astype(np.int16))
-        return Partition(self.cards_per_shard, tuple(cards))
-
 
 def table_bytes(table: TableSpec) -> int:
     """Count the bytes that a table's rows take as stored."""
     return table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes
-
-
-def _shard_of_rank(file: PlanFile, table: TableSpec, ranks: RanksOfBuckets) -> npt.NDArray[np.int16]:
-    if ranks.is_copied:
-        return _all_buckets(table, REPLICATED)
-    shards = ranks.rank_of_bucket(RowBuckets.of(table).count) // file.cards_per_shard
-    return shards.astype(np.int16)
 
 
 def _all_buckets(table: TableSpec, owner: int) -> npt.NDArray[np.int16]:

@@ -35,8 +35,6 @@ from loader.snapshot.tables import (
 )
 from router.errors import PlanError
 
-UInt16Array = npt.NDArray[np.uint16]
-
 ShardingType = Literal["data_parallel", "table_wise", "row_wise", "column_wise", "grid_shard"]
 """TorchRec's names: on every shard; whole on one; its rows divided; slices of its columns, each whole on a shard;
 slices of its columns, the rows of each divided."""
@@ -83,13 +81,6 @@ class RanksOfBuckets(Frozen):
             if ranks.size != 1:
                 raise PlanError(f"packed is empty, but there are {ranks.size} ranks; allowed is 1")
             return np.full(count, ranks[0], np.int32)
-        numbers = self._numbers(count)
-        present = np.unique(numbers)
-        if present.size != ranks.size or present[-1] != ranks.size - 1:
-            raise PlanError(f"packed has numbers {present[:8].tolist()}…; allowed is each of 0..{ranks.size - 1}")
-        return ranks[numbers]
-
-    def _numbers(self, count: int) -> UInt16Array:
         opened = zlib.decompressobj()
         try:
             # No more is ever unpacked than there are buckets.
@@ -98,7 +89,11 @@ class RanksOfBuckets(Frozen):
             raise PlanError(f"packed can't be unpacked: {error}") from error
         if len(content) != 2 * count or not opened.eof or opened.unused_data:
             raise PlanError(f"packed does not hold {count} numbers of 2 bytes and nothing else")
-        return np.frombuffer(content, "<u2")
+        numbers: npt.NDArray[np.uint16] = np.frombuffer(content, "<u2")
+        present = np.unique(numbers)
+        if present.size != ranks.size or present[-1] != ranks.size - 1:
+            raise PlanError(f"packed has numbers {present[:8].tolist()}…; allowed is each of 0..{ranks.size - 1}")
+        return ranks[numbers]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -163,11 +158,7 @@ class PlanFile(Frozen):
     def of(cls, model: str, num_shards: int, cards_per_shard: int, tables: Sequence[TablePlan]) -> Self:
         """Write down a plan, with its digest."""
         made = cls(
-            model=model,
-            num_shards=num_shards,
-            cards_per_shard=cards_per_shard,
-            tables=tuple(tables),
-            digest="0" * 64,
+            model=model, num_shards=num_shards, cards_per_shard=cards_per_shard, tables=tuple(tables), digest="0" * 64
         )
         return made.model_copy(update={"digest": made.content_digest})
 
@@ -211,8 +202,7 @@ class PlanFile(Frozen):
 
     def sliced(self, spec: ModelSpec) -> ModelSpec:
         """Return a model with its tables' columns sliced as the plan says, as `export` stores it."""
-        dims = {table.table: table.column_dims for table in self.tables}
-        return with_columns(spec, dims)
+        return with_columns(spec, {table.table: table.column_dims for table in self.tables})
 
     def check_fits(self, spec: ModelSpec) -> None:
         """Raise PlanError unless it is a plan of this model, sliced as the plan says."""
@@ -251,7 +241,6 @@ class PlanFile(Frozen):
         return self.num_shards * self.cards_per_shard
 
     def _check_table(self, where: str, table: TablePlan) -> None:
-        """Raise PlanError unless what the ranks say is what the kind of division says."""
         for number, one in enumerate(table.slices):
             name = f"{table.table}, slice {number}" if table.column_dims else table.table
             if one.ranks[-1] >= self.num_ranks:

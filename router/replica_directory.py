@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -24,8 +24,6 @@ _Key: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What readers see: replaced as a whole. Addresses by model, version and shard."""
-
     epoch: int
     replicas: Mapping[_Key, tuple[Address, ...]]
     topology: FleetRecord | None
@@ -43,8 +41,7 @@ class ReplicaDirectory:
     """The shard nodes of a fleet. Thread-safe; reading is one look into a dictionary.
 
     A node that is not announced any more is still asked for `forget_after_s`: its lease may have run out because the
-    registry lost it, not because it is gone, and a node that is gone costs a router one refused connection. For the
-    same reason a shard's last known nodes are never forgotten.
+    registry lost it, not because it is gone. For the same reason a shard's last known nodes are never forgotten.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, forget_after_s: float = FORGET_AFTER_S) -> None:
@@ -56,10 +53,9 @@ class ReplicaDirectory:
         self._view = _View(0, {}, None)
 
     def update(self, nodes: Iterable[NodeRecord]) -> None:
-        """Take in the whole list of announced nodes; those that are no shard nodes are passed over.
+        """Replace the announced nodes; those that are no shard nodes are passed over.
 
-        An announcement that nobody could use, of another release perhaps, is logged and counts as missing: the other
-        nodes must not suffer from it.
+        An announcement that can't be used, of another release perhaps, is logged and counts as missing.
         """
         shard_nodes = [node for node in nodes if node.kind == "shard" and node.shard_index is not None]
         announced: dict[str, _Known] = {}
@@ -78,9 +74,27 @@ class ReplicaDirectory:
                 if node_id not in announced and known.missing_since is None:
                     known.missing_since = now
             self._known |= announced
-            self._forget(now)
+            present = {one.record.shard_index for one in self._known.values() if one.missing_since is None}
+            for node_id, known in list(self._known.items()):
+                if known.missing_since is None or now - known.missing_since < self._forget_after_s:
+                    continue
+                if known.record.shard_index in present:
+                    logger.info("shard node %s is forgotten", node_id)
+                    del self._known[node_id]
             in_order = [self._known[node_id] for node_id in sorted(self._known)]
-            replicas, topology = _replicas(in_order), _topology(in_order)
+            found: dict[_Key, list[Address]] = defaultdict(list)
+            for member in in_order:
+                record = member.record
+                if record.draining or record.shard_index is None:
+                    continue
+                for report in record.versions:
+                    addresses = found[report.model, report.version, record.shard_index]
+                    # A node that was restarted under another name may still be announced under its old one.
+                    if report.state == "ready" and member.address not in addresses:
+                        addresses.append(member.address)
+            replicas = {key: tuple(addresses) for key, addresses in found.items() if addresses}
+            topologies = {known.topology for known in in_order if known.topology is not None}
+            topology = topologies.pop() if len(topologies) == 1 else None
             if (replicas, topology) != (self._view.replicas, self._view.topology):
                 self._view = _View(self._view.epoch + 1, replicas, topology)
 
@@ -97,36 +111,7 @@ class ReplicaDirectory:
         """Return how the announced nodes divide rows; None if there are none, or they do not agree."""
         return self._view.topology
 
-    def _forget(self, now: float) -> None:
-        present = {one.record.shard_index for one in self._known.values() if one.missing_since is None}
-        for node_id, known in list(self._known.items()):
-            if known.missing_since is None or now - known.missing_since < self._forget_after_s:
-                continue
-            if known.record.shard_index in present:
-                logger.info("shard node %s is forgotten", node_id)
-                del self._known[node_id]
-
-
-def _replicas(nodes: Sequence[_Known]) -> dict[_Key, tuple[Address, ...]]:
-    found: dict[_Key, list[Address]] = defaultdict(list)
-    for node in nodes:
-        record = node.record
-        if record.draining or record.shard_index is None:
-            continue
-        for report in record.versions:
-            addresses = found[report.model, report.version, record.shard_index]
-            # A node that was restarted under another name may still be announced under its old one.
-            if report.state == "ready" and node.address not in addresses:
-                addresses.append(node.address)
-    return {key: tuple(addresses) for key, addresses in found.items() if addresses}
-
-
-def _topology(nodes: Sequence[_Known]) -> FleetRecord | None:
-    told = {node.topology for node in nodes if node.topology is not None}
-    return told.pop() if len(told) == 1 else None
-
 
 def _divided_by(record: NodeRecord) -> FleetRecord | None:
-    """How a node divides rows; None if it does not tell. Raises ValidationError for what no fleet can have."""
     told = {"num_shards": record.num_shards, "sharding": record.sharding, "replicate_bytes": record.replicate_bytes}
     return None if None in told.values() else FleetRecord.model_validate(told)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +49,7 @@ _ASK_ANOTHER = (
     ReplicaLagsError,
     DeadlineExceededError,
 )
+_RECONNECTED = "it reconnected while it was asked, so whoever answered was not checked"
 # After these it will not have it in a moment either.
 _UNFIT = (GenerationNotFoundError, PlanMismatchError, ReplicaLagsError, CardError)
 
@@ -58,8 +59,7 @@ class ReplicaSource:
     """Replicas that come and go.
 
     Attributes:
-        current: an epoch, and where the nodes are now. As long as the epoch is the same, so are the addresses. Called
-            for every lookup: it must be cheap.
+        current: an epoch, and where the nodes are; called for every lookup. Addresses change only with the epoch.
         connect: makes a client of one node; it connects when it is first asked.
     """
 
@@ -69,45 +69,28 @@ class ReplicaSource:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A replica with what is known of it.
-
-    Attributes:
-        replica: its client.
-        health: how it has answered.
-        checked: the number of connections when it was last found to hold the right thing; -1 for never.
-        calls: how many of this shard's calls use it now.
-        leaves: whether it is closed when they have ended.
-    """
-
     replica: ShardClient
     health: ReplicaHealth
+    # Connections of its client when it was last found to hold the right thing; -1 for never.
     checked: int = -1
     calls: int = 0
+    # Closed when its calls have ended.
     leaves: bool = False
 
     @property
     def is_checked(self) -> bool:
-        """Whether whoever answers on the present connection was found to hold the right thing."""
         return self.checked == self.replica.connections
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A replica that was asked, and how it was then.
-
-    Attributes:
-        at: in monotonic seconds.
-        was_up: whether there was a connection, or none was needed so far.
-        connections: as of its client.
-    """
-
     member: _Member
     at: float
+    # There was a connection, or none was needed so far.
     was_up: bool
     connections: int
 
     def was_sent_nothing(self, error: ShardrankError) -> bool:
-        """Whether it failed because there was no connection all the time."""
         connections = self.member.replica.connections
         stayed_down = connections == self.connections and not (self.was_up and connections)
         return isinstance(error, NodeUnavailableError) and stayed_down
@@ -118,29 +101,21 @@ class ReplicatedShard:
 
     The available replica with the fewest calls in flight is asked; if it fails, the others are, each once. If it has
     not answered after a while, or half of the time that is left, another is asked beside it and the first answer
-    counts, so that a node that hangs does not cost the deadline. Such hedges and retries have one budget; when it is
-    spent, a late answer is waited for and a failure is final. A retry after which nothing had been sent is free.
-
-    A replica that failed several times in a row, is slower than its peers or holds the wrong thing is ejected for a
-    while (`router.outliers`): it is asked after the others.
+    counts. Such hedges and retries have one budget; when it is spent, a late answer is waited for and a failure is
+    final. A retry after which nothing had been sent is free. Ejected replicas (`router.outliers`) are asked last.
 
     A node is asked what it holds before its first answer is used and after every reconnect: a node of another shard,
-    plan or snapshot is refused, since its sums would be wrong without being an error. Where replicas come and go this
-    is done beside the requests: a newcomer is connected to and asked while the others go on answering. One that leaves
-    ends its calls first.
+    plan or snapshot is refused. Where replicas come and go this is done beside the requests; one that leaves ends its
+    calls first.
 
     Args:
-        plan: who owns what.
-        shard_index: which shard this is.
         manifest_identity: of the snapshot that the router serves.
         replicas: at least one, or where to find out who there is.
-        events: told of retries and ejections.
         clock: monotonic seconds; deadlines are on it.
-        policy: when another replica is asked too, and when one is ejected.
 
     Attributes:
-        min_sequence: the delta that rows must be of, or a later one, to be of use. A replica that is not so far counts
-            as one that failed; where all of them are behind, one of their answers is given all the same.
+        min_sequence: the delta that rows must be of, or a later one. A replica that is not so far counts as one that
+            failed; where all of them are behind, one of their answers is given all the same.
     """
 
     def __init__(
@@ -175,7 +150,7 @@ class ReplicatedShard:
     async def pool(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
     ) -> Answer:
-        """As `Shard.pool`.
+        """Pool as `Shard.pool`.
 
         Raises:
             ShardUnavailableError: if every replica failed; the message says what each one said.
@@ -188,7 +163,19 @@ class ReplicatedShard:
         behind: list[Answer] = []
 
         async def attempt(member: _Member) -> Answer:
-            answer = await self._ask(member, model, version, bags, deadline, forms)
+            with self._use(member) as replica:
+                await self._check(member, model, version, deadline)
+                began = self._clock()
+                try:
+                    answer = await replica.pool(model, version, bags, deadline, forms)
+                except GenerationNotFoundError:
+                    # What comes back under this number may be another snapshot.
+                    member.checked = -1
+                    raise
+                if not member.is_checked:
+                    raise NodeUnavailableError(_RECONNECTED)
+                answer.check(self._layout, bags)
+                self._outliers.answered(member.health, self._clock() - began)
             if answer.sequence < self.min_sequence:
                 behind.append(answer)
                 raise ReplicaLagsError(
@@ -208,11 +195,8 @@ class ReplicatedShard:
     ) -> tuple[Answer, int]:
         """Pool as `pool`, in exact forms, on a node that has applied its deltas up to `sequence`.
 
-        Returns the answer, and the last delta that the node had applied when it was there. What the node told before
-        and after came from the process that answered, so no row is older than `sequence`.
-
-        Raises:
-            ShardUnavailableError: if no replica can, or none is so far; the message says what each one said.
+        Returns the answer, and the last delta that the node had applied when it was there; no row is older than
+        `sequence`. Raises ShardUnavailableError if no replica can, or none is so far.
         """
         self._follow()
         failures: list[str] = []
@@ -227,7 +211,7 @@ class ReplicatedShard:
                     answer = await replica.pool(model, version, bags, deadline, EXACT)
                     after = _served(await replica.info(), model, version).delta_sequence
                 if not member.is_checked:
-                    raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
+                    raise NodeUnavailableError(_RECONNECTED)
                 answer.check(self._layout, bags)
             except _ASK_ANOTHER as error:
                 failures.append(self._noted(member, error))
@@ -238,8 +222,7 @@ class ReplicatedShard:
     async def connect(self, model: str, version: int, deadline: float) -> None:
         """Connect to every replica there is and ask it what it holds, so that no request has to.
 
-        Raises:
-            ShardUnavailableError: if none can be used; the message says what each one said.
+        Raises ShardUnavailableError if none can be used; the message says what each one said.
         """
         self._follow()
         members = list(self._members)
@@ -263,11 +246,15 @@ class ReplicatedShard:
     async def infos(self) -> list[tuple[str, NodeInfo]]:
         """Return what every replica that answers serves, by its address; all are asked at once.
 
-        Raises:
-            ShardUnavailableError: if none answers.
+        Raises ShardUnavailableError if none answers.
         """
         self._follow()
-        asked = {asyncio.create_task(self._told(member)): str(member.replica.address) for member in self._members}
+
+        async def ask(member: _Member) -> NodeInfo:
+            with self._use(member) as replica:
+                return await replica.info()
+
+        asked = {asyncio.create_task(ask(member)): str(member.replica.address) for member in self._members}
         failures: list[str] = []
         found: list[tuple[str, NodeInfo]] = []
         try:
@@ -303,7 +290,6 @@ class ReplicatedShard:
             await asyncio.wait(self._closing)
 
     def _follow(self) -> None:
-        """Take in who has joined and who has left since the last call."""
         if self._source is None:
             return
         epoch, addresses = self._source.current()
@@ -323,7 +309,7 @@ class ReplicatedShard:
         return _Member(replica, self._outliers.join())
 
     def _order(self) -> list[_Member]:
-        """Whom to ask first: who is connected, not ejected, was checked, and has the fewest calls in flight."""
+        """Return the replicas in the order in which they are asked."""
         count = len(self._members)
         # Rotating the start spreads calls over replicas that are equally busy.
         start = next(self._turn) % max(1, count)
@@ -363,8 +349,16 @@ class ReplicatedShard:
     ) -> Answer:
         self._budget.earn()
         waiting, failures = self._order(), list[str]()
-        if len(waiting) < 2:
-            return await self._alone(waiting, attempt)
+        if not waiting:
+            raise self._unavailable([])
+        if len(waiting) == 1:
+            # The only replica needs no watching: its own deadline ends it.
+            try:
+                return await attempt(waiting[0])
+            except DeadlineExceededError:
+                raise
+            except _ASK_ANOTHER as failed:
+                raise self._unavailable([self._noted(waiting[0], failed)]) from failed
         asked: dict[asyncio.Task[Answer], _Asked] = {}
         error: ShardrankError | None = None
         is_denied = False
@@ -394,7 +388,10 @@ class ReplicatedShard:
                         error, wish, is_free = failed, failed.kind, one.was_sent_nothing(failed)
                         self._failed(one, failed, failures)
                     else:
-                        self._overtook(one, asked.values())
+                        now = self._clock()
+                        for late in asked.values():
+                            if late.at < one.at:
+                                self._outliers.overtaken(late.member.health, now - late.at)
                         return answer
                 if self._clock() >= deadline - TIMER_SLACK_S:
                     raise DeadlineExceededError(f"no replica answered before the deadline ({'; '.join(failures)})")
@@ -417,19 +414,6 @@ class ReplicatedShard:
                     # Looked at, so that asyncio does not report it as forgotten.
                     task.exception()
 
-    async def _alone(
-        self, members: Sequence[_Member], attempt: Callable[[_Member], Coroutine[None, None, Answer]]
-    ) -> Answer:
-        """Ask the only replica, which needs no watching: its own deadline ends it."""
-        if not members:
-            raise self._unavailable([])
-        try:
-            return await attempt(members[0])
-        except DeadlineExceededError:
-            raise
-        except _ASK_ANOTHER as error:
-            raise self._unavailable([self._noted(members[0], error)]) from error
-
     def _noted(self, member: _Member, error: ShardrankError) -> str:
         """Eject a replica that has not what is asked of it; return what it said."""
         if isinstance(error, _UNFIT):
@@ -446,41 +430,12 @@ class ReplicatedShard:
             return
         self._outliers.failed(asked.member.health)
 
-    def _overtook(self, winner: _Asked, late: Iterable[_Asked]) -> None:
-        now = self._clock()
-        for one in late:
-            if one.at < winner.at:
-                self._outliers.overtaken(one.member.health, now - one.at)
-
     def _unavailable(self, failures: list[str]) -> ShardUnavailableError:
         index, count = self._identity.shard_index, self._identity.num_shards
         said = "; ".join(failures) or "no node has told that this version is ready there"
         return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({said})")
 
-    async def _ask(
-        self, member: _Member, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms
-    ) -> Answer:
-        with self._use(member) as replica:
-            await self._check(member, model, version, deadline)
-            began = self._clock()
-            try:
-                answer = await replica.pool(model, version, bags, deadline, forms)
-            except GenerationNotFoundError:
-                # What comes back under this number may be another snapshot.
-                member.checked = -1
-                raise
-            if not member.is_checked:
-                raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
-            answer.check(self._layout, bags)
-            self._outliers.answered(member.health, self._clock() - began)
-            return answer
-
-    async def _told(self, member: _Member) -> NodeInfo:
-        with self._use(member) as replica:
-            return await replica.info()
-
     def _introduce_newcomers(self, model: str, version: int) -> None:
-        """Begins to check whoever has joined or reconnected, so that it can be asked like the others."""
         for member in self._members:
             if member.is_checked or member in self._introductions:
                 continue
@@ -513,10 +468,6 @@ class ReplicatedShard:
                     info = await replica.info()
         except TimeoutError:
             raise DeadlineExceededError("deadline passed while asking the node what it serves") from None
-        self._compare(info, model, version)
-        member.checked = connections
-
-    def _compare(self, info: NodeInfo, model: str, version: int) -> None:
         mine = (self._identity.shard_index, self._identity.num_shards, self._identity.sharding)
         theirs = (info.identity.shard_index, info.identity.num_shards, info.identity.sharding)
         if theirs != mine:
@@ -535,10 +486,10 @@ class ReplicatedShard:
                 f"the node divides model {model!r} by another plan: {served.plan_digest[:12]}…, wanted is "
                 f"{self._plan_digest[:12]}…"
             )
+        member.checked = connections
 
 
 def _served(info: NodeInfo, model: str, version: int) -> ServedVersion:
-    """Return what a node tells of a version. Raises GenerationNotFoundError if it does not have it."""
     served = next((one for one in info.versions if (one.model, one.version) == (model, version)), None)
     if served is None:
         here = [f"{one.model} {one.version}" for one in info.versions]

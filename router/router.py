@@ -161,8 +161,6 @@ class LookedUp(NamedTuple):
 
 
 class _ShardDownError(Exception):
-    """Carries which shard failed to whoever splits; never leaves this file."""
-
     def __init__(self, shard: int, error: ShardrankError) -> None:
         super().__init__(shard)
         self.shard = shard
@@ -191,30 +189,28 @@ class Cutter:
         while edges[-1] < bags.num_bags:
             spent = int(end_cost[edges[-1] - 1]) if edges[-1] else 0
             edges.append(max(edges[-1] + 1, int(np.searchsorted(end_cost, spent + self._piece_bytes, side="right"))))
-        return [_piece(part, first, end) for first, end in itertools.pairwise(edges)]
-
-
-def _piece(part: Part, first: int, end: int) -> Part:
-    bags = part.bags
-    starts: Int64Array = np.clip(bags.bag_starts(), first, end)
-    counts = np.diff(starts)
-    has_bags = counts > 0
-    values = slice(int(bags.offsets[first]), int(bags.offsets[end]))
-    piece = KeyedBags(
-        bags.keys[has_bags],
-        counts[has_bags],
-        bags.offsets[first : end + 1] - values.start,
-        bags.values[values],
-        None if bags.weights is None else bags.weights[values],
-    )
-    return Part(part.owner, piece, part.bag_index[first:end], part.positions[values], part.shares_no_bag)
+        starts, pieces = bags.bag_starts(), []
+        for first, end in itertools.pairwise(edges):
+            clipped: Int64Array = np.clip(starts, first, end)
+            counts = np.diff(clipped)
+            has_bags = counts > 0
+            values = slice(int(bags.offsets[first]), int(bags.offsets[end]))
+            piece = KeyedBags(
+                bags.keys[has_bags],
+                counts[has_bags],
+                bags.offsets[first : end + 1] - values.start,
+                bags.values[values],
+                None if bags.weights is None else bags.weights[values],
+            )
+            bag_index, positions = part.bag_index[first:end], part.positions[values]
+            pieces.append(Part(part.owner, piece, bag_index, positions, part.shares_no_bag))
+        return pieces
 
 
 class Router:
     """Looks up batches of one model version over its shards, one for each shard of the plan, in order.
 
-    `hot` are copies of rows in this process: what is looked up of them is pooled here, while shards are asked for the
-    others.
+    `hot` are copies of rows in this process, pooled here while shards are asked for the others.
     """
 
     def __init__(
@@ -262,20 +258,10 @@ class Router:
         """Whether a lookup may have to wait for a shard that is not in this process."""
         return self._all_rows is None
 
-    @property
-    def hot_lookups(self) -> int:
-        """Rows that were looked up where hot rows are held; 0 without such."""
-        return 0 if self._hot is None else int(self._hot.counts.lookups.sum())
-
-    @property
-    def hot_hits(self) -> int:
-        """How many of these were hot."""
-        return 0 if self._hot is None else int(self._hot.counts.hits.sum())
-
     def local_sequence(self, model: str, version: int) -> int:
         """Tell the last delta that is applied to rows that are all in this process."""
         assert self._all_rows is not None
-        return self._all_rows.node.sequence(model, version)
+        return self._all_rows.node.generations.payload(model, version).deltas.sequence
 
     def map(self, bags: KeyedBags) -> MappedBags:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
@@ -317,11 +303,10 @@ class Router:
         else:
             blocks, sequence = await self._pool(model, version, by_table, deadline, forms, times)
             began = self._clock()
-        if by_lookup.keys.size == self._lookups.feature.size:
-            starts = by_lookup.bag_starts()
-            row_starts = starts[:-1] - starts[self._first_in_group]
-        else:
-            row_starts = self._starts_in_group(by_lookup)
+        starts, first_in_group = by_lookup.bag_starts(), self._first_in_group
+        if by_lookup.keys.size < self._lookups.feature.size:
+            first_key = np.searchsorted(by_lookup.keys, self._lookups.group_starts)
+            first_in_group = first_key[self._lookups.group[by_lookup.keys]]
         if self._has_mean:
             self._divide_means(blocks, asked.whole)
         embeddings = Embeddings(
@@ -329,7 +314,7 @@ class Router:
             keys=bags.keys,
             lookups=by_lookup.keys,
             blocks=blocks,
-            row_starts=row_starts,
+            row_starts=starts[:-1] - starts[first_in_group],
             num_rows=asked.num_rows,
             bags=mapped.bags,
             rejected=mapped.rejected,
@@ -371,7 +356,7 @@ class Router:
         forms: Forms,
         times: LookupTimes,
     ) -> tuple[list[Float32Array], list[Part], int]:
-        """Give the blocks, the parts that they were added from, and the least delta that shards had applied."""
+        """Return the blocks, the parts that they were added from, and the least delta that shards had applied."""
         began = self._clock()
         down: dict[int, ShardrankError] = {}
         while True:
@@ -444,7 +429,7 @@ class Router:
         return [first, *(task.result() for task in tasks)]
 
     def _up(self) -> npt.NDArray[np.int16]:
-        """int16, the shards that were not down a moment ago; all if none was up."""
+        """Return the shards that were not down a moment ago, int16; all if none was up."""
         now = self._clock()
         up = [shard for shard, until in enumerate(self._rests_until) if until <= now] or range(len(self._shards))
         return np.array(up, np.int16)
@@ -461,12 +446,6 @@ class Router:
         if firsts.size < counts.size:
             counts = np.add.reduceat(counts, firsts)
         return CheckedBags(tables, counts, bags.offsets, bags.values, bags.weights, layout=self.schema.layout)
-
-    def _starts_in_group(self, bags: KeyedBags) -> Int64Array:
-        """int64 [S], the row of its group's block at which each key begins."""
-        starts = bags.bag_starts()
-        first_key = np.searchsorted(bags.keys, self._lookups.group_starts)
-        return starts[:-1] - starts[first_key[self._lookups.group[bags.keys]]]
 
     def _divide_means(self, blocks: list[Float32Array], bags: KeyedBags) -> None:
         # A mean is a sum divided once, by the length of the whole bag. Runs of mean features are divided together.
@@ -516,7 +495,7 @@ def without_weights(bags: KeyedBags, of_keys: npt.NDArray[np.bool_]) -> KeyedBag
 
 
 def _first_of_each(ascending: Int32Array) -> Int64Array:
-    """int64, the positions at which another number begins."""
+    """Return the positions at which another number begins, int64."""
     begins = np.ones(ascending.size, np.bool_)
     np.not_equal(ascending[1:], ascending[:-1], out=begins[1:])
     return np.flatnonzero(begins)
@@ -541,7 +520,7 @@ def _of_lookups(bags: KeyedBags, feature: Int32Array) -> KeyedBags:
 
 
 def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
-    """int64, the numbers [start, start + count) of each, one after the other."""
+    """Return the numbers [start, start + count) of each, one after the other, int64."""
     ends = np.cumsum(counts)
     numbers = np.arange(int(ends[-1]) if ends.size else 0)
     numbers += np.repeat(starts - (ends - counts), counts)

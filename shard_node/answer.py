@@ -60,8 +60,7 @@ class Answer:
         sums: float32 or float16 [bags, embedding_dim], of each bag, or, beside `stored`, of those of other tables.
         stored: uint8 [values, row_bytes], the rows of tables that travel as stored; None if all are among `sums`.
         asked_bytes: length of the frame that it answers; 0 if it came through no socket.
-        sequence: the last delta that the owner had applied before it looked at its rows; UNKNOWN_SEQUENCE from a node
-            of a release that does not tell.
+        sequence: the last delta that the owner had applied before it read its rows; UNKNOWN_SEQUENCE from old releases.
     """
 
     sums: Sequence[Sums]
@@ -76,7 +75,7 @@ class Answer:
         return stored, halves, sum(sums.nbytes for sums in self.sums) - halves
 
     def check(self, layout: TableLayout, bags: KeyedBags) -> None:
-        """Check that it fits what was asked for. Raises RemoteError, naming the group and both shapes."""
+        """Raise RemoteError, naming the group and both shapes, unless it fits the bags."""
         for what, arrays in (("sums", self.sums), ("stored rows", self.stored)):
             if arrays is not None and len(arrays) != len(layout.groups):
                 raise RemoteError(f"the answer has {what} of {len(arrays)} groups, the model has {len(layout.groups)}")
@@ -133,85 +132,64 @@ def add_answers(
     """Add what the owners of parts answered into blocks: float32 [bags, embedding_dim] for each group.
 
     Stored rows are weighted here, sums were where they come from. Within a bag stored rows are added in the order of
-    the bag's values.
-
-    Args:
-        layout: of the tables.
-        bags: the whole, keys are tables.
-        parts: what `split` made of it.
-        answers: to each part, each checked.
+    the bag's values. `bags` are unsplit, keys are tables; `parts` what `split` made of them; `answers` are checked.
     """
     keys_of_parts = [list(group_keys(layout, part.bags)) for part in parts]
     blocks = []
     for number, (group, first_key, end_key) in enumerate(group_keys(layout, bags)):
         first, end = bags.bag_starts()[[first_key, end_key]].tolist()
-        found = _Found([], [], [])
+        # Stored rows, uint8 [n, row_bytes], and which value of the bags each of them is; sums, and which bag each is.
+        rows: list[StoredRows] = []
+        values: list[Int64Array] = []
+        summed: list[tuple[Int64Array, Sums]] = []
         for part, answer, keys in zip(parts, answers, keys_of_parts, strict=True):
-            stored = None if answer.stored is None else answer.stored[number]
-            found.take(group, part, keys[number][1:], answer.sums[number], stored)
-        if found.rows:
-            block = found.pool_stored(group, first, end, bags)
-            for index, sums in found.sums:
-                summed = torch.from_numpy(sums).float()
-                torch.from_numpy(block).index_add_(0, torch.from_numpy(index - first), summed)
+            _, key, last_key = keys[number]
+            if key == last_key:
+                continue
+            of_part, starts, value_starts = part.bags, part.bags.bag_starts(), part.bags.value_starts()
+            sums, index = answer.sums[number], part.bag_index[starts[key] : starts[last_key]]
+            if answer.stored is not None and len(sums) < index.size:
+                positions = part.positions[value_starts[key] : value_starts[last_key]]
+                if len(sums):
+                    counts, num_values = of_part.bags_per_key[key:last_key], of_part.values_per_key()[key:last_key]
+                    is_stored = travel_as_stored(group, num_values, counts)
+                    positions = positions[is_stored.repeat(num_values)]
+                    index = index[~is_stored.repeat(counts)]
+                if len(answer.stored[number]):
+                    rows.append(answer.stored[number])
+                    values.append(positions)
+            if len(sums):
+                summed.append((index, sums))
+        if rows:
+            block = _pool_stored(group, _joined(rows), _joined(values), bags, first, end)
+            for index, sums in summed:
+                widened = torch.from_numpy(sums).float()
+                torch.from_numpy(block).index_add_(0, torch.from_numpy(index - first), widened)
         else:
             share_no_bag = all(part.shares_no_bag for part in parts)
-            block = add(found.sums, end - first, group.embedding_dim, first, share_no_bag=share_no_bag)
+            block = add(summed, end - first, group.embedding_dim, first, share_no_bag=share_no_bag)
         blocks.append(block)
     return blocks
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What the owners answered for one group.
-
-    Attributes:
-        rows: uint8 [n, row_bytes], stored rows.
-        values: int64 [n], which value of the whole each of them is.
-        sums: bags of the whole, int64 [b], and float32 or float16 [b, embedding_dim].
-    """
-
-    rows: list[StoredRows]
-    values: list[Int64Array]
-    sums: list[tuple[Int64Array, Sums]]
-
-    def take(self, group: Group, part: Part, keys: tuple[int, int], sums: Sums, stored: StoredRows | None) -> None:
-        """Take in the answer for a part's keys [first, end), which are those of the group."""
-        first, end = keys
-        if first == end:
-            return
-        bags, starts, value_starts = part.bags, part.bags.bag_starts(), part.bags.value_starts()
-        index = part.bag_index[starts[first] : starts[end]]
-        if stored is not None and len(sums) < index.size:
-            positions = part.positions[value_starts[first] : value_starts[end]]
-            if len(sums):
-                counts, values = bags.bags_per_key[first:end], bags.values_per_key()[first:end]
-                is_stored = travel_as_stored(group, values, counts)
-                positions = positions[is_stored.repeat(values)]
-                index = index[~is_stored.repeat(counts)]
-            if len(stored):
-                self.rows.append(stored)
-                self.values.append(positions)
-        if len(sums):
-            self.sums.append((index, sums))
-
-    def pool_stored(self, group: Group, first: int, end: int, bags: KeyedBags) -> Float32Array:
-        """Pool the stored rows as if they were an arena's, of bags [first, end) of the whole; others give zeros."""
-        rows, values = _joined(self.rows), _joined(self.values)
-        offsets, weights = bags.offsets[first : end + 1], bags.weights
-        first_value, num_values = int(offsets[0]), int(offsets[-1] - offsets[0])
-        if values.size == num_values:
-            # Every value came as its row: they only have to be put into the order of the values.
-            slots = np.empty(num_values, np.int64)
-            slots[values - first_value if first_value else values] = np.arange(num_values)
-            offsets = offsets - first_value if first_value else offsets
-            weights = None if weights is None else weights[first_value : first_value + num_values]
-        else:
-            slots = values.argsort(kind="stable")
-            in_order = values[slots]
-            offsets = in_order.searchsorted(offsets)
-            weights = None if weights is None else weights[in_order]
-        return pool_rows(group.dtype, as_tensor(group.dtype, rows), slots, offsets, weights)
+def _pool_stored(
+    group: Group, rows: StoredRows, values: Int64Array, bags: KeyedBags, first: int, end: int
+) -> Float32Array:
+    """Pool stored rows of these values as if they were an arena's, of bags [first, end); others give zeros."""
+    offsets, weights = bags.offsets[first : end + 1], bags.weights
+    first_value, num_values = int(offsets[0]), int(offsets[-1] - offsets[0])
+    if values.size == num_values:
+        # Every value came as its row: they only have to be put into the order of the values.
+        slots = np.empty(num_values, np.int64)
+        slots[values - first_value if first_value else values] = np.arange(num_values)
+        offsets = offsets - first_value if first_value else offsets
+        weights = None if weights is None else weights[first_value : first_value + num_values]
+    else:
+        slots = values.argsort(kind="stable")
+        in_order = values[slots]
+        offsets = in_order.searchsorted(offsets)
+        weights = None if weights is None else weights[in_order]
+    return pool_rows(group.dtype, as_tensor(group.dtype, rows), slots, offsets, weights)
 
 
 def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -156,11 +156,7 @@ class KeyedBags:
         )
 
     def validate(self) -> None:
-        """Check that the arrays describe bags; for input that comes from outside the process.
-
-        Raises:
-            InvalidBagsError: naming the array and what is wrong with it.
-        """
+        """Raise InvalidBagsError, naming the array, unless the arrays describe bags: for input from outside."""
         if self.keys.size != self.bags_per_key.size:
             raise InvalidBagsError(f"keys has {self.keys.size} entries, bags_per_key {self.bags_per_key.size}")
         if self.keys.size and (self.keys[0] < 0 or (np.diff(self.keys) <= 0).any()):
@@ -194,17 +190,13 @@ class CheckedBags(KeyedBags):
 def first_outside(
     values: Int64Array, value_starts: Int64Array, limits: npt.NDArray[np.uint64]
 ) -> tuple[int, int] | None:
-    """Find a value that is negative or not below its key's limit.
+    """Find a value, int64 [n], key by key, that is negative or not below its key's limit.
 
-    Args:
-        values: int64 [n], key by key.
-        value_starts: int64 [S + 1], the first value of each key, then n.
-        limits: uint64 [S].
-
-    Returns:
-        (segment, position) of the first one, or None. If all is well this costs one pass over the values.
+    `value_starts`, int64 [S + 1], are the first value of each key, then n; `limits` uint64 [S]. Returns (segment,
+    position) of the first one, or None. If all is well this costs one pass over the values.
     """
     starts, ends = value_starts[:-1], value_starts[1:]
+    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
     limits = _as_unsigned_limits(values, limits)
     filled = starts < ends
     if not filled.all():
@@ -214,7 +206,6 @@ def first_outside(
             return None
     elif not values.size:
         return None
-    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
     unsigned = _as_unsigned(values)
     wrong = np.maximum.reduceat(unsigned, starts) >= limits
     if not wrong.any():
@@ -225,14 +216,12 @@ def first_outside(
 
 
 def _as_unsigned(values: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """View int32 or int64 numbers as unsigned ones: negative ones become larger than any row."""
     return values.view(np.uint32 if values.dtype == _INT32 else np.uint64)
 
 
 def _as_unsigned_limits(
     values: npt.NDArray[np.signedinteger[Any]], limits: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Bound limits by where negative int32 numbers begin as unsigned ones, if these values are int32."""
     return np.minimum(limits, _INT32_ROWS) if values.dtype == _INT32 else limits
 
 
@@ -257,10 +246,7 @@ class TableLayout:
 
     Tables of one (embedding_dim, dtype) are neighbours, so that all their bags are one contiguous run of a batch, are
     pooled in one call per arena, and come back as one block. A slice of a wide table is a table here like any other.
-
-    Attributes:
-        tables, groups: as above.
-        sliced: name of each table that is stored in slices, with their numbers in column order.
+    `sliced` names each table that is stored in slices, with their numbers in column order.
     """
 
     tables: tuple[TableSpec, ...]
@@ -315,20 +301,17 @@ class TableLayout:
 
     @cached_property
     def _equals(self) -> list[TableLayout]:
-        """The layout that was found equal to this one last: one process has few of a model, so it is compared once."""
+        # The layout that was found equal to this one last: one process has few of a model, so it is compared once.
         return [self]
 
     def answer_bytes(self, keys: Int32Array, bags_per_key: npt.NDArray[np.integer[Any]], num_bags: int) -> int:
-        """Bytes of what answers a request at most, from its two short arrays alone: before any memory is taken.
+        """Return the bytes of what answers a request at most: before any memory is taken.
 
-        Args:
-            keys: int32 [S], tables.
-            bags_per_key: [S], as claimed.
-            num_bags: as claimed by the length of `offsets`.
+        Of `keys`, int32 [S], tables, and `bags_per_key`, [S], as claimed; `num_bags` as claimed by the length of
+        `offsets`.
 
-        Raises:
-            InvalidBagsError: where tables differ in width, for a key that is no table, or a count of bags that is not
-                within 0..num_bags. Where they don't, neither is looked at, and `check` refuses it later.
+        Raises InvalidBagsError, where tables differ in width, for a key that is no table, or a count of bags that is
+        not within 0..num_bags. Where they don't, neither is read, and `check` refuses it later.
         """
         if self._common_bag_bytes is not None:
             return self._common_bag_bytes * max(num_bags, 0)
@@ -344,18 +327,14 @@ class TableLayout:
         return int(np.dot(self.bag_bytes[keys], counts))
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
-        """Everything that `KeyedBags.validate` checks, that arrays are flat, keys tables, and values rows of them.
+        """Check what `KeyedBags.validate` does, that arrays are flat, keys tables, and values rows of them.
 
-        What passes can be handed to code that checks nothing. Every request passes here, so the check is one run of
-        few vector operations; only if it fails is it asked what is wrong. `CheckedBags` of an equal layout have been
-        through it: of them only what costs nothing is asked, that arrays are flat and end together.
+        What passes can be handed to code that checks nothing. Every request passes here, so the check is one run of few
+        vector operations. `CheckedBags` of an equal layout have been through it: of them only what costs nothing is
+        checked, that arrays are flat and end together. `tables`, int64 [S], are the table of each key, where keys
+        number something else; known to be tables.
 
-        Args:
-            bags: to be checked.
-            tables: int64 [S], the table of each key, where keys number something else; known to be tables.
-
-        Raises:
-            InvalidBagsError: naming the array, or the table, the row and the limit.
+        Raises InvalidBagsError, naming the array, or the table, the row and the limit.
         """
         arrays: tuple[npt.NDArray[Any], ...] = (bags.keys, bags.bags_per_key, bags.offsets, bags.values)
         if bags.weights is not None:

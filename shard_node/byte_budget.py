@@ -1,10 +1,9 @@
-"""One budget of a process for the bytes that its connections make it hold, from a message's first to its answer's last.
+"""One budget of a process for the bytes that its connections make it hold. Belongs to one event loop.
 
-While at least half of the budget is free, a connection may hold whatever it needs. When bytes are scarce, a connection
-may hold at most its equal share of half the budget. If the other half is used up all the same, whoever holds most gives
-way, so that small messages always find room: as packets are pushed out of the longest queue of a switch (Choudhury and
-Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2),
-1998). A budget belongs to one event loop.
+While at least half of the budget is free, a connection may hold whatever it needs; then at most its equal share of
+half the budget. If the other half is used up all the same, whoever holds most gives way, so that small messages always
+find room: as packets are pushed out of the longest queue of a switch (Choudhury and Hahne, "Dynamic queue length
+thresholds for shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2), 1998).
 """
 
 from __future__ import annotations
@@ -41,13 +40,7 @@ def check_buffer_bytes(max_buffered_bytes: int, largest: str, largest_message_by
 class ByteBudget:
     """The bytes that all connections of a process may make it hold.
 
-    Args:
-        max_bytes: the limit.
-        note: is told why a message was refused.
-
-    Attributes:
-        buffered: bytes that are held now.
-        holders: accounts that hold some.
+    `note` is called with the cause of each refusal. `buffered` bytes are held now, by the accounts `holders`.
     """
 
     def __init__(self, max_bytes: int, note: Callable[[Cause], object] = lambda cause: None) -> None:
@@ -75,10 +68,8 @@ class ByteBudget:
 class ByteAccount:
     """What one connection holds of a budget.
 
-    Args:
-        budget: of the process.
-        give_way: refuses the messages of the connection that are not complete yet, with the error that it is given,
-            and refunds their bytes.
+    `give_way` refuses the messages of the connection that are not complete yet, with the error that it is given, and
+    refunds their bytes.
     """
 
     def __init__(self, budget: ByteBudget, give_way: Callable[[BufferFullError], object]) -> None:
@@ -86,7 +77,7 @@ class ByteAccount:
         self.held = 0
 
     def charge(self, num_bytes: int) -> None:
-        """Count bytes of a message that came, or that it is expanded to. Raises BufferFullError: there is no room."""
+        """Count bytes of a message that came, or that it is expanded to. Raises BufferFullError."""
         budget, half = self._budget, self._budget.max_bytes // 2
         if budget.buffered + num_bytes > half:
             if self.held + num_bytes > half // (len(budget.holders) + (self not in budget.holders)):

@@ -1,10 +1,8 @@
 """Generations and leases: which versions of a model are here, which one is live, and who still uses which.
 
-A generation is staged beside the live one, becomes live by a flip, and stays, staged again, after the next flip: other
-processes may still ask for it, and a rollback is a flip back. Only `retire` ends it: from then on it drains, no new
-lease is given, and when the last one ends its payload is freed in a thread of its own: no request waits for that.
-
-The same type serves shard nodes (payload: an engine) and serving processes (payload: a router with its replicas).
+A generation is staged beside the live one, becomes live by a flip, and stays, staged again, after the next flip: a
+rollback is a flip back. Only `retire` ends it: from then on it drains, no new lease is given, and when the last one
+ends its payload is freed in a thread of its own. Shard nodes have engines as payload, serving processes routers.
 """
 
 from __future__ import annotations
@@ -82,9 +80,7 @@ class Lease(Generic[Payload]):
 class Generations(Generic[Payload]):
     """All generations of a process. Thread-safe; taking and releasing a lease is a few instructions under one lock.
 
-    `free` frees a payload after its last lease, in a thread of its own, of low priority unless the work is in Python
-    (see
-    `loader.progress.in_background`).
+    `free` frees a payload after its last lease, in a thread of its own, of low priority unless the work is in Python.
     """
 
     def __init__(self, free: Callable[[Payload], None], *, low_priority: bool = True) -> None:
@@ -107,8 +103,7 @@ class Generations(Generic[Payload]):
     def flip(self, model: str, version: int) -> None:
         """Make a staged version the live one; the one that was live is staged again.
 
-        Raises:
-            GenerationNotFoundError: if that version is not here, or drains; so in all that name a version.
+        Raises GenerationNotFoundError if that version is not here, or drains; so do all that name a version.
         """
         with self._lock:
             generation = self._find(model, version)
@@ -146,11 +141,7 @@ class Generations(Generic[Payload]):
             self._free(generation)
 
     def retire(self, model: str, version: int) -> Generation[Payload]:
-        """Withdraws a version: no new lease is given, and it is freed when the last one ends.
-
-        Returns:
-            The generation; wait for its `retired` event.
-        """
+        """Withdraw a version: it is freed when its last lease ends; wait for its `retired` event."""
         with self._lock:
             generation = self._find(model, version)
             if self._live.get(model) is generation:
@@ -219,26 +210,24 @@ class Generations(Generic[Payload]):
     def _free(self, generation: Generation[Payload]) -> None:
         # Unmapping gigabytes takes long; whoever gave the last lease back must not wait for it. The interpreter must:
         # ending while a thread frees tensors aborts the process.
-        name = f"retire-{generation.model}-{generation.version}"
-        threading.Thread(target=self._free_now, args=(generation,), name=name, daemon=False).start()
+        def free() -> None:
+            if self._low_priority:
+                lower_own_priority()
+            try:
+                self._free_payload(generation.payload)
+            except Exception:
+                logger.exception("freeing version %d of model %r failed", generation.version, generation.model)
+            finally:
+                generation.retired.set()
 
-    def _free_now(self, generation: Generation[Payload]) -> None:
-        if self._low_priority:
-            lower_own_priority()
-        try:
-            self._free_payload(generation.payload)
-        except Exception:
-            logger.exception("freeing version %d of model %r failed", generation.version, generation.model)
-        finally:
-            generation.retired.set()
+        threading.Thread(target=free, name=f"retire-{generation.model}-{generation.version}", daemon=False).start()
 
 
 class RowLock:
     """Lets any number of threads pool, or one change rows, never both.
 
-    The writer first waits for a moment in which nobody pools; then those who come meanwhile need not wait for the
-    slowest of those who are there. Only when no such moment comes within `patience_s` are new readers kept out. Readers
-    who wait are let in before the next writer, so neither side starves.
+    The writer first waits for a moment in which nobody pools; only when none comes within `patience_s` are new readers
+    kept out. Readers who wait are let in before the next writer, so neither side starves.
 
     Begin and end must be paired, by try and finally. A reader's pair takes less than a microsecond if none writes.
     """
@@ -288,7 +277,16 @@ class RowLock:
         try:
             with self._mutex:
                 if self._readers:
-                    self._wait_for_readers()
+                    self._writer_waits = True
+                    try:
+                        if not self._may_write.wait_for(lambda: not self._readers, self._patience_s):
+                            self._closed = True
+                            self._may_write.wait_for(lambda: not self._readers)
+                    except BaseException:
+                        self._open()
+                        raise
+                    finally:
+                        self._writer_waits = False
                 self._closed = True
         except BaseException:
             self._writers.release()
@@ -306,21 +304,6 @@ class RowLock:
             # Closed on the writer's behalf: until it wakes up, the moment would be over.
             self._closed = True
             self._may_write.notify()
-
-    def _wait_for_readers(self) -> None:
-        self._writer_waits = True
-        try:
-            if not self._may_write.wait_for(self._nobody_reads, self._patience_s):
-                self._closed = True
-                self._may_write.wait_for(self._nobody_reads)
-        except BaseException:
-            self._open()
-            raise
-        finally:
-            self._writer_waits = False
-
-    def _nobody_reads(self) -> bool:
-        return not self._readers
 
     def _open(self) -> None:
         self._closed = False

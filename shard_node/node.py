@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms, rounded
-from shard_node.bags import Float32Array, KeyedBags, TableLayout
+from shard_node.bags import Float32Array, KeyedBags
 from shard_node.buckets import Message, NodeIdentity
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
@@ -19,10 +19,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class ServedVersion(Message):
-    """One version that a node can answer for, with the fields of `DeltaProgress`.
-
-    `plan_digest` ties it to the router's idea of who owns what.
-    """
+    """One version that a node can answer for, with the fields of `DeltaProgress`; routers compare `plan_digest`."""
 
     model: str
     version: int
@@ -70,10 +67,7 @@ class CardsReport(Message):
 
 
 class NodeInfo(Message):
-    """What a node tells of itself. `cards` has only the versions whose rows are on some.
-
-    `takes_traces` says whether lookups may bring the context of a trace: it makes spans of them.
-    """
+    """What a node tells of itself. `cards` has only versions whose rows are on some; `takes_traces` allows contexts."""
 
     identity: NodeIdentity
     versions: tuple[ServedVersion, ...]
@@ -94,14 +88,12 @@ class DeltaProgress:
     Attributes:
         delta_base: the version that the stream began with; 0 if the tables follow no stream.
         last_delta: the last delta that the snapshot itself contains; 0 for none.
-        sequence: the last delta whose rows are here, contained ones included.
-        published_at: when that was published; None if none was applied here.
+        sequence: the last delta whose rows are here, contained ones included; `published_at` None if none was applied.
         stream_last: the last delta of the stream, as far as it is known.
-        fresh_at: every delta that was published before this moment is applied; None before the first look.
-        batches, rows: applied here. `rows` counts those that are on this node.
-        refused: batches that were not what they should be.
+        fresh_at: every delta that was published before this moment is applied; None before the first read.
+        batches, rows: applied here; `refused` batches were not what they should be.
         reason: what keeps the next delta from being applied; "" if nothing does.
-        catch_up_to: the last delta of the stream at the first look; None before.
+        catch_up_to: the last delta of the stream at the first read; None before.
     """
 
     delta_base: int = 0
@@ -127,7 +119,7 @@ class DeltaProgress:
         return max(0, self.stream_last - self.sequence)
 
     def staleness_s(self, now: float) -> float | None:
-        """How old the newest change may be that is missing here; None before the first look at the stream.
+        """Return how old the newest change may be that is missing here; None before the first read of the stream.
 
         It grows while the registry can't be reached, since then nobody knows what is missing.
         """
@@ -183,15 +175,7 @@ class DeltaPosition:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTables:
-    """What a shard node's generation serves with.
-
-    Attributes:
-        engine: holds the rows.
-        manifest_identity: of the snapshot that they came from.
-        plan_digest: of the plan that says which.
-        deltas: how far they are along their stream of deltas.
-        claim: on memory, given back with them; None if nobody counts.
-    """
+    """What a shard node's generation serves with; `claim`, on memory, is given back with it."""
 
     engine: Engine
     manifest_identity: str
@@ -211,8 +195,8 @@ class LoadedTables:
 class ShardNode:
     """Holds generations of tables and pools bags from them. Thread-safe.
 
-    `sink` takes spans of lookups that bring a trace, None if nobody wants them; it is closed with the node. `problems`
-    returns what it lacks to be ready, by model ("" for the node itself), as probes ask it on another thread.
+    `sink` takes spans of lookups that bring a trace; it is closed with the node. `problems` returns what it lacks to be
+    ready, by model ("" for the node itself), on another thread.
     """
 
     def __init__(self, identity: NodeIdentity, sink: SpanSink | None = None) -> None:
@@ -220,14 +204,6 @@ class ShardNode:
         self.sink = sink
         self.problems: Callable[[], Mapping[str, str]] = dict
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
-
-    def stage(self, model: str, version: int, tables: LoadedTables) -> None:
-        """Put loaded tables beside the live ones."""
-        self.generations.stage(model, version, tables)
-
-    def flip(self, model: str, version: int) -> None:
-        """Make a staged version the live one."""
-        self.generations.flip(model, version)
 
     def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
         """Pools on one version, under a lease. Returns and raises as `Engine.pool`, and GenerationNotFoundError."""
@@ -256,45 +232,48 @@ class ShardNode:
         sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
         return Answer(sums, answer.stored, sequence=sequence)
 
-    def sequence(self, model: str, version: int) -> int:
-        """Return the last delta that is applied to a version. Raises GenerationNotFoundError."""
-        return self.generations.payload(model, version).deltas.sequence
-
     def counts(self, model: str, version: int, table: int, first_row: int, max_rows: int) -> CountedPart:
         """Return how often rows of a table were looked up. Raises as `AccessCounts.part`, GenerationNotFoundError."""
         return self.generations.payload(model, version).engine.access.part(table, first_row, max_rows)
-
-    def table_layout(self, model: str, version: int) -> TableLayout:
-        """Return the layout that numbers the tables of a version. Raises GenerationNotFoundError."""
-        return self.generations.payload(model, version).engine.layout
 
     def info(
         self, cards_of: Callable[[Generation[LoadedTables]], CardsUse | None] = lambda one: one.payload.engine.cards()
     ) -> NodeInfo:
         """Return what this node serves, and the memory it takes. Raises CardError, of `cards_of`, if cards failed."""
+        versions: list[ServedVersion] = []
         memory: list[MemoryReport] = []
         lookups: list[LookupReport] = []
         cards: list[CardsReport] = []
-        generations = self.generations.all()
-        for one in generations:
-            engine = one.payload.engine
-            version = {"model": one.model, "version": one.version}
+        for one in self.generations.all():
+            tables = one.payload
+            engine, deltas = tables.engine, tables.deltas.snapshot()
+            version: dict[str, Any] = {"model": one.model, "version": one.version}
+            versions.append(
+                ServedVersion(
+                    **version,
+                    manifest_identity=tables.manifest_identity,
+                    plan_digest=tables.plan_digest,
+                    state=one.state,
+                    delta_base=deltas.delta_base,
+                    last_delta=deltas.last_delta,
+                    delta_sequence=deltas.sequence,
+                    delta_published_at=deltas.published_at,
+                    delta_fresh_at=deltas.fresh_at,
+                    delta_lag=deltas.lag,
+                )
+            )
             memory += [MemoryReport(**version, **asdict(use)) for use in engine.memory()]
             lookups += [LookupReport(**version, **asdict(count)) for count in engine.rows_looked_up()]
             if (use := cards_of(one)) is not None:
                 cards.append(CardsReport(**version, **asdict(use)))
         return NodeInfo(
             identity=self.identity,
-            versions=tuple(map(_served_version, generations)),
+            versions=tuple(versions),
             memory=tuple(memory),
             lookups=tuple(lookups),
             cards=tuple(cards),
             takes_traces=self.sink is not None,
         )
-
-    def retire(self, model: str, version: int) -> Generation[LoadedTables]:
-        """Withdraws a version; wait for its `retired` event. Raises GenerationNotFoundError."""
-        return self.generations.retire(model, version)
 
     def close(self) -> None:
         """Withdraws every generation and waits for what nobody leases to be freed; the rest is when its leases end."""
@@ -305,44 +284,17 @@ class ShardNode:
                 generation.retired.wait(CLOSE_TIMEOUT_S)
 
 
-def _served_version(generation: Generation[LoadedTables]) -> ServedVersion:
-    tables = generation.payload
-    deltas = tables.deltas.snapshot()
-    return ServedVersion(
-        model=generation.model,
-        version=generation.version,
-        manifest_identity=tables.manifest_identity,
-        plan_digest=tables.plan_digest,
-        state=generation.state,
-        delta_base=deltas.delta_base,
-        last_delta=deltas.last_delta,
-        delta_sequence=deltas.sequence,
-        delta_published_at=deltas.published_at,
-        delta_fresh_at=deltas.fresh_at,
-        delta_lag=deltas.lag,
-    )
-
-
 class Shard(Protocol):
     """Pools the bags whose rows a shard owns."""
 
     async def pool(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
     ) -> Answer:
-        """Pools on one version of a model.
+        """Pool on one version of a model.
 
-        Args:
-            model: the model's name.
-            version: the version whose rows are wanted; no other may answer.
-            bags: keys are tables in layout order, values are rows.
-            deadline: absolute time on the monotonic clock, in seconds.
-            forms: what the answer may have beside float32 sums; it need not have it.
-
-        Returns:
-            Answer: one that fits the bags.
-
-        Raises:
-            ShardNodeError: its subclasses say what and with which status.
+        Keys of `bags` are tables in layout order, values are rows; `deadline` is on the monotonic clock, in seconds;
+        `forms` are what the answer may have beside float32 sums; it need not have it. Returns an answer that fits the
+        bags. Raises ShardNodeError, whose subclasses say what and with which status.
         """
         ...
 
@@ -356,11 +308,7 @@ class Shard(Protocol):
 
 
 class LocalShard:
-    """A shard in this process: a plain call, nothing serialised.
-
-    Attributes:
-        node: whose rows they are; for who pools them on the card that they are on.
-    """
+    """A shard in this process, on `node`: a plain call, nothing serialised."""
 
     def __init__(self, node: ShardNode) -> None:
         self.node = node

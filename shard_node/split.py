@@ -76,7 +76,6 @@ def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
 
 
 def _masks(owner: Owners, owners: range) -> Iterator[tuple[int, npt.NDArray[np.bool_], Int64Array]]:
-    """Give each owner that has values, whether each value is its, and their positions: a pass for each owner."""
     for number in owners:
         mask = owner == number
         positions = mask.nonzero()[0]
@@ -85,7 +84,6 @@ def _masks(owner: Owners, owners: range) -> Iterator[tuple[int, npt.NDArray[np.b
 
 
 def _bag_of_value(bags: KeyedBags, filled: Int64Array) -> Int64Array:
-    """Find the bag of each value, int64 [n]."""
     return filled if filled.size == bags.num_values else filled.repeat(bags.lengths[filled])
 
 
@@ -129,7 +127,7 @@ def _divide_by_counting(bags: KeyedBags, filled: Int64Array, owner: Owners, owne
 
 
 def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
-    """One stable sort of 16-bit keys, which is a radix sort: linear, whatever the number of owners."""
+    """Sort 16-bit keys once, stably, which is a radix sort: linear for any number of owners."""
     del owners
     order = np.argsort(owner, kind="stable")
     bag_of_value = _bag_of_value(bags, filled)[order]
@@ -146,7 +144,6 @@ def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owner
 
 
 def _changes(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-    """Tell of each number whether it is another than the one before: bool [n], n > 0."""
     changes = np.empty(numbers.size, np.bool_)
     changes[0] = True
     np.not_equal(numbers[1:], numbers[:-1], out=changes[1:])
@@ -154,11 +151,7 @@ def _changes(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
 
 
 def _part(
-    bags: KeyedBags,
-    bag_starts: Int64Array,
-    positions: Int64Array,
-    bag_index: Int64Array,
-    offsets: Int64Array | None,
+    bags: KeyedBags, bag_starts: Int64Array, positions: Int64Array, bag_index: Int64Array, offsets: Int64Array | None
 ) -> KeyedBags:
     if bag_index.size == bags.num_bags:
         keys, bags_per_key = bags.keys, bags.bags_per_key
@@ -186,13 +179,9 @@ def add(
 ) -> Float32Array:
     """Add pooled parts into one block, float32 [num_bags, embedding_dim]; a bag that is in no part is zero.
 
-    Args:
-        parts: for each part the bags of the whole that it has (int64 [b], strictly ascending) and their sums (float32
-            or float16 [b, embedding_dim]). A block may be kept as the answer or written to, unless it is read-only.
-        num_bags: bags of the block.
-        embedding_dim: width of the block.
-        first_bag: number, in the whole, of the block's first bag.
-        share_no_bag: whether it is known that no bag is in two parts.
+    Each part is the bags that it has (int64 [b], strictly ascending; `first_bag` is the number of the block's first
+    one) and their sums (float32 or float16 [b, embedding_dim]). A block may be kept as the answer or written to, unless
+    it is read-only. `share_no_bag` tells that no bag is known to be in two parts.
     """
     if len(parts) == 1 and parts[0][0].size == num_bags:
         return _float32(parts[0][1])
@@ -210,13 +199,7 @@ def add(
         for index, sums in parts:
             np.put(_as_items(put), index - first_bag if first_bag else index, _as_items(_float32(sums)))
         return put
-    return _add_by_bag(parts, num_bags, embedding_dim, first_bag)
-
-
-def _add_by_bag(
-    parts: Sequence[tuple[Int64Array, Sums]], num_bags: int, embedding_dim: int, first_bag: int
-) -> Float32Array:
-    """Add by the operator that pools rows: parts, one behind the other, are rows, and what is in one bag is added."""
+    # By the operator that pools rows: parts, one after the other, are the rows.
     bag_of_row = np.concatenate([index for index, _ in parts])
     rows = torch.empty(bag_of_row.size, embedding_dim)
     begin = 0
@@ -236,6 +219,6 @@ def _float32(sums: Sums) -> Float32Array:
 
 
 def _as_items(block: Float32Array) -> npt.NDArray[np.void]:
-    """Each row of a block, float32 [b, dim], as one item."""
+    # Each row of a block, float32 [b, dim], is one item.
     contiguous = np.ascontiguousarray(block)
     return contiguous.view(f"V{contiguous.shape[1] * contiguous.itemsize}").reshape(-1)

@@ -42,16 +42,12 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
     """Encode changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
 
-    Of a table that is stored in slices, the stored rows of all of them lie side by side, in column order.
+    Of a table that is stored in slices, the stored rows of all of them lie side by side, in column order. `rows` are
+    whole numbers [n], in any order; of a row that is there twice, the last one counts. `values` are floats
+    [n, embedding_dim]; float32, or what can become it. Arrays or tensors, on any device.
 
-    Args:
-        table: the table.
-        rows: whole numbers [n], in any order. Of a row that is there twice, the last one counts.
-        values: floats [n, embedding_dim]; float32, or what can become it. Arrays or tensors, on any device.
-
-    Raises:
-        DeltaFormatError: another shape or dtype, a row outside the table, or a value that is not finite or that the
-            table's dtype can't hold.
+    Raises DeltaFormatError for another shape or dtype, a row outside the table, or a value that is not finite or that
+    the table's dtype can't hold.
     """
     numbers, floats = checked_rows(table.name, table.num_embeddings, table.embedding_dim, rows, values)
     return numbers, encode_checked(table, floats, f"table {table.name!r}", numbers)
@@ -80,7 +76,9 @@ def checked_rows(
             f"{where}: row {numbers[int(finite.argmin())]} holds NaN, inf, or a value beyond float32"
         )
     if (numbers[1:] <= numbers[:-1]).any():
-        last = _last_of_each(numbers)
+        order = np.argsort(numbers, kind="stable")
+        in_order = numbers[order]
+        last = order[np.append(in_order[1:] != in_order[:-1], True)]
         numbers, floats = numbers[last], floats[last]
     return numbers, floats
 
@@ -106,7 +104,6 @@ def _codecs(dtype: RowDtype, dims: Sequence[int]) -> list[RowCodec]:
 
 
 def _cuts(sizes: Iterable[int]) -> list[int]:
-    """Return where all but the first of some neighbours begin."""
     return list(accumulate(sizes))[:-1]
 
 
@@ -141,14 +138,6 @@ def _array(what: str, given: Any) -> npt.NDArray[Any]:
         raise DeltaFormatError(f"{what} are no array: {error}") from error
 
 
-def _last_of_each(numbers: Int64Array) -> Int64Array:
-    """Return the positions of the last one of each number, by ascending number."""
-    order = np.argsort(numbers, kind="stable")
-    in_order = numbers[order]
-    last: Int64Array = order[np.append(in_order[1:] != in_order[:-1], True)]
-    return last
-
-
 def rows_per_batch(row_bytes: int) -> int:
     """Return how many rows of that size one delta may hold."""
     return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // (row_bytes + 8)))
@@ -159,12 +148,10 @@ class DeltaBatch:
     """One delta of rows (int64 [n], ascending, none twice) and what they are now (uint8 [n, row_bytes]).
 
     Attributes:
-        delta_base: the version that the stream began with.
-        base_version: the version that its publisher trains on from.
+        delta_base: the version that the stream began with; `base_version` that its publisher trains on from.
         sequence: its place in the stream, from 1 on.
         published_at: by the publisher's clock, in seconds since the epoch.
-        embedding_dim: of the table; `column_dims` of its slices, whose stored rows lie side by side in `stored`. They
-            change together: a delta is of whole rows.
+        column_dims: of a table in slices, whose stored rows lie side by side in `stored`. They change together.
     """
 
     model: str

@@ -39,9 +39,8 @@ def _file_name(step: int, sha256: str) -> str:
 def checked_tensors(snapshot: Snapshot, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Make float32 tensors in memory of weights for a version: arrays or tensors on any device.
 
-    Raises:
-        DeltaFormatError: names or shapes are not those of the version, or a value is not finite.
-        DeltaError: the version's dense model is an exported program, which has its weights itself.
+    Raises DeltaFormatError if names or shapes are not those of the version, or a value is not finite, DeltaError if the
+    version's dense model is an exported program, which has its weights itself.
     """
     what = f"dense weights of {snapshot.spec.model!r} version {snapshot.version}"
     if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
@@ -76,9 +75,8 @@ def write_step(
 ) -> tuple[str, int]:
     """Write a step's file durably, and drop those before the last few, but for what serving processes begin with.
 
-    Returns SHA-256 (hex) and size in bytes.
-
-    Raises SnapshotError if the store can't be written, StoreError as stores at URLs do.
+    Returns SHA-256 (hex) and size in bytes. Raises SnapshotError if the store can't be written, StoreError as stores at
+    URLs do.
     """
     content = save(dict(tensors))
     sha256 = hashlib.sha256(content).hexdigest()

@@ -18,7 +18,7 @@ from loader.errors import DeltaFormatError
 from loader.snapshot.codecs import ByteArray
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.tables import DividedTable, TableSpec
+from loader.snapshot.tables import TableSpec
 
 _MERGED_ROWS: Final = 1 << 20
 _NONE: Final = np.zeros(0, np.int64)
@@ -32,25 +32,36 @@ def stored_updates(
 ) -> tuple[list[StoredRows], Int64Array]:
     """Encode changed rows of a table as features see it, or of a part, as rows of stored tables.
 
-    Args:
-        spec: of the model.
-        name: of the table or part.
-        rows: as `encode_rows` takes them; of a divided table its own, not those of its parts.
-        values: as `encode_rows` takes them. The parts of a divided table must all have its dim, or be one part only.
-        classes: of the table, if it has classes.
+    `rows` and `values` are as `encode_rows` takes them; of a divided table its own rows, not those of its parts, which
+    must all have its dim, or be one part only. `classes` are of the table, if it has classes.
 
-    Returns:
-        The rows of each stored table, and those of the table that are pruned, int64 [k], and so lie nowhere.
-
-    Raises:
-        DeltaFormatError: as `encode_rows`; there is no such table; its parts are trained as such; or it is the row that
-            stands for pruned ones.
+    Returns the rows of each stored table, and those of the table that are pruned, int64 [k], and so are stored nowhere.
+    Raises DeltaFormatError as `encode_rows`; if there is no such table; if its parts are trained as such; or if it is
+    the row that stands for pruned ones.
     """
     divided = next((one for one in spec.divided if one.name == name), None)
     if divided is None:
-        return [_of_stored_table(spec, name, rows, values)], _NONE
+        table = next((one for one in spec.tables if one.name == name), None)
+        if table is None:
+            names = sorted({one.name for one in spec.tables} | {one.name for one in spec.divided})
+            raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
+        numbers, stored = encode_rows(table, rows, values)
+        whole, last = spec.divided_of(name), table.num_embeddings - 1
+        if whole is not None and whole.pruned and name == whole.parts[-1] and last in numbers[-1:]:
+            raise DeltaFormatError(
+                f"table {name!r}: row {last} is what pruned rows of {whole.name!r} get, which no update changes; "
+                f"allowed is 0..{last - 1}"
+            )
+        return [(table, numbers, stored)], _NONE
     parts = spec.parts(divided)
-    _refuse_parts_trained_as_such(divided, parts)
+    if len(parts) > 1 and (
+        divided.by == "quotient_remainder" or any(part.embedding_dim != divided.embedding_dim for part in parts)
+    ):
+        allowed = ", ".join(f"{part.name!r} [n, {part.embedding_dim}]" for part in parts)
+        raise DeltaFormatError(
+            f"table {divided.name!r}: its parts are trained as such: publish rows of each by its name, by the part's "
+            f"own row numbers: {allowed}"
+        )
     numbers, floats = checked_rows(name, divided.num_embeddings, parts[0].embedding_dim, rows, values)
     if classes is None:
         return [(parts[0], numbers, encode_checked(parts[0], floats, f"table {name!r}", numbers))], _NONE
@@ -62,32 +73,6 @@ def stored_updates(
             stored = encode_checked(part, floats[here], f"table {name!r}, part {part.name!r}", numbers[here])
             found.append((part, places[here], stored))
     return found, numbers[class_of_row == len(parts)]
-
-
-def _of_stored_table(spec: ModelSpec, name: str, rows: Any, values: Any) -> StoredRows:
-    table = next((one for one in spec.tables if one.name == name), None)
-    if table is None:
-        names = sorted({one.name for one in spec.tables} | {one.name for one in spec.divided})
-        raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
-    numbers, stored = encode_rows(table, rows, values)
-    whole, last = spec.divided_of(name), table.num_embeddings - 1
-    if whole is not None and whole.pruned and name == whole.parts[-1] and last in numbers[-1:]:
-        raise DeltaFormatError(
-            f"table {name!r}: row {last} is what pruned rows of {whole.name!r} get, which no update changes; allowed "
-            f"is 0..{last - 1}"
-        )
-    return table, numbers, stored
-
-
-def _refuse_parts_trained_as_such(table: DividedTable, parts: tuple[TableSpec, ...]) -> None:
-    if len(parts) > 1 and (
-        table.by == "quotient_remainder" or any(part.embedding_dim != table.embedding_dim for part in parts)
-    ):
-        allowed = ", ".join(f"{part.name!r} [n, {part.embedding_dim}]" for part in parts)
-        raise DeltaFormatError(
-            f"table {table.name!r}: its parts are trained as such: publish rows of each by its name, by the part's own "
-            f"row numbers: {allowed}"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

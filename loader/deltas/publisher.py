@@ -17,7 +17,7 @@ from typing import Any, Final, Self, TypeVar
 
 from loader.deltas.batch import DeltaBatch, rows_per_batch
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
-from loader.deltas.divided import PrunedRows, PrunedUpdates, StoredRows, stored_updates
+from loader.deltas.divided import PrunedRows, PrunedUpdates, stored_updates
 from loader.errors import (
     DeltaBaseError,
     DeltaError,
@@ -61,15 +61,12 @@ class AsyncDeltaPublisher:
 
     Args:
         registry: where the fleet is; stays the caller's to close.
-        model: whose rows.
         base_version: the published version that training goes on from. Deltas go to the stream that it continues.
-        store: the store, for a registry that does not have the version's spec, and for tables that are divided by
-            popularity.
+        store: for a registry that does not have the version's spec, and for tables that are divided by popularity.
         max_stream_entries, max_stream_bytes: the stream is kept at most that long, and that large; None for what the
             registry says (`Registry.max_stream_bytes`). What a held version needs is never dropped.
         retry_s: how long a registry that does not answer is asked again.
-        clock: seconds since the epoch; dates the deltas.
-        monotonic, sleep: bound retries, in seconds.
+        clock: seconds since the epoch; dates the deltas. `monotonic` and `sleep` bound retries.
     """
 
     def __init__(
@@ -147,8 +144,23 @@ class AsyncDeltaPublisher:
             classes = await self._row_classes(spec, table)
             updates, pruned = await asyncio.to_thread(stored_updates, spec, table, rows, values, classes)
             await self._again(self._look)
-            for update in updates:
-                await self._append_rows(update)
+            for table_spec, numbers, stored in updates:
+                step = rows_per_batch(stored.shape[1])
+                for begin in range(0, numbers.size, step):
+                    batch = DeltaBatch(
+                        model=self._model,
+                        delta_base=self._delta_base,
+                        base_version=self._base_version,
+                        sequence=1,
+                        published_at=self._clock(),
+                        table=table_spec.name,
+                        dtype=table_spec.dtype,
+                        embedding_dim=table_spec.embedding_dim,
+                        column_dims=table_spec.column_dims,
+                        rows=numbers[begin : begin + step],
+                        stored=stored[begin : begin + step],
+                    )
+                    await self._append(batch)
             if pruned.size and self._pruned.add(table, pruned):
                 _log.warning(
                     "table %r of %r is pruned of rows %s%s: updates of such rows are not written, but counted",
@@ -165,7 +177,7 @@ class AsyncDeltaPublisher:
         return self._pruned.by_table()
 
     def write_pruned(self, path: str | Path) -> int:
-        """Write `pruned_updates` as a file of access counts, for `shardrank export --keep`. Without any, write nothing.
+        """Write `pruned_updates` as a file of access counts, for `shardrank export --keep`, if there are any.
 
         Returns how many rows are in it. Raises OSError if it can't be written.
         """
@@ -251,25 +263,6 @@ class AsyncDeltaPublisher:
         """The last delta of the stream that this publisher knows of; 0 before it is open."""
         return self._sequence
 
-    async def _append_rows(self, update: StoredRows) -> None:
-        table, numbers, stored = update
-        step = rows_per_batch(stored.shape[1])
-        for begin in range(0, numbers.size, step):
-            batch = DeltaBatch(
-                model=self._model,
-                delta_base=self._delta_base,
-                base_version=self._base_version,
-                sequence=1,
-                published_at=self._clock(),
-                table=table.name,
-                dtype=table.dtype,
-                embedding_dim=table.embedding_dim,
-                column_dims=table.column_dims,
-                rows=numbers[begin : begin + step],
-                stored=stored[begin : begin + step],
-            )
-            await self._append(batch)
-
     async def _append(self, batch: DeltaBatch) -> None:
         size = batch.rows.nbytes + batch.stored.nbytes + ENTRY_BYTES
         await self._again(lambda: self._make_room(size))
@@ -281,11 +274,16 @@ class AsyncDeltaPublisher:
             if sequence != self._sequence + 1:
                 sequence = self._sequence + 1
                 payload = replace(batch, sequence=sequence).encode()
-            if await self._appended(sequence, payload):
-                self._stream_bytes += size
-                return True
-            await self._find_end()
-            return False
+            if not await self._put(sequence, payload):
+                await self._find_end()
+                return False
+            self._sequence = sequence
+            self._stream_bytes += size
+            self._mine.append((sequence, payload))
+            self._mine_bytes += len(payload)
+            while self._mine_bytes > MAX_REMEMBERED_BYTES:
+                self._mine_bytes -= len(self._mine.popleft()[1])
+            return True
 
         deadline = self._monotonic() + self._retry_s
         while not await self._again(attempt):
@@ -354,7 +352,6 @@ class AsyncDeltaPublisher:
         return self._classes[name]
 
     async def _again(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Asks a registry that does not answer again, for `retry_s`."""
         deadline = self._monotonic() + self._retry_s
         pause_s = 0.05
         while True:
@@ -369,8 +366,8 @@ class AsyncDeltaPublisher:
     async def _find_end(self) -> None:
         """Find out what the next number is.
 
-        Raises DeltaGapError if nodes, or this publisher, know of deltas that the registry has lost and that nobody here
-        can give back: new ones under the same numbers would be taken for those by some nodes and not by others.
+        Raises DeltaGapError if nodes, or this publisher, know of deltas that the registry has lost and that can't be
+        restored: new ones under the same numbers would be taken for those by some nodes and not by others.
         """
         known = max(self._sequence, await stream_end(self._fleet, self._model, self._delta_base))
         # Read after what nodes tell, so that what others append meanwhile is in it.
@@ -388,36 +385,23 @@ class AsyncDeltaPublisher:
         self._first = bounds.first or self._sequence + 1
 
     async def _look(self) -> None:
-        """Find the end anew if it is not where this publisher left it. Raises as `_find_end`.
-
-        A registry that lost a whole stream would take any number for its first one.
-        """
+        """Find the end anew if it is not where this publisher left it: a registry may lose a whole stream."""
         if (await self._fleet.registry.bounds(self._stream)).last != self._sequence:
             await self._find_end()
 
-    async def _appended(self, sequence: int, payload: bytes) -> bool:
-        """Append the next one; false if somebody else has appended under that number: then call `_find_end`.
-
-        May be repeated with the same payload after any failure.
-        """
-        if not await self._put(sequence, payload):
-            return False
-        self._sequence = sequence
-        self._mine.append((sequence, payload))
-        self._mine_bytes += len(payload)
-        while self._mine_bytes > MAX_REMEMBERED_BYTES:
-            self._mine_bytes -= len(self._mine.popleft()[1])
-        return True
-
     async def _make_room(self, size: int) -> None:
-        """Drop the oldest entries that no held version needs, if the stream has no room for so many bytes more.
-
-        Raises StreamFullError if that is not enough.
-        """
+        """Drop the oldest entries that no held version needs, if there is no room. Raises StreamFullError."""
         registry, max_entries, max_bytes = self._fleet.registry, self._max_stream_entries, self._max_stream_bytes
         if self._sequence + 1 - self._first < max_entries and self._stream_bytes + size <= max_bytes:
             return
-        needed = await self._first_needed()
+        published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
+        wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
+        named = set() if wanted is None else set(wanted.named())
+        if on_record is not None:
+            named |= on_record.rollout.named()
+        # Before anything is wanted, whatever is published may become so.
+        held = [one.last_delta for one in published if one.version in named or not named]
+        needed = min(held, default=self._sequence) + 1
         while True:
             self._first = (await registry.bounds(self._stream)).first or self._sequence + 1
             kept = self._sequence + 1 - self._first
@@ -457,23 +441,12 @@ class AsyncDeltaPublisher:
             if not await self._put(sequence, payload):
                 return
 
-    async def _first_needed(self) -> int:
-        """Find the first delta that must stay so that every version held, or rolled back to, can be staged anew."""
-        published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
-        wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
-        named = set() if wanted is None else set(wanted.named())
-        if on_record is not None:
-            named |= on_record.rollout.named()
-        # Before anything is wanted, whatever is published may become so.
-        held = [one.last_delta for one in published if one.version in named or not named]
-        return min(held, default=self._sequence) + 1
-
 
 class DeltaPublisher:
     """Publishes changed rows from a trainer; thread-safe. A context manager.
 
-    It has an event loop and a connection to the registry of its own, in a thread of its own. `registry` is a URL or
-    folder, or a registry to take the URL from; the rest is as `AsyncDeltaPublisher` takes and raises it.
+    It has an event loop and a connection to the registry, in a thread of its own. `registry` is a URL or folder, or a
+    registry to take the URL from; the rest is as `AsyncDeltaPublisher` takes and raises it.
     """
 
     def __init__(
@@ -492,24 +465,25 @@ class DeltaPublisher:
         # Between the look whether it is closed and the start of work, so that closing finds all work there is.
         self._lock = threading.Lock()
         self._closed = False
+
+        async def opened() -> AsyncDeltaPublisher:
+            self._registry = open_registry(url)
+            publisher = AsyncDeltaPublisher(self._registry, model, base_version, store, **options)
+            await publisher.open()
+            return publisher
+
         try:
-            self._publisher = self._start(self._open(url, model, base_version, store, options)).result()
+            self._publisher = self._start(opened()).result()
         except BaseException:
             self.close()
             raise
 
     def publish(self, table: str, rows: Any, values: Any) -> int:
-        """Publish as `AsyncDeltaPublisher.publish` does; wait until the rows are durable.
-
-        Raises DeltaError if another thread closes it meanwhile; then the rows may be published or not.
-        """
+        """Publish as `AsyncDeltaPublisher.publish`. Raises DeltaError, outcome unknown, if it is closed meanwhile."""
         return self._result(self._publisher.publish(table, rows, values), f"rows of table {table!r}")
 
     def publish_dense(self, step: int, tensors: Mapping[str, Any], **options: Any) -> int:
-        """Publish dense weights as `AsyncDeltaPublisher.publish_dense` does; wait until they are durable.
-
-        Raises DeltaError if another thread closes it meanwhile; then they may be published or not.
-        """
+        """Publish as `AsyncDeltaPublisher.publish_dense`. Raises as `publish`."""
         return self._result(self._publisher.publish_dense(step, tensors, **options), f"dense step {step}")
 
     @property
@@ -545,19 +519,6 @@ class DeltaPublisher:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    async def _open(
-        self,
-        url: str | Path,
-        model: str,
-        base_version: int,
-        store: str | Path | StoreUrl | None,
-        options: dict[str, Any],
-    ) -> AsyncDeltaPublisher:
-        self._registry = open_registry(url)
-        publisher = AsyncDeltaPublisher(self._registry, model, base_version, store, **options)
-        await publisher.open()
-        return publisher
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

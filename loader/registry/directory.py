@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 
 
 class _Area:
-    """A folder whose files are changed by one writer at a time, durably or not. Made when it is first written to."""
+    """A folder whose files are changed by one writer at a time. Made when it is first written to."""
 
     def __init__(self, path: Path, *, durable: bool, lock_timeout_s: float) -> None:
         self.path = path
@@ -69,7 +69,16 @@ class _Area:
         make_folders(self.path)
         descriptor = os.open(self.path / "~lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._wait_for(descriptor)
+            # Not a wait in the kernel: the holder may be a stopped process, and such a wait could not be given up.
+            deadline = time.monotonic() + self._lock_timeout_s
+            pause_s = 0.0005
+            while not _try_lock(descriptor):
+                if time.monotonic() >= deadline:
+                    raise RegistryUnavailableError(
+                        f"registry {self.path}: another process has held its lock for {self._lock_timeout_s:g} s"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.01)
             yield
         finally:
             os.close(descriptor)
@@ -99,11 +108,10 @@ class _Area:
             fsync_path(path.parent)
 
     def file_of(self, key: str) -> Path:
-        """Return where a key's value lies."""
         return self.path / f"{key}{_SUFFIX}"
 
     def keys_below(self, prefix: str) -> list[str]:
-        """Return the keys below a prefix that have a file, sorted."""
+        """Return the keys below a prefix, sorted."""
         found: list[str] = []
         waiting = [prefix]
         while waiting:
@@ -115,22 +123,6 @@ class _Area:
                     elif not entry.name.startswith("~"):
                         waiting.append(f"{above}{entry.name}/")
         return sorted(found)
-
-    def _wait_for(self, descriptor: int) -> None:
-        # Not a wait in the kernel: the holder may be a stopped process, and such a wait could not be given up.
-        deadline = time.monotonic() + self._lock_timeout_s
-        pause_s = 0.0005
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise RegistryUnavailableError(
-                        f"registry {self.path}: another process has held its lock for {self._lock_timeout_s:g} s"
-                    ) from None
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
 
 
 class _Expiring(_Area):
@@ -151,8 +143,15 @@ class _Expiring(_Area):
         return value if 0.0 < deadline - self._clock() <= 2 * ttl_s else None
 
     def put(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Write a value. Only while `locked`."""
         self.write(self.file_of(key), b"%r %r\n%b" % (self._clock() + ttl_s, ttl_s, value))
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read_file(path: Path) -> bytes | None:
@@ -206,7 +205,6 @@ def _entry_path(folder: Path, sequence: int) -> Path:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Return the names in a folder that are numbers, ascending."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -217,7 +215,7 @@ def _numbers(folder: Path) -> list[int]:
 def _in_thread(
     work: Callable[Concatenate[DirectoryRegistry, _P], _T],
 ) -> Callable[Concatenate[DirectoryRegistry, _P], Coroutine[Any, Any, _T]]:
-    """Make a method that waits for files one of the event loop: it runs in a thread of the registry's."""
+    """Make a coroutine of a method that waits for files: it runs in the registry's threads."""
 
     @functools.wraps(work)
     async def run(registry: DirectoryRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -270,7 +268,13 @@ class DirectoryRegistry:
         check_value(check_key(key), value)
         with self._keys.locked():
             self._expect(key, expected_revision)
-            revision = self._next_revision(expected_revision)
+            # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
+            path = self._keys.path / "~revision"
+            last = _read_file(path) or b""
+            given = max(expected_revision, int(last) if last.isdigit() else 0)
+            revision = max(given + 1, int(self._clock() * 1e6))
+            # Not durable: whoever loses it goes on with the clock.
+            self._keys.write(path, b"%d" % revision, durable=False)
             self._keys.write(self._keys.file_of(key), b"%d\n%b" % (revision, value))
             return revision
 
@@ -432,17 +436,6 @@ class DirectoryRegistry:
         if revision != expected_revision:
             raise RegistryConflictError(f"{key} has revision {revision}, not {expected_revision}")
 
-    def _next_revision(self, revision: int) -> int:
-        # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
-        path = self._keys.path / "~revision"
-        last = _read_file(path) or b""
-        given = max(revision, int(last) if last.isdigit() else 0)
-        following = max(given + 1, int(self._clock() * 1e6))
-        # Not durable: whoever loses it goes on with the clock.
-        self._keys.write(path, b"%d" % following, durable=False)
-        return following
-
     def _stream(self, stream: str) -> _Area:
-        """Return the folder of a stream, which has a lock of its own."""
         path = self.path / "streams" / f"{check_key(stream, 'stream')}{_SUFFIX}"
         return _Area(path, durable=True, lock_timeout_s=self._lock_timeout_s)

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def version_key(model: str, version: int) -> str:
-    """Return the key of a `PublishedVersion`. Padded, so that versions sort as numbers."""
+    """Return the key of a `PublishedVersion`, padded so that versions sort as numbers."""
     return f"{VERSIONS}{model}/{version:020d}"
 
 
@@ -98,8 +98,8 @@ class PublishedVersion(Record):
     """A version that may be rolled out.
 
     Attributes:
-        identity: SHA-256 (hex) of its manifest: a folder with another one is not this version.
-        delta_base: the version with which the stream of deltas began that this one continues; itself if it is new.
+        identity: SHA-256 (hex) of its manifest.
+        delta_base: the version that began the stream of deltas that this one continues; itself if it is new.
         last_delta: the last delta of that stream whose rows it contains; 0 for none.
         rows_bytes: of one copy.
         published_at: seconds since the epoch.
@@ -115,7 +115,7 @@ class PublishedVersion(Record):
 
 
 class DenseStep(Record):
-    """The newest set of dense weights of a published version, which lies in the store. See docs/deltas.md.
+    """The newest set of dense weights of a published version, a file in the store. See docs/deltas.md.
 
     Attributes:
         step: of training; each is higher than the one before.
@@ -146,15 +146,13 @@ class WantedModel(Record):
     """What is wanted of a fleet for one model.
 
     Attributes:
-        epoch: counts up with every write. The highest one counts: a registry that lost its last writes is given them
-            back by the nodes that know them.
+        epoch: counts up with every write; the highest one counts, and nodes restore it in a registry that lost it.
         live: the version that answers requests; None before the first rollout.
         hold: versions that shard nodes hold.
         serve: versions that serving processes hold beside it, ready to be flipped to; each is in `hold`.
         follow: those of `hold` to which deltas are applied.
         node_hold: what single shard nodes hold in place of `hold`, by node id; for rolling replica by replica.
-        num_shards: over how many shards a version's rows are divided; nodes of other numbers do not hold it. A version
-            that is not named is on every shard node.
+        num_shards: over how many shards a version's rows are divided; a version not named is on every shard node.
     """
 
     model: Name
@@ -188,8 +186,8 @@ class VersionStats(Record):
     """What a serving process has seen of one version since it holds it; all counts only grow.
 
     Attributes:
-        requests: answered, with success or not, of those that did not name their version; a client's mistakes are not
-            counted, nor deadlines below the live version's median.
+        requests: answered, with success or not, of those that did not name their version; without a client's mistakes
+            and deadlines below the live version's median.
         errors: of those, the server's faults.
         latency_counts: answers by latency, one more than `LATENCY_BOUNDS_MS`; empty for none.
         score_count, score_sum, score_square_sum: of all scores of such requests.
@@ -204,7 +202,7 @@ class VersionStats(Record):
 
 
 class HotReport(Record):
-    """What a serving process tells of its copies of a version's hottest rows.
+    """A serving process's copies of a version's hottest rows.
 
     Attributes:
         rows, size_bytes: of the set in use, `size_bytes` with its index.
@@ -218,10 +216,9 @@ class HotReport(Record):
 
 
 class VersionReport(Record):
-    """What a node tells of one version.
+    """What a node reports of one version.
 
     Attributes:
-        state: `waiting` to be staged, `ready` to be asked for, `draining` once it is asked for no more.
         progress: of staging, 0 to 1.
         reason: why it is refused, or what it waits for.
         plan_digest: who owns what; shard nodes only.
@@ -261,14 +258,13 @@ class NodeRecord(Record):
     """What a process announces, and announces again before it expires.
 
     Attributes:
-        node_id: stable over restarts.
-        process_id: another process of the same node has begun to count anew.
-        address: where it is asked; a shard node's wire address, a serving process' HTTP address.
+        node_id: stable over restarts; `process_id` is not.
+        address: a shard node's wire address, a serving process's HTTP address.
         num_shards: how many shards rows are divided over; None for a serving process that holds them itself.
         shard_index, sharding, replicate_bytes, num_cards: shard nodes only.
-        memory_total_bytes, memory_available_bytes: of the machine, or of the process' own limit.
+        memory_total_bytes, memory_available_bytes: of the machine, or of the process's own limit.
         models: the only models that it is for; None for all.
-        draining: it is about to end and wants no new requests.
+        draining: it is about to end and accepts no new requests.
         applied: by model, the epoch of the wanted record that it has last acted on in full, pointers included.
         live: by model, the version that it answers with; serving processes only.
     """
@@ -304,6 +300,17 @@ class NodeRecord(Record):
         return report is not None and report.state == state
 
 
+# Under which keys a record may be.
+_KEYS: Final[Mapping[type[BaseModel], Callable[[Any], tuple[str, ...]]]] = {
+    PublishedVersion: lambda record: (version_key(record.model, record.version),),
+    DenseStep: lambda record: tuple(
+        dense_key(record.model, record.version, accepted=accepted) for accepted in (False, True)
+    ),
+    WantedModel: lambda record: (wanted_key(record.model),),
+    NodeRecord: lambda record: (node_key(record.node_id),),
+}
+
+
 def cut_reason(reason: str) -> str:
     """Return a reason short enough for a record."""
     return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[: MAX_REASON_CHARACTERS - 3] + "..."
@@ -312,12 +319,15 @@ def cut_reason(reason: str) -> str:
 def parse_record(key: str, value: bytes, schema: type[R]) -> R:
     """Return the record under a key. Raises RegistryRecordError, naming the key and the first bad field."""
     try:
-        return schema.model_validate_json(value)
+        record = schema.model_validate_json(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"])) or "record"
         found = "" if first["type"] == "json_invalid" else f", not {cut(repr(first['input']))}"
         raise RegistryRecordError(f"{key}: {place}: {cut(first['msg'])}{found}") from error
+    if schema in _KEYS and key not in (keys := _KEYS[schema](record)):
+        raise RegistryRecordError(f"{key}: the record there belongs to {keys[0]}")
+    return record
 
 
 class FleetRegistry:
@@ -342,14 +352,12 @@ class FleetRegistry:
     async def wanted(self) -> dict[str, WantedModel]:
         """Return what is wanted, by model."""
         entries = await self.registry.entries(WANTED)
-        found = (_wanted(key, entry.value) for key, entry in entries.items())
-        return {record.model: record for record in found}
+        records = (parse_record(key, entry.value, WantedModel) for key, entry in entries.items())
+        return {record.model: record for record in records}
 
     async def wanted_model(self, model: str) -> WantedModel | None:
         """Return what is wanted for one model."""
-        key = wanted_key(model)
-        entry = await self.registry.get(key)
-        return _wanted(key, entry.value) if entry is not None else None
+        return await self._get(wanted_key(model), WantedModel)
 
     async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
         """Write what is wanted over a record of that epoch; None if there must be none.
@@ -358,7 +366,7 @@ class FleetRegistry:
         """
         key = wanted_key(record.model)
         entry = await self.registry.get(key)
-        epoch = _wanted(key, entry.value).epoch if entry is not None else None
+        epoch = parse_record(key, entry.value, WantedModel).epoch if entry is not None else None
         if epoch != expected_epoch:
             raise RegistryConflictError(f"{key} has epoch {epoch}, not {expected_epoch}")
         await self.registry.put(key, _encode(record), entry.revision if entry is not None else 0)
@@ -366,22 +374,17 @@ class FleetRegistry:
     async def update_wanted(
         self, model: str, change: Callable[[WantedModel | None], WantedModel | None]
     ) -> WantedModel | None:
-        """Change what is wanted, from what is there until nobody else wrote in between. Returns what is there now.
+        """Change what is wanted, again until nobody else wrote in between. Returns what is there now.
 
-        Args:
-            model: whose record.
-            change: from what is there to what shall be; None, or an equal record, leaves it. Its epoch is set here. It
-                may be called several times.
-
-        Raises:
-            RegistryConflictError: somebody else was faster each time.
+        `change` makes of what is there what shall be; None, or an equal record, leaves it. Its epoch is set here. It
+        may be called several times. Raises RegistryConflictError if somebody else was faster each time.
         """
         key = wanted_key(model)
         there: WantedModel | None = None
 
         def following(entry: Entry | None) -> bytes | None:
             nonlocal there
-            there = now = _wanted(key, entry.value) if entry is not None else None
+            there = now = parse_record(key, entry.value, WantedModel) if entry is not None else None
             changed = change(now)
             if changed is None or (now is not None and changed.model_copy(update={"epoch": now.epoch}) == now):
                 return None
@@ -400,13 +403,11 @@ class FleetRegistry:
     async def versions(self, model: str | None = None) -> list[PublishedVersion]:
         """Return what is published, of one model or of all, by model and version."""
         entries = await self.registry.entries(VERSIONS if model is None else f"{VERSIONS}{model}/")
-        return [_version(key, entry.value) for key, entry in entries.items()]
+        return [parse_record(key, entry.value, PublishedVersion) for key, entry in entries.items()]
 
     async def version(self, model: str, version: int) -> PublishedVersion | None:
         """Read one published version, or None."""
-        key = version_key(model, version)
-        entry = await self.registry.get(key)
-        return _version(key, entry.value) if entry is not None else None
+        return await self._get(version_key(model, version), PublishedVersion)
 
     async def put_version(self, record: PublishedVersion) -> None:
         """Put a version on record. The same one again, published at whatever time, changes nothing.
@@ -414,7 +415,7 @@ class FleetRegistry:
         Raises RegistryConflictError if there is another one of that number.
         """
         key = version_key(record.model, record.version)
-        there = _version(key, await self._put_once(key, _encode(record)))
+        there = parse_record(key, await self._put_once(key, _encode(record)), PublishedVersion)
         if there.model_copy(update={"published_at": record.published_at}) != record:
             raise RegistryConflictError(
                 f"{key} is published with identity {there.identity}, last_delta {there.last_delta}; this one "
@@ -422,28 +423,19 @@ class FleetRegistry:
             )
 
     async def drop_version(self, model: str, version: int) -> bool:
-        """Take a version, and its spec, off record. False if it was not there."""
-        dropped = await self._drop(version_key(model, version))
-        await self._drop(dense_key(model, version))
-        await self._drop(dense_key(model, version, accepted=True))
-        await self._drop(spec_key(model, version))
+        """Remove a version, its spec and its dense steps. False if the version was not there."""
+        dense = (dense_key(model, version, accepted=accepted) for accepted in (False, True))
+        keys = (version_key(model, version), *dense, spec_key(model, version))
+        dropped, *_ = [await self._change(key, lambda entry: None if entry is None else b"") for key in keys]
         return dropped
 
     async def dense_step(self, model: str, version: int, *, accepted: bool = False) -> DenseStep | None:
-        """Read the newest dense weights of a version, or those accepted last; None if they are its snapshot's."""
-        key = dense_key(model, version, accepted=accepted)
-        entry = await self.registry.get(key)
-        return None if entry is None else _dense_step(key, entry.value, accepted=accepted)
+        """Return a version's newest dense weights, or those accepted last; None for its snapshot's."""
+        return await self._get(dense_key(model, version, accepted=accepted), DenseStep)
 
     async def accept_dense_step(self, record: DenseStep) -> None:
         """Note that a serving process has checked a step, and answers with it. An earlier one changes nothing."""
-        key = dense_key(record.model, record.version, accepted=True)
-
-        def following(entry: Entry | None) -> bytes | None:
-            last = None if entry is None else _dense_step(key, entry.value, accepted=True)
-            return _encode(record) if last is None or last.step < record.step else None
-
-        await self._change(key, following)
+        await self._put_later_step(dense_key(record.model, record.version, accepted=True), record)
 
     async def put_dense_step(self, record: DenseStep) -> None:
         """Make a step the newest. The same one again changes nothing.
@@ -451,16 +443,8 @@ class FleetRegistry:
         Raises RegistryConflictError if that step, or a later one, is on record.
         """
         key = dense_key(record.model, record.version)
-        newest: DenseStep | None = None
-
-        def following(entry: Entry | None) -> bytes | None:
-            nonlocal newest
-            newest = None if entry is None else _dense_step(key, entry.value)
-            return _encode(record) if newest is None or newest.step < record.step else None
-
-        if await self._change(key, following) or newest is None:
-            return
-        if newest.model_copy(update={"published_at": record.published_at}) != record:
+        newest = await self._put_later_step(key, record)
+        if newest is not None and newest.model_copy(update={"published_at": record.published_at}) != record:
             raise RegistryConflictError(f"{key}: dense step {newest.step} is on record; {record.step} must be higher")
 
     async def put_spec(self, model: str, version: int, spec_json: str) -> None:
@@ -475,18 +459,14 @@ class FleetRegistry:
         return entry.value.decode() if entry is not None else None
 
     async def nodes(self) -> list[NodeRecord]:
-        """Return what every node told last, by node id; those whose announcement has expired are not there."""
+        """Return what every node announced last, by node id, unless it has expired."""
         announced = await self.registry.announced(NODES)
         found: dict[str, tuple[bytes, NodeRecord]] = {}
         skipped: dict[str, bytes] = {}
         for key, value in announced.items():
             known = self._nodes.get(key)
             try:
-                record = (
-                    known[1]
-                    if known and known[0] == value
-                    else _placed(key, value, NodeRecord, lambda one: node_key(one.node_id))
-                )
+                record = known[1] if known and known[0] == value else parse_record(key, value, NodeRecord)
             except RegistryRecordError as error:
                 if self._skipped.get(key) != value:
                     _log.warning("a node's announcement is skipped: %s", error)
@@ -506,16 +486,11 @@ class FleetRegistry:
 
     async def fleet(self) -> FleetRecord | None:
         """Read how the fleet divides rows; None before its first shard node."""
-        entry = await self.registry.get(FLEET)
-        return parse_record(FLEET, entry.value, FleetRecord) if entry is not None else None
+        return await self._get(FLEET, FleetRecord)
 
     async def join_fleet(self, record: FleetRecord) -> FleetRecord:
         """Says how the fleet divides rows, if nobody has yet; gives what is on record then."""
         return parse_record(FLEET, await self._put_once(FLEET, _encode(record)), FleetRecord)
-
-    async def raw(self, key: str) -> Entry | None:
-        """Return a key's bytes and revision."""
-        return await self.registry.get(key)
 
     async def restore_raw(self, key: str, value: bytes, epoch: int) -> bool:
         """Give a JSON record with an `epoch` back to a registry that has none, or one of a lower epoch.
@@ -526,8 +501,27 @@ class FleetRegistry:
             key, lambda entry: None if entry is not None and epoch_of(key, entry.value) >= epoch else value
         )
 
+    async def _get(self, key: str, schema: type[R]) -> R | None:
+        entry = await self.registry.get(key)
+        return parse_record(key, entry.value, schema) if entry is not None else None
+
+    async def _put_later_step(self, key: str, record: DenseStep) -> DenseStep | None:
+        """Write a step, or return the one on record if that is not earlier."""
+        newest: DenseStep | None = None
+
+        def following(entry: Entry | None) -> bytes | None:
+            nonlocal newest
+            newest = None if entry is None else parse_record(key, entry.value, DenseStep)
+            if newest is not None and newest.step >= record.step:
+                return None
+            newest = None
+            return _encode(record)
+
+        await self._change(key, following)
+        return newest
+
     async def _put_once(self, key: str, value: bytes) -> bytes:
-        """Write a key that is not there. Returns what is there now: `value`, or what somebody else wrote before."""
+        """Write a key that is not there. Returns what is there now: `value`, or what was before."""
         there = value
 
         def following(entry: Entry | None) -> bytes | None:
@@ -539,24 +533,21 @@ class FleetRegistry:
         return there
 
     async def _change(self, key: str, following: Callable[[Entry | None], bytes | None]) -> bool:
-        """Write what follows from a key's entry (None: nothing), again until nobody else wrote in between."""
+        """Write what follows from a key's entry, again until nobody else wrote in between.
+
+        If None follows, nothing is written; b"" deletes the key.
+        """
         for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)
             value = following(entry)
             if value is None:
                 return False
+            revision = entry.revision if entry is not None else 0
             with suppress(RegistryConflictError):
-                await self.registry.put(key, value, entry.revision if entry is not None else 0)
-                return True
-        raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
-
-    async def _drop(self, key: str) -> bool:
-        for _ in range(_MAX_ATTEMPTS):
-            entry = await self.registry.get(key)
-            if entry is None:
-                return False
-            with suppress(RegistryConflictError):
-                await self.registry.delete(key, entry.revision)
+                if value:
+                    await self.registry.put(key, value, revision)
+                else:
+                    await self.registry.delete(key, revision)
                 return True
         raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
 
@@ -575,23 +566,3 @@ def epoch_of(key: str, value: bytes) -> int:
 
 def _encode(record: Record) -> bytes:
     return record.model_dump_json().encode()
-
-
-def _placed(key: str, value: bytes, schema: type[R], key_of: Callable[[R], str]) -> R:
-    """Read a record that says itself under which key it belongs."""
-    record = parse_record(key, value, schema)
-    if (belongs := key_of(record)) != key:
-        raise RegistryRecordError(f"{key}: the record there belongs to {belongs}")
-    return record
-
-
-def _wanted(key: str, value: bytes) -> WantedModel:
-    return _placed(key, value, WantedModel, lambda record: wanted_key(record.model))
-
-
-def _dense_step(key: str, value: bytes, *, accepted: bool = False) -> DenseStep:
-    return _placed(key, value, DenseStep, lambda record: dense_key(record.model, record.version, accepted=accepted))
-
-
-def _version(key: str, value: bytes) -> PublishedVersion:
-    return _placed(key, value, PublishedVersion, lambda record: version_key(record.model, record.version))

@@ -30,7 +30,6 @@ from loader.rollout.plan import (
     advanced,
     changed,
     encode_rollout,
-    forwarded,
     read_rollout,
     same_wish,
     undone,
@@ -47,10 +46,9 @@ class CoordinatorConfig(Frozen):
     """How a coordinator works.
 
     Attributes:
-        tick_s: pause between two looks at the registry.
+        tick_s: pause between two reads of the registry.
         lock_ttl_s: after so long without a sign of it, another coordinator takes over.
-        settle_s: how long nodes are listened to before it is judged who is there; above the pause between two of
-            a node's announcements.
+        settle_s: how long nodes are listened to before it is judged who is there; above their heartbeat interval.
         restore_wait_s: how long nodes are given to bring back a wanted record that the registry has lost.
         stage_timeout_s: longest time in which nothing but staging holds a step up.
         step_timeout_s: the same for anything else.
@@ -67,8 +65,6 @@ class CoordinatorConfig(Frozen):
 
 
 class _Patience:
-    """Measures how long there has been one and the same reason to wait."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._reason: object = None
@@ -104,8 +100,8 @@ class _StepRunner:
     async def move(self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView) -> Rollout | None:
         """Make the next move of a rollout that has not ended; its record and `wanted` must have just been read.
 
-        Returns the record as it is now, or None if there is nothing to do but wait. After a RegistryConflictError
-        (somebody else changed it) or a RegistryUnavailableError (the change may or may not be made) read it again.
+        Returns the record as it is now, or None if there is nothing to do but wait. After a RegistryConflictError or a
+        RegistryUnavailableError (the change may or may not be made) read it again.
         """
         rollout, epoch = on_record.rollout, wanted.epoch if wanted is not None else 0
         known = max([node.applied.get(rollout.model, 0) for node in view.nodes], default=0)
@@ -115,35 +111,30 @@ class _StepRunner:
         elif not self._restoring.is_out("restore", self._config.restore_wait_s):
             return None
         if wanted is None or epoch <= rollout.base_epoch:
-            return await self._do(on_record, wanted, view, known)
+            # Write what the step wants, unless somebody else wrote since it was read.
+            if self._clock() - rollout.step_began_at < self._config.step_delay_s:
+                return None
+            if hindered := cannot_roll(rollout, view):
+                return await self._wait(on_record, hindered)
+            # Also if it changes nothing: above the plan's epoch, no coordinator with an older plan writes any more.
+            step = wanted_in_step(rollout, max(epoch, known) + 1)
+            await self._fleet.put_wanted(step, wanted.epoch if wanted is not None else None)
+            self._patience.reset()
+            return rollout
         if not same_wish(wanted, wanted_in_step(rollout, epoch)):
             return await self._write(on_record, self._resumed(rollout, wanted))
         return await self._judge(on_record, view, epoch)
 
-    async def _do(
-        self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView, known_epoch: int
-    ) -> Rollout | None:
-        """Write what the step wants, unless somebody else wrote since it was read."""
-        rollout = on_record.rollout
-        if self._clock() - rollout.step_began_at < self._config.step_delay_s:
-            return None
-        if hindered := cannot_roll(rollout, view):
-            return await self._wait(on_record, hindered)
-
-        # Also if it changes nothing: above the plan's epoch, no coordinator with an older plan writes any more.
-        epoch = wanted.epoch if wanted is not None else 0
-        step = wanted_in_step(rollout, max(epoch, known_epoch) + 1)
-        await self._fleet.put_wanted(step, wanted.epoch if wanted is not None else None)
-        self._patience.reset()
-        return rollout
-
     def _resumed(self, rollout: Rollout, wanted: WantedModel) -> Rollout:
-        """Goes on where what is wanted is not what this step wants: one of the two records has lost its last writes."""
+        # What is wanted is not what this step wants: one of the two records has lost its last writes.
         now = self._clock()
         for index in range(rollout.step_index + 1, len(rollout.steps)):
             later = rollout.model_copy(update={"step_index": index})
             if same_wish(wanted, wanted_in_step(later, wanted.epoch)):
-                return forwarded(rollout, now, index, wanted.epoch, f"step {later.step} is wanted already")
+                # This record is older than the wanted one.
+                text = f"step {later.step} is wanted already"
+                change = {"step_index": index, "step_began_at": now, "base_epoch": wanted.epoch - 1}
+                return changed(rollout, now, text, **change)
         if wanted.live not in (rollout.from_version, rollout.to_version):
             reason = f"version {wanted.live} was made live by somebody else"
             return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=reason)
@@ -165,7 +156,10 @@ class _StepRunner:
         if baking_now and rollout.bake_began_at is not None:
             verdict = compare(*self._tally.totals(rollout, view.nodes), rollout.guards)
             breach = verdict.told() if verdict.breached else ""
-            breach = "; ".join(filter(None, (breach, self._golden_breach(rollout, view))))
+            reports = [node.report(rollout.model, rollout.to_version) for node in view.nodes]
+            if not any(report is not None and report.delta_sequence > rollout.last_delta for report in reports):
+                golden = golden_breach(view.nodes, rollout.model, rollout.to_version)
+                breach = "; ".join(filter(None, (breach, golden)))
             if breach:
                 return await self._write(on_record, undone(rollout, now, "rolled_back", f"guard: {breach}"))
             told, missing = verdict.told(), verdict.missing
@@ -188,12 +182,6 @@ class _StepRunner:
         if left_behind := refusals(rollout, view) if rollout.committed else "":
             text = f"{text}; refused by {left_behind}"
         return await self._write(on_record, advanced(rollout, now, epoch, f"{text}; {told}" if told else text))
-
-    def _golden_breach(self, rollout: Rollout, view: FleetView) -> str:
-        reports = [node.report(rollout.model, rollout.to_version) for node in view.nodes]
-        if any(report is not None and report.delta_sequence > rollout.last_delta for report in reports):
-            return ""
-        return golden_breach(view.nodes, rollout.model, rollout.to_version)
 
     async def _wait(self, on_record: OnRecord, behind: Sequence[Lag]) -> Rollout | None:
         """Wait for those who lag, and when that takes too long end the rollout, or note it if it can't be ended."""
@@ -262,15 +250,22 @@ class Coordinator:
                 await self.tick()
                 await self._sleep(self._config.tick_s)
         finally:
-            await self._release()
+            if self._lock_until is not None:
+                self._lock_until = None
+                try:
+                    await self._fleet.registry.release(COORDINATOR_LOCK, self._owner)
+                except RegistryError as error:
+                    logger.warning("the lock is left to expire: %s", error)
 
     async def tick(self) -> bool:
         """Look at everything once, and make one move of each rollout that can be moved. True if one was."""
         try:
             if not await self._lead():
                 return False
-            view = await self._look()
-            moved = [await self._tick_model(model, view) for model in await self._models()]
+            view = self._roster.observe(await self._fleet.nodes(), await self._fleet.fleet(), self._clock())
+            models = {key.removeprefix(ROLLOUTS) for key in await self._fleet.registry.entries(ROLLOUTS)}
+            models |= self._rollouts.keys() | self._wanted.keys()
+            moved = [await self._tick_model(model, view) for model in sorted(models)]
         except RegistryUnavailableError as error:
             self._lose_sight()
             self._tell("registry", f"rollouts pause: {error}")
@@ -282,7 +277,6 @@ class Coordinator:
         return any(moved)
 
     async def _lead(self) -> bool:
-        """Take the lock, or renew it when a third of its time is over."""
         now, ttl_s = self._clock(), self._config.lock_ttl_s
         if self._lock_until is not None and 2 * ttl_s / 3 < self._lock_until - now <= ttl_s:
             return True
@@ -297,18 +291,18 @@ class Coordinator:
             logger.info("this coordinator (%s) carries the rollouts", self._owner)
         return True
 
-    async def _look(self) -> FleetView:
-        return self._roster.observe(await self._fleet.nodes(), await self._fleet.fleet(), self._clock())
-
-    async def _models(self) -> list[str]:
-        entries = await self._fleet.registry.entries(ROLLOUTS)
-        return sorted({key.removeprefix(ROLLOUTS) for key in entries} | set(self._rollouts) | set(self._wanted))
-
     async def _tick_model(self, model: str, view: FleetView) -> bool:
-        """Move a model's rollout once. What is wrong with one model holds up no other."""
         try:
-            on_record = await self._read_rollout(model)
-            wanted = await self._read_wanted(model)
+            key, rollout, known = rollout_key(model), self._rollouts.get(model), self._wanted.get(model)
+            if rollout is not None and await self._fleet.restore_raw(key, encode_rollout(rollout), rollout.epoch):
+                logger.warning("%s: the registry had lost epoch %d of %s: given back", model, rollout.epoch, key)
+            if known is not None and await self._fleet.restore_wanted(known):
+                logger.warning("%s: the registry had lost epoch %d of what is wanted: given back", model, known.epoch)
+            on_record, wanted = await read_rollout(self._fleet, model), await self._fleet.wanted_model(model)
+            if on_record is not None:
+                self._rollouts[model] = on_record.rollout
+            if wanted is not None:
+                self._wanted[model] = wanted
             moved = None
             if on_record is not None and on_record.rollout.active:
                 runner = self._runners.get(model)
@@ -332,26 +326,6 @@ class Coordinator:
         self._tell(model, "")
         return moved is not None
 
-    async def _read_rollout(self, model: str) -> OnRecord | None:
-        """Return the record, given back to the registry first if that has lost it, or its last changes."""
-        key, known = rollout_key(model), self._rollouts.get(model)
-        if known is not None and await self._fleet.restore_raw(key, encode_rollout(known), known.epoch):
-            logger.warning("%s: the registry had lost epoch %d of %s: given back", model, known.epoch, key)
-        on_record = await read_rollout(self._fleet, model)
-        if on_record is not None:
-            self._rollouts[model] = on_record.rollout
-        return on_record
-
-    async def _read_wanted(self, model: str) -> WantedModel | None:
-        """Read what is wanted, given back to the registry first if that has lost it."""
-        known = self._wanted.get(model)
-        if known is not None and await self._fleet.restore_wanted(known):
-            logger.warning("%s: the registry had lost epoch %d of what is wanted: given back", model, known.epoch)
-        wanted = await self._fleet.wanted_model(model)
-        if wanted is not None:
-            self._wanted[model] = wanted
-        return wanted
-
     def _lose_sight(self) -> None:
         self._lock_until = None
         self._roster.lose_sight()
@@ -367,12 +341,3 @@ class Coordinator:
             logger.warning("%s", problem, exc_info=error)
         else:
             logger.info("no longer: %s", self._problems.pop(subject))
-
-    async def _release(self) -> None:
-        if not self.leads:
-            return
-        self._lock_until = None
-        try:
-            await self._fleet.registry.release(COORDINATOR_LOCK, self._owner)
-        except RegistryError as error:
-            logger.warning("the lock is left to expire: %s", error)

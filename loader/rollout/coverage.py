@@ -67,20 +67,16 @@ class FleetView:
         return cls(fleet.num_shards if fleet is not None else max(told, default=None), tuple(nodes))
 
     def for_model(self, model: str) -> FleetView:
-        """Leaves out the nodes that are for other models."""
+        """Return the view without the nodes that are for other models."""
         nodes = tuple(node for node in self.nodes if node.is_for(model))
         return replace(self, nodes=nodes, missing=tuple(node for node in self.missing if node.is_for(model)))
 
     def divided(self, num_shards: int | None) -> FleetView:
-        """Leaves out shard nodes of other numbers of shards than a version is divided over; None: nobody said."""
+        """Return the view without shard nodes of other numbers of shards; None: nobody said."""
         if num_shards is None:
             return self
         nodes = tuple(node for node in self.nodes if node.kind != "shard" or node.num_shards in (None, num_shards))
         return replace(self, num_shards=num_shards, nodes=nodes)
-
-    def of_further_versions(self) -> FleetView:
-        """Leaves out shard nodes that only hold versions of an earlier number of shards."""
-        return self.divided(self.num_shards)
 
     def shard_nodes(self) -> tuple[NodeRecord, ...]:
         """Return the shard nodes that take requests."""
@@ -91,7 +87,7 @@ class FleetView:
         return tuple(node for node in self.nodes if node.kind == "serving" and not node.draining)
 
     def needs_shards(self) -> bool:
-        """Tells whether rows lie on shard nodes. Not if there are none and each serving process holds its own."""
+        """Tell whether rows are on shard nodes: not if there are none and each serving process holds its own."""
         if self.shard_nodes():
             return True
         serving = self.serving()
@@ -138,7 +134,7 @@ def lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[Lag, ...
     """
     if not view.settled:
         return (Lag("nodes are listened to first"),)
-    silent = tuple(Lag(f"{node.node_id}: not heard of for a moment") for node in view.missing)
+    silent = [Lag(f"{node.node_id}: not heard of for a moment") for node in view.missing]
     return (*silent, *_step_lags(rollout, view, wanted_epoch))
 
 
@@ -185,7 +181,7 @@ def refusals(rollout: Rollout, view: FleetView) -> str:
 
 
 def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
-    """Says why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
+    """Return why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
 
     Each shard must keep a node outside of it with the version that is live. After the flip a group has none of it to
     take away: it has the old version, which nobody asks for any more, and may be all that can replace a lost node.
@@ -207,13 +203,13 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
 
 def _without(nodes: Iterable[NodeRecord], model: str, version: int) -> list[Lag]:
     return [
-        Lag(f"{node.node_id}: {_told(version, node.report(model, version))}", staging=True)
+        Lag(f"{node.node_id}: {_report_text(version, node.report(model, version))}", staging=True)
         for node in nodes
         if not node.has(model, version, "ready")
     ]
 
 
-def _told(version: int, report: VersionReport | None) -> str:
+def _report_text(version: int, report: VersionReport | None) -> str:
     if report is None:
         return f"does not have version {version} yet"
     progress = f" {report.progress:.0%}" if report.state == "staging" else ""
@@ -246,7 +242,7 @@ def _bare_shards(view: FleetView, model: str, version: int) -> list[Lag]:
 
 
 def _lost_shards(rollout: Rollout, view: FleetView) -> list[Lag]:
-    """Shards that have lost the new version since it was staged. Until they have it back the old one stays."""
+    # Shards that have lost the new version since it was staged: until they have it back the old one stays.
     bare = _bare_shards(view.divided(rollout.to_shards), rollout.model, rollout.to_version)
     of_old = view.divided(rollout.from_shards)
     if rollout.from_version is None or _bare_shards(of_old, rollout.model, rollout.from_version):
@@ -294,10 +290,7 @@ def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[
 
 
 def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
-    """Find serving processes that answer with another version, or could answer with this one and do not.
-
-    Nobody, if no version shall be live: a process has nothing to turn to then until it retires what it has.
-    """
+    # Without a version a process has nothing to turn to until it retires what it has.
     if version is None:
         return []
     found = []

@@ -51,10 +51,9 @@ class VersionNumbers(Record):
 
 
 class GuardReport(Record):
-    """What the guards say: which limit is breached, or why nothing was compared; no reason if all is well.
+    """Which limit is breached, or why nothing was compared; no reason if all is well.
 
-    Attributes:
-        missing: requests that the new version still needs for `min_requests`.
+    `missing` are requests that the new version still needs for `min_requests`.
     """
 
     breached: bool
@@ -76,11 +75,7 @@ def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Guard
     if min(live.requests, new.requests) < needed:
         reason = f"too little traffic to compare: {needed} requests of each version are needed"
         return GuardReport(breached=False, compared=False, missing=missing, reason=reason, **numbers)
-    reasons = [
-        _errors(live, new, limits),
-        _latency(live, new, limits),
-        _drift(numbers["live"], numbers["new"], limits),
-    ]
+    reasons = [_errors(live, new, limits), _latency(live, new, limits), _drift(numbers["live"], numbers["new"], limits)]
     reason = "; ".join(filter(None, reasons))
     return GuardReport(breached=bool(reason), compared=True, reason=reason, **numbers)
 
@@ -93,11 +88,10 @@ def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
     reasons = []
     for node in nodes:
         report = node.report(model, version)
-        if report is None or report.golden_difference is None or report.golden_tolerance is None:
-            continue
-        if report.golden_difference > report.golden_tolerance:
+        if report is not None and report.golden_difference is not None and report.golden_tolerance is not None:
             difference, tolerance = report.golden_difference, report.golden_tolerance
-            reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
+            if difference > tolerance:
+                reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
     return "; ".join(reasons)
 
 
@@ -120,7 +114,7 @@ def numbers_of(stats: VersionStats) -> VersionNumbers:
 def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | None:
     """Return the upper bound of the bucket that a quantile of the answers falls into; None without answers.
 
-    Above the last bound it is told as that bound.
+    Above the last bound it is that bound.
     """
     total = sum(latency_counts)
     if not total:

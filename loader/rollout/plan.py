@@ -81,18 +81,16 @@ class Rollout(Record):
         to_version: the version that is to be live.
         previous_version: what a rollback returns to if this rollout is not done; see `rollback_target`.
         from_followed: deltas were applied to `from_version` when it started.
-        delta_base, last_delta: of the published `to_version`: its stream of deltas, and the last one it contains.
+        delta_base, last_delta: of `to_version`, as published.
         strategy: `beside` holds both versions on each shard node for a while, `by-replica` never does.
         canary_share: share of requests that the new version gets first; None for no canary.
         bake_s: how long it is held against the live one, in seconds; 0 for not at all.
         bake_timeout_s: longest that a bake waits for `guards.min_requests`, in seconds; None for `BAKE_TIMEOUT` bakes.
-        guards: what the comparison allows.
         steps: when it is undone, those of undoing, from `undo_index` on, come after the last one that was begun.
         base_epoch: the epoch of the wanted record that the step's own write follows: up to it the step is still to be
             done, above it it was. It is also what keeps a coordinator with an old copy of this record from writing.
-        step_began_at: seconds since the epoch; likewise `started_at` and `bake_began_at`.
-        groups: by-replica only: node ids that are rolled together, in order.
-        early_groups: how many of them are rolled before the flip.
+        started_at, step_began_at, bake_began_at: seconds since the epoch.
+        groups: by-replica only: node ids that are rolled together, in order; `early_groups` of them before the flip.
         from_shards, to_shards: over how many shards the rows of the two versions are divided; None if nobody said.
         replay_until: the last delta of that stream when the step `replay` began; None before.
         baseline: what serving processes had counted when the bake began, by node id.
@@ -191,7 +189,7 @@ class OnRecord:
 
 async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
     """Return the running rollout of a model, or its last one, with its revision; None if there was never one."""
-    entry = await fleet.raw(rollout_key(model))
+    entry = await fleet.registry.get(rollout_key(model))
     return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
 
 
@@ -235,11 +233,10 @@ def plan_steps(
 
 
 def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """Group of shard nodes to roll together, at most one of each shard in a group.
+    """Return groups of shard nodes to roll together, at most one of each shard, and how many come before the flip.
 
-    Of each shard, half of its nodes (at least one, by id) are in the groups that come before the flip and the rest in
-    those after it, so that both versions have a node of each shard in between. Returns the groups, and how many come
-    before the flip.
+    Of each shard, half of its nodes (at least one, by id) are in the groups before the flip and the rest in those after
+    it, so that both versions have a node of each shard in between.
     """
     early = {shard: max(1, len(nodes) // 2) for shard, nodes in nodes_by_shard.items()}
     num_early = max(early.values(), default=0)
@@ -322,11 +319,6 @@ def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Roll
         return changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
     change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
     return changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
-
-
-def forwarded(rollout: Rollout, now: float, step_index: int, wanted_epoch: int, text: str) -> Rollout:
-    """Move to a later step that is wanted already: this record is older than the wanted one."""
-    return changed(rollout, now, text, step_index=step_index, step_began_at=now, base_epoch=wanted_epoch - 1)
 
 
 def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -59,21 +58,13 @@ async def start_rollout(
 ) -> Rollout:
     """Put a rollout on record; a coordinator carries it out.
 
-    Args:
-        fleet: the registry.
-        model: whose live version is replaced.
-        version: the published version that replaces it.
-        canary_share: share of requests, above 0 and below 1, that it gets first; None for no canary.
-        bake_s: seconds for which it is held against the live version, if there is one.
-        bake_timeout_s: seconds after which a bake short of `guards.min_requests` is undone; None for 10 bakes.
-        strategy: `beside`, or `by-replica` where no shard node can hold two versions.
-        guards: what the comparison allows; None for the defaults.
-        clock: seconds since the epoch.
-        rollout_id: 32 random hexadecimal digits.
-        after: the model's last rollout as the caller decided on it; None to read it.
+    `canary_share` of the requests, above 0 and below 1, go to the version first; None for no canary. For `bake_s`
+    seconds it is held against the live version, if there is one; after `bake_timeout_s` a bake short of
+    `guards.min_requests` is undone; None for 10 bakes. `strategy` is `beside`, or `by-replica` where no shard node can
+    hold two versions. `clock` is seconds since the epoch, `rollout_id` 32 random hexadecimal digits. `after` is the
+    model's last rollout as the caller decided on it; None to read it.
 
-    Raises:
-        RolloutError: one is running, or this one can't be carried out; the message says why.
+    Raises RolloutError if one is running, or this one can't be carried out; the message says why.
     """
     # First the rollout, then what is wanted: while the first is not running nobody changes the second.
     last = after or await read_rollout(fleet, model)
@@ -86,21 +77,29 @@ async def start_rollout(
         versions = [record.version for record in await fleet.versions(model)]
         raise RolloutError(f"{model}: version {version} is not published; published are {versions}")
     wanted = await fleet.wanted_model(model)
-    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model).of_further_versions()
+    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
+    # Without shard nodes that only hold versions of an earlier number of shards.
+    view = view.divided(view.num_shards)
     _check_nodes(view, model, wanted)
     live = wanted.live if wanted is not None else None
     if live == version:
         raise RolloutError(f"{model}: version {version} is live already")
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
-    kinds = {"canary": canary_share is not None, "bake": bake_s > 0}
+    groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
+    has_bake = bake_s > 0 and live is not None
+    steps = plan_steps(strategy, canary=canary_share is not None, bake=has_bake, early_groups=early, groups=len(groups))
     asked: dict[str, object] = {
         "rollout_id": rollout_id,
         "canary_share": canary_share,
         "bake_s": bake_s,
         "bake_timeout_s": bake_timeout_s,
         "guards": guards or GuardLimits(),
-        **_steps_asked(view, model, wanted, strategy, **kinds),
+        "strategy": strategy,
+        "to_shards": view.num_shards if view.needs_shards() else None,
+        "groups": groups,
+        "early_groups": early,
+        "steps": steps,
     }
     rollout = _plan(published, wanted, last.rollout if last is not None else None, asked, clock())
     try:
@@ -165,9 +164,8 @@ async def roll_back(
 ) -> Rollout:
     """Return to the version before the live one, by a rollout of it; while one is running, abort that instead.
 
-    It has the strategy of the last one: nodes that could not hold two versions on the way there can't on the way back.
-    Raises RolloutError if there is no such version, a running rollout can no longer be aborted, or what was `seen` has
-    changed.
+    It has the strategy of the last one. Raises RolloutError if there is no such version, a running rollout can no
+    longer be aborted, or what was `seen` has changed.
     """
     last = await _read_seen(fleet, model, seen)
     if last is not None and last.rollout.active:
@@ -182,17 +180,21 @@ async def roll_back(
 async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
     """Have versions that are rolled out from now on divided over another number of shards.
 
-    What is wanted now stays where it is. Nodes of both numbers may join: each holds the versions of its own.
-
-    Raises:
-        RolloutError: no shard node has ever joined, or a rollout is running.
-        RegistryError: it does not answer.
+    What is wanted now stays where it is. Nodes of both numbers may join: each holds the versions of its own. Raises
+    RolloutError if no shard node has ever joined, or a rollout is running.
     """
-    entry, record = await fleet.raw(FLEET), await fleet.fleet()
+    entry, record = await fleet.registry.get(FLEET), await fleet.fleet()
     if entry is None or record is None:
         raise RolloutError(f"registry {fleet.name}: no shard node has joined, so there is nothing to divide anew")
     if record.num_shards == num_shards:
         return
+    before = record.num_shards
+
+    def divide_others(wanted: WantedModel | None) -> WantedModel | None:
+        if wanted is None:
+            return None
+        return wanted.model_copy(update={"num_shards": wanted.divided(before).num_shards | wanted.num_shards})
+
     for model in await fleet.wanted():
         last = await read_rollout(fleet, model)
         if last is not None and last.rollout.active:
@@ -201,16 +203,9 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
                 f"shards is {record.num_shards} until it has ended"
             )
         # Before the new number is on record: its nodes would hold what nobody says is another one's.
-        await fleet.update_wanted(model, partial(_said, record.num_shards))
+        await fleet.update_wanted(model, divide_others)
     changed = record.model_copy(update={"num_shards": num_shards})
     await fleet.registry.put(FLEET, changed.model_dump_json().encode(), entry.revision)
-
-
-def _said(num_shards: int, wanted: WantedModel | None) -> WantedModel | None:
-    """Says of each version whose number of shards nobody said that it is this one."""
-    if wanted is None:
-        return None
-    return wanted.model_copy(update={"num_shards": wanted.divided(num_shards).num_shards | wanted.num_shards})
 
 
 def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> None:
@@ -230,25 +225,7 @@ def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> Non
         )
 
 
-def _steps_asked(
-    view: FleetView,
-    model: str,
-    wanted: WantedModel | None,
-    strategy: Strategy,
-    *,
-    canary: bool,
-    bake: bool,
-) -> dict[str, object]:
-    """Return a rollout's strategy, number of shards, groups and steps. Raises as `_groups`."""
-    groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
-    bake = bake and wanted is not None and wanted.live is not None
-    steps = plan_steps(strategy, canary=canary, bake=bake, early_groups=early, groups=len(groups))
-    shards = view.num_shards if view.needs_shards() else None
-    return {"strategy": strategy, "to_shards": shards, "groups": groups, "early_groups": early, "steps": steps}
-
-
 def _groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """Raise RolloutError if a shard has fewer than two replicas of the live version to roll one after the other."""
     live = None if wanted is None else wanted.live
     if wanted is None or live is None:
         raise RolloutError(f"{model}: no version is live that could be rolled by replica: use strategy 'beside'")
@@ -269,13 +246,8 @@ def _groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tu
 
 
 def _plan(
-    published: PublishedVersion,
-    wanted: WantedModel | None,
-    last: Rollout | None,
-    asked: dict[str, object],
-    now: float,
+    published: PublishedVersion, wanted: WantedModel | None, last: Rollout | None, asked: dict[str, object], now: float
 ) -> Rollout:
-    """Return the record of a new rollout. Raises RolloutError if what was asked for is out of range."""
     live = wanted.live if wanted is not None else None
     previous = last.rollback_target if last is not None else None
     began = f"rollout of version {published.version} in place of {live}"

@@ -15,14 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import (
-    Discriminator,
-    Field,
-    JsonValue,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 
 from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
 from loader.snapshot.schema_errors import quoted_errors
@@ -223,9 +216,23 @@ class ModelSpec(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _refuse_duplicates("table", [table.name for table in self.tables])
-        if any(table.column_dims for table in self.tables):
-            self._check_stored_tables()
-        self._check_divided()
+        sliced = [table.name for table in self.tables if table.column_dims]
+        if sliced:
+            stored = [table.name for table in self.stored_tables]
+            if len(stored) > MAX_TABLES:
+                raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")
+            # A slice named like a sliced table would be told apart by nobody who reads a metric.
+            _refuse_duplicates("table", [*stored, *sliced])
+        _refuse_duplicates("divided table", [one.name for one in self.divided])
+        _refuse_duplicates("part of a divided table", [part for one in self.divided for part in one.parts])
+        for one in self.divided:
+            if unknown_parts := sorted(set(one.parts) - self._tables.keys()):
+                raise ValueError(f"divided table {one.name!r}: parts {unknown_parts} are no tables")
+            if one.name in self._tables and one.parts != (one.name,):
+                raise ValueError(f"divided table {one.name!r}: its name is that of a table which is not its only part")
+            one.check_parts(self.parts(one))
+        if isinstance(self.dense_model, ExportedModelSpec) and (projected := self.projections()):
+            raise ValueError(f"projections of {sorted(projected)}: an exported program can't hold them")
         feature_names = [feature.name for feature in self.features]
         _refuse_duplicates("feature", feature_names)
         placed = [name for table in self.logical_tables for name in table.feature_names]
@@ -256,6 +263,7 @@ class ModelSpec(Frozen):
         """Return the tables as features see them: `tables`, with each divided one in the place of its first part."""
         return self._logical_tables
 
+    # Private, since pydantic takes what is public in an instance's dict for its fields.
     @cached_property
     def _logical_tables(self) -> tuple[AnyTable, ...]:
         found: dict[str, AnyTable] = {}
@@ -288,25 +296,6 @@ class ModelSpec(Frozen):
     @cached_property
     def _divided_of(self) -> dict[str, DividedTable]:
         return {part: one for one in self.divided for part in one.parts}
-
-    def _check_divided(self) -> None:
-        _refuse_duplicates("divided table", [one.name for one in self.divided])
-        _refuse_duplicates("part of a divided table", [part for one in self.divided for part in one.parts])
-        for one in self.divided:
-            if unknown := sorted(set(one.parts) - self._tables.keys()):
-                raise ValueError(f"divided table {one.name!r}: parts {unknown} are no tables")
-            if one.name in self._tables and one.parts != (one.name,):
-                raise ValueError(f"divided table {one.name!r}: its name is that of a table which is not its only part")
-            one.check_parts(self.parts(one))
-        if isinstance(self.dense_model, ExportedModelSpec) and (projected := self.projections()):
-            raise ValueError(f"projections of {sorted(projected)}: an exported program can't hold them")
-
-    def _check_stored_tables(self) -> None:
-        stored = [table.name for table in self.stored_tables]
-        if len(stored) > MAX_TABLES:
-            raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")
-        # A slice named like a sliced table would be told apart by nobody who reads a metric.
-        _refuse_duplicates("table", [*stored, *(table.name for table in self.tables if table.column_dims)])
 
     @cached_property
     def _table_by_feature(self) -> dict[str, AnyTable]:
@@ -410,7 +399,6 @@ class Manifest(Frozen):
         return self
 
     def _check_once(self, name: str, files: TableFiles, is_first: bool, logical: AnyTable | None) -> None:
-        """Check what a table has once; `logical` is the table that this is the first part and slice of, if it is."""
         has_vocabulary = logical is not None and logical.id_mapping.kind == "vocabulary"
         if has_vocabulary != (files.vocabulary is not None):
             raise ValueError(
@@ -493,7 +481,7 @@ def read_manifest(root: Path) -> tuple[Manifest, str]:
     `parse_manifest`, or if it is too large.
     """
     path = snapshot_file(root, MANIFEST_NAME)
-    content = _read_bounded(path, MAX_MANIFEST_BYTES)
+    content = read_bounded(path, MAX_MANIFEST_BYTES)
     return parse_manifest(str(path), content), hashlib.sha256(content).hexdigest()
 
 
@@ -520,7 +508,7 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
 
 def check_manifest_checksum(root: Path, identity: str) -> None:
     """Raise SnapshotCorruptError unless `manifest.json`, of SHA-256 `identity`, is byte for byte what was written."""
-    stated = _read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
+    stated = read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
     if stated != _checksum_line(identity).encode():
         raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
 
@@ -531,11 +519,12 @@ def _bounded_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _read_bounded(path: Path, max_bytes: int) -> bytes:
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Read a small file. Raises SnapshotError if it can't be read or is longer."""
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise file_error(path, "read", error) from error
     if len(content) > max_bytes:
         raise SnapshotCorruptError(f"{path}: larger than {max_bytes} bytes")

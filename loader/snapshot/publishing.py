@@ -1,12 +1,10 @@
 """Publish a snapshot (check it, copy it into the store, put it on record) and delete versions that are not kept.
 
 A copy works in the folder that an export of the same version would work in (`loader.snapshot.store`), so there is one
-writer of a version at a time, a copy that was killed goes on where it stopped, and what readers see is all or nothing.
-The record is written last: a version that the registry names lies in the store.
+writer of a version at a time, and a copy that was killed goes on where it stopped. The record is written last.
 
-A version is never dropped while anything names it: what is wanted, a rollout (also the last one, to whose origin a
-rollback returns), or a node that holds it. It goes by one rename, then off the record, then its files are deleted;
-killed anywhere, the next run ends what was begun.
+A version is never dropped while what is wanted, a rollout or a node names it. It goes by one rename, then off the
+record, then its files are deleted; killed anywhere, the next run ends what was begun.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from loader.rollout.plan import read_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import Manifest, ModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loader.snapshot.store import Store
 from loader.stores import open_store
 from loader.stores.place import StorePlace
 
@@ -42,10 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What `publish` did: the record, where the version lies, whether it was copied there, and whether it is new.
-
-    `where` is a folder, or a URL.
-    """
+    """What `publish` did: the record, the folder or URL of the version, whether it was copied there, and is new."""
 
     record: PublishedVersion
     where: str
@@ -68,8 +62,7 @@ async def publish(
 
     Raises:
         SnapshotError: it must not be served, or the store has another snapshot of that version.
-        ExportError: another process is writing that version, or the store's disk fails or is full. What was copied is
-            kept for the next try.
+        ExportError: another process is writing that version, or the store's disk fails or is full.
         DeltaError: it does not continue the stream of deltas that it names.
         RegistryConflictError: another snapshot was published as that version.
     """
@@ -145,7 +138,6 @@ async def _check_published(fleet: FleetRegistry, snapshot: Snapshot) -> Publishe
 
 
 async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StorePlace) -> None:
-    """Raise DeltaError for a version that no replay could bring up to date."""
     model = manifest.spec.model
     base, last_delta = manifest.delta_start
     where = f"version {manifest.version} of {model!r}: last_delta {last_delta} of delta_base {base}"
@@ -156,43 +148,35 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
     if last_delta + 1 < first:
         raise DeltaGapError(f"{where}: the stream begins with {first}, what came between is gone")
     if base != manifest.version:
-        await _check_row_places(fleet, manifest, store, where)
+        # Rows of divided tables must lie where the stream's deltas, which are of rows of the parts, were made for.
+        known = {one.version: one for one in await fleet.versions(model)}
+        # Each version of the stream was compared with one before it, so any will do.
+        others = [base, *sorted((one.version for one in known.values() if one.delta_base == base), reverse=True)]
 
+        def one_in_store() -> Manifest | None:
+            opened = open_store(store)
+            for version in others:
+                there = None if version == manifest.version else opened.manifest(model, version)
+                if there is not None and (version not in known or known[version].identity == there[1]):
+                    return there[0]
+            return None
 
-async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: StorePlace, where: str) -> None:
-    """Raise DeltaBaseError unless the rows of divided tables lie where the stream's deltas were made for.
-
-    These are of rows of the parts: with other row classes, a replay would write them to other rows.
-    """
-    base, model = manifest.delta_start[0], manifest.spec.model
-    known = {one.version: one for one in await fleet.versions(model)}
-    # Each version of the stream was compared with one before it, so any will do.
-    others = [base, *sorted((one.version for one in known.values() if one.delta_base == base), reverse=True)]
-
-    def one_in_store() -> Manifest | None:
-        opened = open_store(store)
-        for version in others:
-            there = None if version == manifest.version else opened.manifest(model, version)
-            if there is not None and (version not in known or known[version].identity == there[1]):
-                return there[0]
-        return None
-
-    other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
-    if other is None and own:
-        raise DeltaBaseError(
-            f"{where}: tables {sorted(own)} are divided, and {store} has no version of that stream any more that tells "
-            "where its deltas' rows lie: leave delta_base out to begin a stream"
-        )
-    if other is not None and own != (theirs := _row_places(other)):
-        differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-        raise DeltaBaseError(
-            f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so that "
-            "its deltas would be written to other rows: divide them alike, or leave delta_base out to begin a stream"
-        )
+        other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
+        if other is None and own:
+            raise DeltaBaseError(
+                f"{where}: tables {sorted(own)} are divided, and {store} has no version of that stream any more that "
+                "tells where its deltas' rows lie: leave delta_base out to begin a stream"
+            )
+        if other is not None and own != (theirs := _row_places(other)):
+            differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+            raise DeltaBaseError(
+                f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so "
+                "that its deltas would be written to other rows: divide them alike, or leave delta_base out to begin "
+                "a stream"
+            )
 
 
 def _row_places(manifest: Manifest) -> dict[str, tuple[object, ...]]:
-    """Return what decides where rows of each divided table lie."""
     classes = {files.table: files.row_classes and files.row_classes.sha256 for files in manifest.tables}
     return {
         one.name: (one.num_embeddings, one.by, one.buckets, one.pruned, one.parts, classes[one.parts[0]])
@@ -201,7 +185,6 @@ def _row_places(manifest: Manifest) -> dict[str, tuple[object, ...]]:
 
 
 def _put_in_store(snapshot: Snapshot, place: StorePlace, threads: int, progress: Progress) -> tuple[str, bool]:
-    """Return where it is in the store, and whether it had to be copied there. Raises as `publish`."""
     source, store = snapshot.path, open_store(place)
     there = store.manifest(snapshot.spec.model, snapshot.version)
     if there is None or not isinstance(place, Path):
@@ -254,12 +237,28 @@ async def retain(fleet: FleetRegistry, store: StorePlace, model: str, keep: int)
         staying = await _staying(fleet, model, published, keep)
         for record in published:
             if record.version not in staying:
-                await _drop(fleet, opened, record)
+                # Out of sight and off the record; put back if somebody began to use it meanwhile.
+                await asyncio.to_thread(opened.set_aside, record.model, record.version)
+                await fleet.drop_version(record.model, record.version)
+                # From here on no rollout of it can be started.
+                if record.version in await versions_in_use(fleet, record.model):
+                    logger.warning("version %d of %r came into use: it is kept", record.version, record.model)
+                    await fleet.put_version(record)
+                    await asyncio.to_thread(opened.bring_back, record.model, record.version)
         await asyncio.to_thread(opened.delete_set_aside, model, staying)
         kept = await fleet.versions(model)
         numbers = {record.version for record in kept}
         dropped = [record for record in published if record.version not in numbers]
-        await _trim(fleet, model, kept, dropped)
+        # Below what the kept versions still have to replay, and to the end of a stream that none continues.
+        lowest: dict[int, int] = {}
+        for record in kept:
+            lowest[record.delta_base] = min(record.last_delta, lowest.get(record.delta_base, record.last_delta))
+        for delta_base in {record.delta_base for record in dropped} | lowest.keys():
+            stream = delta_stream(model, delta_base)
+            bounds = await fleet.registry.bounds(stream)
+            before = min(lowest.get(delta_base, bounds.last), bounds.last) + 1
+            if bounds.first < before:
+                await fleet.registry.trim(stream, before)
     return Retained(tuple(sorted(numbers)), tuple(sorted(record.version for record in dropped)))
 
 
@@ -279,29 +278,3 @@ async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
 async def _staying(fleet: FleetRegistry, model: str, published: Iterable[PublishedVersion], keep: int) -> set[int]:
     highest = sorted(record.version for record in published)[-keep:]
     return {*highest, *await versions_in_use(fleet, model)}
-
-
-async def _drop(fleet: FleetRegistry, store: Store, record: PublishedVersion) -> None:
-    """Take a version out of sight and off the record; put it back if somebody began to use it meanwhile."""
-    await asyncio.to_thread(store.set_aside, record.model, record.version)
-    await fleet.drop_version(record.model, record.version)
-    # From here on no rollout of it can be started.
-    if record.version in await versions_in_use(fleet, record.model):
-        logger.warning("version %d of %r came into use: it is kept", record.version, record.model)
-        await fleet.put_version(record)
-        await asyncio.to_thread(store.bring_back, record.model, record.version)
-
-
-async def _trim(
-    fleet: FleetRegistry, model: str, kept: Iterable[PublishedVersion], dropped: Iterable[PublishedVersion]
-) -> None:
-    """Trims each stream below what the kept versions still have to replay, and to its end if none continues it."""
-    lowest: dict[int, int] = {}
-    for record in kept:
-        lowest[record.delta_base] = min(record.last_delta, lowest.get(record.delta_base, record.last_delta))
-    for delta_base in {record.delta_base for record in dropped} | lowest.keys():
-        stream = delta_stream(model, delta_base)
-        bounds = await fleet.registry.bounds(stream)
-        before = min(lowest.get(delta_base, bounds.last), bounds.last) + 1
-        if bounds.first < before:
-            await fleet.registry.trim(stream, before)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -52,14 +52,7 @@ from loader.snapshot.program import ProgramArchive
 from loader.snapshot.row_classes import RowClasses, check_classes_header
 from loader.snapshot.store import hash_file
 from loader.snapshot.tables import AnyTable, DividedTable, Frozen, TableSpec
-from loader.snapshot.tensor_files import (
-    TensorInfo,
-    expect_at_most,
-    expect_tensors,
-    load_numpy,
-    map_tensor,
-    read_header,
-)
+from loader.snapshot.tensor_files import TensorInfo, expect_at_most, expect_tensors, load_numpy, map_tensor, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -73,11 +66,7 @@ _BLOCK_BYTES = 16 << 20
 class Snapshot:
     """One immutable version of a model on disk, opened for reading. Made by `Snapshot.open`.
 
-    Attributes:
-        path: its folder.
-        manifest: what its manifest says.
-        spec, version: of the manifest: what the model is made of, and the version's number.
-        identity: SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files.
+    `identity` is the SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files.
     """
 
     def __init__(
@@ -149,7 +138,14 @@ class Snapshot:
         entries = [entry for entry in manifest.files() if entry.path not in absent]
         paths = {entry.path: snapshot_file(root, entry.path) for entry in entries}
         check_manifest_checksum(root, identity)
-        _check_sizes(paths, entries)
+        for entry in entries:
+            at = paths[entry.path]
+            try:
+                size_bytes = at.stat().st_size
+            except OSError as error:
+                raise file_error(at, "read", error) from error
+            if size_bytes != entry.size_bytes:
+                raise SnapshotCorruptError(f"{at}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
         headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
         snapshot = cls(root, manifest, identity, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
@@ -168,9 +164,40 @@ class Snapshot:
         }
         entries = [one for one in self.manifest.files() if files == "all" or (one.path in rows) == (files == "rows")]
         paths = {entry.path: snapshot_file(self.path, entry.path) for entry in entries}
-        _check_hashes(paths, entries, threads, progress)
-        if files != "rows":
-            self._check_vocabularies()
+        total = sum(entry.size_bytes for entry in entries)
+        done = 0
+        lock = threading.Lock()
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                progress("checking SHA-256", done, total)
+
+        def check(entry: FileEntry) -> None:
+            path = paths[entry.path]
+            try:
+                found = hash_file(path, on_bytes)
+            except OSError as error:
+                raise file_error(path, "read", error) from error
+            if found != entry.sha256:
+                raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
+
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            try:
+                for _ in pool.map(check, entries):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        if files == "rows":
+            return
+        for of_table in self.manifest.tables:
+            if of_table.vocabulary is not None:
+                check_vocabulary_ids(self.path / of_table.vocabulary.path, self.vocabulary(of_table.table))
+                self.vocabulary_strings(of_table.table)
+            if of_table.row_classes is not None:
+                self.row_classes(of_table.table)
 
     @property
     def size_bytes(self) -> int:
@@ -296,7 +323,23 @@ class Snapshot:
 
     def _check_headers(self) -> None:
         for table, files in zip(self.spec.stored_tables, self.manifest.tables, strict=True):
-            self._check_table_headers(table, files, self._logical[table.name])
+            logical = self._logical[table.name]
+            row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
+            for file_index, entry in enumerate(files.rows):
+                rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
+                if entry.path in self._headers:
+                    expected = {"rows": ("U8", (rows, row_bytes))}
+                    expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
+            if files.vocabulary is not None:
+                path = self.path / files.vocabulary.path
+                check_vocabulary_header(path, logical, self._headers[files.vocabulary.path])
+            if files.row_classes is not None and isinstance(logical, DividedTable):
+                path, parts = self.path / files.row_classes.path, self.spec.parts(logical)
+                check_classes_header(path, logical, parts, self._headers[files.row_classes.path])
+            if files.access_counts is not None:
+                path = self.path / files.access_counts.path
+                counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
+                expect_tensors(path, self._headers[files.access_counts.path], counts)
         self._check_dense_header()
         if (plan := self.manifest.plan) is not None:
             header, path = self._headers[plan.path], self.path / plan.path
@@ -322,72 +365,6 @@ class Snapshot:
                 where = f"{path}: tensor {cut(repr(name))}"
                 raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
 
-    def _check_table_headers(self, table: TableSpec, files: TableFiles, logical: AnyTable) -> None:
-        row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
-        for file_index, entry in enumerate(files.rows):
-            rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
-            if entry.path in self._headers:
-                expected = {"rows": ("U8", (rows, row_bytes))}
-                expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
-        if files.vocabulary is not None:
-            path = self.path / files.vocabulary.path
-            check_vocabulary_header(path, logical, self._headers[files.vocabulary.path])
-        if files.row_classes is not None and isinstance(logical, DividedTable):
-            path, parts = self.path / files.row_classes.path, self.spec.parts(logical)
-            check_classes_header(path, logical, parts, self._headers[files.row_classes.path])
-        if files.access_counts is not None:
-            path = self.path / files.access_counts.path
-            counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
-            expect_tensors(path, self._headers[files.access_counts.path], counts)
-
-    def _check_vocabularies(self) -> None:
-        for files in self.manifest.tables:
-            if files.vocabulary is not None:
-                check_vocabulary_ids(self.path / files.vocabulary.path, self.vocabulary(files.table))
-                self.vocabulary_strings(files.table)
-            if files.row_classes is not None:
-                self.row_classes(files.table)
-
-
-def _check_sizes(paths: Mapping[str, Path], entries: Sequence[FileEntry]) -> None:
-    for entry in entries:
-        path = paths[entry.path]
-        try:
-            size_bytes = path.stat().st_size
-        except OSError as error:
-            raise file_error(path, "read", error) from error
-        if size_bytes != entry.size_bytes:
-            raise SnapshotCorruptError(f"{path}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
-
-
-def _check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threads: int, progress: Progress) -> None:
-    total = sum(entry.size_bytes for entry in entries)
-    done = 0
-    lock = threading.Lock()
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            progress("checking SHA-256", done, total)
-
-    def check(entry: FileEntry) -> None:
-        path = paths[entry.path]
-        try:
-            found = hash_file(path, on_bytes)
-        except OSError as error:
-            raise file_error(path, "read", error) from error
-        if found != entry.sha256:
-            raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
-
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        try:
-            for _ in pool.map(check, entries):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
 
 class VerifyReport(Frozen):
     """What `verify_snapshot` found.
@@ -397,7 +374,7 @@ class VerifyReport(Frozen):
             opened ends the check, so it is then the only one.
         checks: what was checked and found right.
         files: the files that the manifest names, right or not; empty if it can't be read.
-        model, version: what the manifest says, likewise; None if it can't be read.
+        model, version: what the manifest says; None if it can't be read.
     """
 
     path: str
@@ -455,7 +432,7 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
 
 
 def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progress: Progress) -> list[str]:
-    """One problem per file with a bad row: its first one, by number."""
+    """Return one problem per file with a bad row: its first one, by number."""
     codec = codec_for(table.dtype, table.embedding_dim)
     block_rows = max(1, _BLOCK_BYTES // codec.row_bytes)
     problems, done = [], 0

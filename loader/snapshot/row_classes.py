@@ -66,14 +66,8 @@ class RankedBits:
             return 0
         return int(self.ranks[-1]) + int(np.bitwise_count(self.words[-1]).sum())
 
-    @property
-    def size_bytes(self) -> int:
-        """Count the bytes of bits and ranks, as they are stored."""
-        return self.words.nbytes + self.ranks.nbytes
-
 
 def _counts(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
-    """Count the ones before each block, and those of its block before each word."""
     ones = np.cumsum(np.bitwise_count(words), axis=1, dtype=np.uint16)
     ranks, within = np.zeros(len(words), np.uint32), np.zeros_like(ones)
     np.cumsum(ones[:-1, -1], out=ranks[1:], dtype=np.uint32)
@@ -90,8 +84,7 @@ def find_bits(
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
     """Look rows [n] up in one bitmap, or in several whose blocks are joined: there, each one's begins at `first_bit`.
 
-    Returns:
-        Whether each row's bit is set, bool [n], and how many bits before it in its bitmap are as it is, int64 [n].
+    Returns whether each row's bit is set, bool [n], and how many bits before it in its bitmap are as it is, int64 [n].
     """
     bits = rows + first_bit
     at, bit = bits >> 6, (bits & 63).view(np.uint64)

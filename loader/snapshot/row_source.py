@@ -79,7 +79,9 @@ class ArrayRows(RowSource):
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """Yield one block: a view where the array is float32, else a converted copy of these rows."""
-        yield _to_float32(self._array[first_row : first_row + max_rows])
+        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
+            block: Float32Array = self._array[first_row : first_row + max_rows].astype(np.float32, copy=False)
+        yield block
 
     def fingerprint(self) -> str:
         """Of a sample of the rows, and of the file of a memmap."""
@@ -161,7 +163,14 @@ class RowsFromBlocks(RowSource):
             )
         last_row = min(first_row + max_rows, self.num_embeddings)
         while self._next_row < last_row:
-            block, block_first_row = self._current_block(), self._block_first_row
+            block_first_row = self._block_first_row
+            if (block := self._block) is None:
+                if (block := next(self._blocks, None)) is None:
+                    raise ExportError(f"rows: the blocks end after {block_first_row} rows of {self.num_embeddings}")
+                if block.embedding_dim != self.embedding_dim:
+                    dims = f"has dim {block.embedding_dim}, expected {self.embedding_dim}"
+                    raise ExportError(f"rows: the block at row {block_first_row} {dims}")
+                self._block = block
             block_end = block_first_row + block.num_embeddings
             start, stop = max(first_row, self._next_row), min(last_row, block_end)
             self._next_row = stop
@@ -172,26 +181,7 @@ class RowsFromBlocks(RowSource):
         if last_row == self.num_embeddings and (self._block is not None or next(self._blocks, None) is not None):
             raise ExportError(f"rows: the blocks hold more than the {self.num_embeddings} rows of the table")
 
-    def _current_block(self) -> ArrayRows | TensorRows:
-        if self._block is None:
-            block = next(self._blocks, None)
-            if block is None:
-                raise ExportError(f"rows: the blocks end after {self._block_first_row} rows of {self.num_embeddings}")
-            if block.embedding_dim != self.embedding_dim:
-                raise ExportError(
-                    f"rows: the block at row {self._block_first_row} has dim {block.embedding_dim}, "
-                    f"expected {self.embedding_dim}"
-                )
-            self._block = block
-        return self._block
-
 
 def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
     """Make a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
     return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)
-
-
-def _to_float32(block: npt.NDArray[Any]) -> Float32Array:
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
-        converted: Float32Array = block.astype(np.float32, copy=False)
-    return converted

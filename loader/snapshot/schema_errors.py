@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from loader.errors import cut
 
@@ -35,22 +34,18 @@ def schema_errors(
     found = error.errors(include_url=False, include_context=False)
     roots, hidden = tuple(schemas), frozenset(elsewhere)
     for one in found:
-        if _follows_from_another(one, found):
+        # A list is also said to be too short if validation stopped at one of its bad items.
+        place = one["loc"]
+        if one["type"] in ("too_short", "too_long") and any(
+            len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
+        ):
             continue
         problem = one["msg"]
         if one["type"] == "extra_forbidden":
-            *place, key = one["loc"]
-            allowed = [name for name in _allowed_keys(place, roots) if name not in hidden]
+            *above, key = place
+            allowed = [name for name in _allowed_keys(above, roots) if name not in hidden]
             problem = f"unknown key {key!r:.80}; allowed are {allowed}"
-        yield SchemaError(one["loc"], problem, one["input"])
-
-
-def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
-    """Tells whether a list is only said to be too short because validation stopped at one of its bad items."""
-    place = one["loc"]
-    return one["type"] in ("too_short", "too_long") and any(
-        len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
-    )
+        yield SchemaError(place, problem, one["input"])
 
 
 def _tags_of(schema: type[BaseModel]) -> tuple[Any, ...]:
@@ -59,7 +54,6 @@ def _tags_of(schema: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
-    """Return the keys of the object at `place`, in the order of its schema."""
     for part in place:
         if isinstance(part, int):
             continue

@@ -46,6 +46,7 @@ from loader.snapshot.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
+    read_bounded,
     read_manifest,
     snapshot_file,
 )
@@ -77,12 +78,9 @@ def fsync_path(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeldSnapshot:
-    """A version's folder, which stays until it is closed.
+    """A version's folder, which stays until it is closed, which may be repeated.
 
-    Attributes:
-        path: the folder; `Snapshot.open` opens it.
-        close: lets it go; may be called again.
-        is_checked: every file in it was compared with its SHA-256 just now.
+    `is_checked`: every file in it was compared with its SHA-256 just now.
     """
 
     path: Path
@@ -188,18 +186,11 @@ class Store:
     ) -> HeldSnapshot:
         """Find a version, by default the latest, and have it stay until it is let go.
 
-        A folder's versions just lie there; what the other arguments say is of stores at URLs.
+        A folder's versions just lie there; other arguments are of stores at URLs: `identity` is what it must have, as
+        far as that is known; without `with_rows` row files are not fetched; `verify` compares files that were fetched
+        before with their SHA-256; `progress` is given bytes, and what it raises calls off the fetch.
 
-        Args:
-            model: its name.
-            version: its number.
-            identity: what it must have, as far as that is known.
-            with_rows: whether row files are wanted: not by who leaves rows to shard nodes.
-            verify: compare files that were fetched before with their SHA-256.
-            progress: told bytes; what it raises calls off the fetch.
-
-        Raises:
-            SnapshotError: there is no such version, or it is not what its manifest says.
+        Raises SnapshotError if there is no such version, or it is not what its manifest says.
         """
         return HeldSnapshot(self.snapshot_path(model, version))
 
@@ -211,11 +202,9 @@ class Store:
     def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
         """Copy a snapshot of that identity into the store. Return where it is, and whether it was not there before.
 
-        What was copied when this is interrupted is kept for the next try.
-
-        Raises:
-            SnapshotError: a file is not what the manifest says, or the store has another snapshot of that version.
-            ExportError: somebody else writes that version, or the disk fails or is full.
+        What was copied when this is interrupted is kept for the next try. Raises SnapshotError if a file is not what
+        the manifest says, or the store has another snapshot of that version, ExportError if somebody else writes that
+        version, or the disk fails or is full.
         """
         texts, manifest = manifest_texts_of(source, identity), read_manifest(source)[0]
         target = self.path.resolve() / manifest.spec.model / str(manifest.version)
@@ -278,14 +267,7 @@ class Store:
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
         """Read a small file. Raises SnapshotError if it can't be read, with what the file system says as cause."""
-        try:
-            with (self.path / path).open("rb") as file:
-                content = file.read(max_bytes + 1)
-        except (OSError, MemoryError) as error:
-            raise file_error(self.path / path, "read", error) from error
-        if len(content) > max_bytes:
-            raise SnapshotCorruptError(f"{self.path / path}: more than {max_bytes} bytes")
-        return content
+        return read_bounded(self.path / path, max_bytes)
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a small file durably, in one step. Raises SnapshotError if the store can't be written."""
@@ -328,7 +310,6 @@ class Store:
         return version_numbers([name.removesuffix(_GONE_SUFFIX) for name in _folders(self.path / model)], TRASH_PREFIX)
 
     def _told_unfinished(self, model: str | None = None) -> str:
-        """Return the end of a message about what is not there."""
         names = [f"{name}/{version}" for name, version in self.unfinished() if model in (None, name)]
         if not names:
             return ""
@@ -435,7 +416,10 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
     Raises SnapshotExistsError if the version exists, ExportError if another export of it is running.
     """
     work = target.parent / f"{WORK_FOLDER_PREFIX}{target.name}"
-    _remove_leftovers(target.parent)
+    for leftover in target.parent.glob(f"{WORK_FOLDER_PREFIX}*"):
+        # Its export died between the rename and the cleaning up.
+        if (target.parent / leftover.name.removeprefix(WORK_FOLDER_PREFIX)).exists():
+            shutil.rmtree(leftover, ignore_errors=True)
     make_folders(work)
     with _lock(work):
         if target.exists():
@@ -460,13 +444,6 @@ def make_folders(path: Path) -> None:
         fsync_path(folder.parent)
 
 
-def _remove_leftovers(model_folder: Path) -> None:
-    """Remove the work folders of versions that exist: their exports died between the rename and the cleaning up."""
-    for work in model_folder.glob(f"{WORK_FOLDER_PREFIX}*"):
-        if (model_folder / work.name.removeprefix(WORK_FOLDER_PREFIX)).exists():
-            shutil.rmtree(work, ignore_errors=True)
-
-
 @contextmanager
 def _lock(work: Path) -> Iterator[None]:
     path = work / "lock"
@@ -488,7 +465,6 @@ def _lock(work: Path) -> Iterator[None]:
 
 
 def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, FileEntry]:
-    """Return the files of an interrupted export that can be kept; empty the folder if its inputs were others."""
     journal = work / "export-state.jsonl"
     lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else []
     recorded = None

@@ -102,7 +102,15 @@ class TableSpec(Frozen):
         if len(set(self.feature_names)) != len(self.feature_names):
             raise ValueError(f"table {self.name!r}: feature_names has duplicates: {list(self.feature_names)}")
         if self.column_dims:
-            self._check_column_dims()
+            where = f"table {self.name!r}: column_dims {list(self.column_dims)}"
+            if len(self.column_dims) < 2:
+                raise ValueError(f"{where}: at least 2 slices, or none for a table that is stored whole")
+            if (total := sum(self.column_dims)) != self.embedding_dim:
+                raise ValueError(f"{where}: they add up to {total}, embedding_dim is {self.embedding_dim}")
+            if self.dtype == "int4" and any(dim % 2 for dim in self.column_dims):
+                raise ValueError(f"{where}: slices of int4 rows need an even number of columns")
+            if len(self.name) + len(f".c{len(self.column_dims) - 1}") > MAX_NAME_LENGTH:
+                raise ValueError(f"{where}: names of slices, the table's and '.c0', pass {MAX_NAME_LENGTH} characters")
         return self
 
     @property
@@ -123,17 +131,6 @@ class TableSpec(Frozen):
             TableSpec(**{**fields, "name": f"{self.name}.c{number}", "embedding_dim": dim, "column_dims": ()})
             for number, dim in enumerate(self.column_dims)
         )
-
-    def _check_column_dims(self) -> None:
-        where = f"table {self.name!r}: column_dims {list(self.column_dims)}"
-        if len(self.column_dims) < 2:
-            raise ValueError(f"{where}: at least 2 slices, or none for a table that is stored whole")
-        if (total := sum(self.column_dims)) != self.embedding_dim:
-            raise ValueError(f"{where}: they add up to {total}, embedding_dim is {self.embedding_dim}")
-        if self.dtype == "int4" and any(dim % 2 for dim in self.column_dims):
-            raise ValueError(f"{where}: slices of int4 rows need an even number of columns")
-        if len(self.name) + len(f".c{len(self.column_dims) - 1}") > MAX_NAME_LENGTH:
-            raise ValueError(f"{where}: names of slices, the table's and '.c0', pass {MAX_NAME_LENGTH} characters")
 
 
 class DividedTable(Frozen):

@@ -60,12 +60,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise file_error(path, "read", error) from error
     except (ValueError, RecursionError) as error:
         raise SnapshotCorruptError(f"{path}: the header is not JSON: {cut(error)}") from error
-    return _check_header(path, header, 8 + header_bytes, file_bytes)
-
-
-def _check_header(path: Path, header: Any, data_offset: int, file_bytes: int) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise SnapshotCorruptError(f"{path}: the header is not a JSON object")
+    position = data_offset = 8 + header_bytes
     tensors: dict[str, TensorInfo] = {}
     spans: list[tuple[int, int]] = []
     for name, entry in header.items():
@@ -73,7 +70,6 @@ def _check_header(path: Path, header: Any, data_offset: int, file_bytes: int) ->
             continue
         tensors[name] = info = _check_entry(path, name, entry, data_offset)
         spans.append((info.offset, info.offset + info.size_bytes))
-    position = data_offset
     for begin, end in sorted(spans):
         if begin != position:
             raise SnapshotCorruptError(f"{path}: the tensors overlap or leave a gap at byte {position}")

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
-from loader.snapshot.codecs import ByteArray, Float32Array, codec_for
+from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
@@ -86,7 +86,6 @@ class _Export:
     delta_base: int | None
 
     def rows_paths(self, table: TableSpec) -> list[str]:
-        """Return where a stored table's row files lie in the snapshot, in order."""
         num_files = -(-table.num_embeddings // self.rows_per_file[table.name])
         return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
 
@@ -110,7 +109,6 @@ class _Export:
         return digest.hexdigest()
 
     def manifest(self, created_at: datetime, entries: Mapping[str, FileEntry]) -> Manifest:
-        """Return the manifest, given every file by its path."""
         # What a table has once lies in the table's own folder, and stands in the manifest with its first slice, or with
         # that of its first part.
         own = {table.slices[0].name: table.name for table in self.spec.tables}
@@ -150,7 +148,7 @@ class _Export:
         )
 
     def check_manifest(self) -> None:
-        """Raise ExportError if no reader would take the manifest, found out by a draft before rows are written."""
+        """Raise ExportError if no reader would take the manifest, before rows are written."""
         paths = [*self.files, *(path for table in self.spec.stored_tables for path in self.rows_paths(table))]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
@@ -162,13 +160,6 @@ class _Export:
             raise ExportError(str(error)) from error
         if len(text) > MAX_MANIFEST_BYTES:
             raise ExportError(f"manifest: {len(text)} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
-
-
-def _check_numbers(version: int, golden_tolerance: float) -> None:
-    if not 1 <= version < 2**63:
-        raise ExportError(f"version: {version} is not in [1, 2^63)")
-    if not 0 < golden_tolerance < math.inf:
-        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
 
 
 def _check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
@@ -206,7 +197,20 @@ def _small_files(
         files[_ROW_CLASSES_PATH.format(name)] = classes.tensors()
     for name, counts in access_counts.items():
         files[_ACCESS_COUNTS_PATH.format(name)] = access_count_tensors(tables[name], counts)
-    files |= _dense_file(spec, dense)
+    is_program = isinstance(spec.dense_model, ExportedModelSpec)
+    if isinstance(dense, Mapping):
+        if is_program:
+            raise ExportError("dense: the spec's dense_model is exported: expected a program, got tensors")
+        files[_DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
+        _check_limits("dense", files[_DENSE_PATH], MAX_DENSE_BYTES)
+    elif not is_program:
+        kind = spec.dense_model.kind
+        raise ExportError(f"dense: the spec's dense_model is {kind}: expected tensors, got a program")
+    else:
+        content = program_bytes(dense)
+        if len(content) > MAX_DENSE_BYTES:
+            raise ExportError(f"dense: {len(content)} bytes; at most {MAX_DENSE_BYTES} are allowed")
+        files[PROGRAM_PATH] = {PROGRAM_PATH: np.frombuffer(content, np.uint8)}
     if plan is not None:
         files[_PLAN_PATH] = {PLAN_TENSOR: np.frombuffer(plan, np.uint8)}
         _check_limits("plan", files[_PLAN_PATH], MAX_PLAN_BYTES)
@@ -217,24 +221,7 @@ def _small_files(
     return files
 
 
-def _dense_file(spec: ModelSpec, dense: Mapping[str, torch.Tensor] | Program) -> dict[str, Tensors]:
-    is_program = isinstance(spec.dense_model, ExportedModelSpec)
-    if isinstance(dense, Mapping):
-        if is_program:
-            raise ExportError("dense: the spec's dense_model is exported: expected a program, got tensors")
-        tensors = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
-        _check_limits("dense", tensors, MAX_DENSE_BYTES)
-        return {_DENSE_PATH: tensors}
-    if not is_program:
-        raise ExportError(f"dense: the spec's dense_model is {spec.dense_model.kind}: expected tensors, got a program")
-    content = program_bytes(dense)
-    if len(content) > MAX_DENSE_BYTES:
-        raise ExportError(f"dense: {len(content)} bytes; at most {MAX_DENSE_BYTES} are allowed")
-    return {PROGRAM_PATH: {PROGRAM_PATH: np.frombuffer(content, np.uint8)}}
-
-
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
-    """Return the given rows per file, checked, or the table's default; the same for all of its slices."""
     if rows_per_file is None:
         row_bytes = sum(codec_for(one.dtype, one.embedding_dim).row_bytes for one in table.slices)
         rows_per_file = default_rows_per_file(table, row_bytes)
@@ -248,11 +235,11 @@ def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
 
 
 def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in host memory: safetensors refuses tensors that share memory, such as tied weights."""
     if not name or name == "__metadata__":
         raise ExportError(f"dense tensor {name!r}: not a name that safetensors can hold")
     if tensor.ndim > MAX_TENSOR_DIMS:
         raise ExportError(f"dense tensor {name!r}: {tensor.ndim} dims; at most {MAX_TENSOR_DIMS} are allowed")
+    # A contiguous copy: safetensors refuses tensors that share memory, such as tied weights.
     if tensor.dtype in FLOAT_DTYPES:
         copied = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
         if not bool(torch.isfinite(copied).all()):
@@ -283,39 +270,22 @@ def _save_rows(encoded: dict[str, ByteArray], table: str, path: Path) -> None:
     safetensors.numpy.save_file({"rows": encoded.pop(table)}, path)
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """A stored table, and which columns of its table's rows it has."""
-
-    table: TableSpec
-    columns: slice
-
-    @classmethod
-    def all_of(cls, table: TableSpec) -> list[Self]:
-        ends = list(accumulate(table.slice_dims))
-        return [cls(one, slice(end - one.embedding_dim, end)) for one, end in zip(table.slices, ends, strict=True)]
-
-
 def _encode_file(
     table: TableSpec,
-    slices: Sequence[_Slice],
+    slices: Sequence[tuple[TableSpec, slice]],
     source: RowSource,
     rows_per_file: int,
     file_index: int,
     progress: Progress,
 ) -> dict[str, ByteArray]:
-    """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order.
-
-    The source, of which some can be read only once, is asked for all of them at a time.
-    """
+    """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order."""
     first_row = file_index * rows_per_file
     # By name: slices of a `mixed` table have seeds of their own.
-    orders = [RowBuckets.of(one.table).in_file(rows_per_file, file_index) for one in slices]
+    orders = [RowBuckets.of(stored_table).in_file(rows_per_file, file_index) for stored_table, _ in slices]
     num_rows = min(rows_per_file, table.num_embeddings - first_row)
     block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
     stored = {
-        one.table.name: np.empty((num_rows, codec_for(one.table.dtype, one.table.embedding_dim).row_bytes), np.uint8)
-        for one in slices
+        one.name: np.empty((num_rows, codec_for(one.dtype, one.embedding_dim).row_bytes), np.uint8) for one, _ in slices
     }
     for start in range(0, num_rows, block_rows):
         position, stop = start, min(start + block_rows, num_rows)
@@ -326,34 +296,25 @@ def _encode_file(
                     f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
                     f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
                 )
-            _check_finite(table, block, first_row + position)
+            finite = np.isfinite(block)
+            if not finite.all():
+                row = first_row + position + int(np.argmin(finite.all(axis=1)))
+                raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
-            for one, order in zip(slices, orders, strict=True):
-                encoded = _encode_block(one.table, block[:, one.columns], first_row + position)
-                stored[one.table.name][order.positions(local_rows)] = encoded
+            for (one, columns), order in zip(slices, orders, strict=True):
+                codec, part = codec_for(one.dtype, one.embedding_dim), block[:, columns]
+                encoded = codec.encode(part)
+                if (bad := codec.first_non_finite(encoded)) is not None:
+                    raise NonFiniteRowError(
+                        f"table {one.name!r}, row {first_row + position + bad}: values from {part[bad].min()} to "
+                        f"{part[bad].max()} overflow as {one.dtype}"
+                    )
+                stored[one.name][order.positions(local_rows)] = encoded
             position += len(block)
         if position != stop:
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
         progress(f"table {table.name}", first_row + stop, table.num_embeddings)
     return stored
-
-
-def _check_finite(table: TableSpec, block: Float32Array, first_row: int) -> None:
-    finite = np.isfinite(block)
-    if not finite.all():
-        row = first_row + int(np.argmin(finite.all(axis=1)))
-        raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
-
-
-def _encode_block(table: TableSpec, block: Float32Array, first_row: int) -> ByteArray:
-    codec = codec_for(table.dtype, table.embedding_dim)
-    encoded = codec.encode(block)
-    if (bad := codec.first_non_finite(encoded)) is not None:
-        raise NonFiniteRowError(
-            f"table {table.name!r}, row {first_row + bad}: values from {block[bad].min()} to {block[bad].max()} "
-            f"overflow as {table.dtype}"
-        )
-    return encoded
 
 
 def export_snapshot(
@@ -408,7 +369,10 @@ def export_snapshot(
     """
     store = Store(store_path)
     version = store.next_version(spec.model) if version is None else version
-    _check_numbers(version, golden_tolerance)
+    if not 1 <= version < 2**63:
+        raise ExportError(f"version: {version} is not in [1, 2^63)")
+    if not 0 < golden_tolerance < math.inf:
+        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
     _check_rows(spec, rows)
     file_rows = {one.name: _rows_per_file(table, rows_per_file) for table in spec.tables for one in table.slices}
     files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
@@ -428,15 +392,13 @@ def export_snapshot(
 def _write_row_files(
     export: _Export, folder: ExportFolder, rows: Mapping[str, RowSource], progress: Progress
 ) -> dict[str, FileEntry]:
-    """Write the row files that are not finished yet, one after the other, and give all by path.
-
-    Memory is bounded by one file, of all slices, plus a few blocks of `BLOCK_BYTES`.
-    """
+    """Write the row files that are not finished yet; memory is bounded by one file, of all slices, and some blocks."""
     entries = {}
     for table in export.spec.tables:
-        slices, source = _Slice.all_of(table), rows[table.name]
-        rows_per_file = export.rows_per_file[slices[0].table.name]
-        for file_index, paths in enumerate(zip(*(export.rows_paths(one.table) for one in slices), strict=True)):
+        ends = accumulate(table.slice_dims)
+        slices = [(one, slice(end - one.embedding_dim, end)) for one, end in zip(table.slices, ends, strict=True)]
+        source, rows_per_file = rows[table.name], export.rows_per_file[table.slices[0].name]
+        for file_index, paths in enumerate(zip(*(export.rows_paths(one) for one in table.slices), strict=True)):
             missing = [one for one, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]
             if missing:
                 encoded = _encode_file(table, missing, source, rows_per_file, file_index, progress)
@@ -444,8 +406,8 @@ def _write_row_files(
                 encoded = {}
                 done = min((file_index + 1) * rows_per_file, table.num_embeddings)
                 progress(f"table {table.name}", done, table.num_embeddings)
-            for one, path in zip(slices, paths, strict=True):
-                entries[path] = folder.write(path, partial(_save_rows, encoded, one.table.name))
+            for stored, path in zip(table.slices, paths, strict=True):
+                entries[path] = folder.write(path, partial(_save_rows, encoded, stored.name))
     return entries
 
 

@@ -81,8 +81,10 @@ class UniformTables:
 def make_node(snapshot: Snapshot, plan: Plan, shard: int = 0) -> ShardNode:
     """Load one shard of a model on a node."""
     node = ShardNode(plan.identity(shard))
-    node.stage(snapshot.spec.model, snapshot.version, load_tables(snapshot, plan.partition(shard), plan.digest))
-    node.flip(snapshot.spec.model, snapshot.version)
+    node.generations.stage(
+        snapshot.spec.model, snapshot.version, load_tables(snapshot, plan.partition(shard), plan.digest)
+    )
+    node.generations.flip(snapshot.spec.model, snapshot.version)
     return node
 
 

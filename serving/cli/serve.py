@@ -413,8 +413,8 @@ def _load(folder: Path, options: Options, sink: SpanSink | None) -> ShardNode:
     budget_bytes = settings.to_bytes(options["memory_budget_gb"])
     tables = load_tables(snapshot, partition, digest, memory_budget_bytes=budget_bytes, card_set=card_set)
     node = ShardNode(settings.node_identity(options, index, num_shards), sink)
-    node.stage(snapshot.spec.model, snapshot.version, tables)
-    node.flip(snapshot.spec.model, snapshot.version)
+    node.generations.stage(snapshot.spec.model, snapshot.version, tables)
+    node.generations.flip(snapshot.spec.model, snapshot.version)
     for use in node.info().memory:
         logger.info("card %d: %d bytes of rows in tier %s", use.card, use.size_bytes, use.tier)
     return node

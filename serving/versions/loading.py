@@ -200,8 +200,8 @@ def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, 
         progress=progress,
     )
     node = ShardNode(plan.identity(index))
-    node.stage(snapshot.spec.model, snapshot.version, tables)
-    node.flip(snapshot.spec.model, snapshot.version)
+    node.generations.stage(snapshot.spec.model, snapshot.version, tables)
+    node.generations.flip(snapshot.spec.model, snapshot.version)
     return node
 
 

@@ -34,11 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class Remembered:
-    """What the registry said, as this process last knew it, given back to a registry that has lost it.
+    """What the registry said, as this process last knew it, restored in a registry that has lost it.
 
-    That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use. Only
-    `models` are remembered, if given; all but what is wanted is looked at every `look_every_s`. `is_read` once what is
-    wanted was read.
+    That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use, of
+    `models` only, if given. All but what is wanted is read every `look_every_s`. `is_read` once what is wanted was.
     """
 
     def __init__(
@@ -84,13 +83,7 @@ class Remembered:
             there = await self._fleet.join_fleet(self._division)
             logger.warning("the registry had lost how the fleet divides rows: restored")
         self._division = there
-        await self._remember_published()
-        for model in self.wanted:
-            await self._remember_rollout(model)
-        self._looked_at = self._clock()
-
-    async def _remember_published(self) -> None:
-        """Of versions in use only: others may be dropped on purpose."""
+        # Of versions in use only: others may be dropped on purpose.
         used = {(model, version) for model, wanted in self.wanted.items() for version in wanted.named()}
         self._published = {key: record for key, record in self._published.items() if key in used}
         published = {(record.model, record.version): record for record in await self._fleet.versions()}
@@ -99,29 +92,26 @@ class Remembered:
                 if key not in self._published:
                     self._published[key] = (published[key], await self._fleet.spec(*key))
             elif key in self._published:
-                await self._restore_published(*self._published[key])
-
-    async def _restore_published(self, record: PublishedVersion, spec_json: str | None) -> None:
-        try:
-            if spec_json is not None:
-                await self._fleet.put_spec(record.model, record.version, spec_json)
-            await self._fleet.put_version(record)
-        except RegistryConflictError as error:
-            # Published anew meanwhile, as something else: what is there counts.
-            logger.warning("version %d of %s is not restored: %s", record.version, record.model, error)
-        else:
-            logger.warning("the registry had lost version %d of %s: restored", record.version, record.model)
-
-    async def _remember_rollout(self, model: str) -> None:
-        """Its steps are the coordinator's; here it is a text with an epoch."""
-        key = rollout_key(model)
-        entry = await self._fleet.raw(key)
-        epoch = 0 if entry is None else epoch_of(key, entry.value)
-        known_epoch, known = self._rollouts.get(model, (0, b""))
-        if entry is not None and epoch >= known_epoch:
-            self._rollouts[model] = (epoch, entry.value)
-        elif epoch < known_epoch and await self._fleet.restore_raw(key, known, known_epoch):
-            logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
+                record, spec_json = self._published[key]
+                try:
+                    if spec_json is not None:
+                        await self._fleet.put_spec(record.model, record.version, spec_json)
+                    await self._fleet.put_version(record)
+                except RegistryConflictError as error:
+                    # Published anew meanwhile, as something else: what is there counts.
+                    logger.warning("version %d of %s is not restored: %s", record.version, record.model, error)
+                else:
+                    logger.warning("the registry had lost version %d of %s: restored", record.version, record.model)
+        for model in self.wanted:
+            rollout = rollout_key(model)
+            entry = await self._fleet.registry.get(rollout)
+            epoch = 0 if entry is None else epoch_of(rollout, entry.value)
+            known_epoch, known = self._rollouts.get(model, (0, b""))
+            if entry is not None and epoch >= known_epoch:
+                self._rollouts[model] = (epoch, entry.value)
+            elif epoch < known_epoch and await self._fleet.restore_raw(rollout, known, known_epoch):
+                logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
+        self._looked_at = self._clock()
 
 
 @dataclass(slots=True)
@@ -148,15 +138,8 @@ class Actions(Protocol):
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version; it is held afterwards.
 
-        Args:
-            model: of the version.
-            version: to be staged.
-            wanted: what was wanted when it began.
-            tell: takes the progress, 0 to 1; callable from any thread.
-
-        Raises:
-            Exception: with `http_status` 503 or 504 it is tried again, after any other the version is refused.
-                On CancelledError it must let go of all that it took before it ends.
+        `tell` is given the progress, 0 to 1, from any thread. After an exception with `http_status` 503 or 504 it is
+        tried again, after any other the version is refused. On CancelledError it must free all before it ends.
         """
         ...
 
@@ -181,13 +164,12 @@ class AgentConfig(Frozen):
     """How an agent behaves.
 
     Attributes:
-        poll_s: between two looks at what is wanted; each is up to a quarter earlier or later.
+        poll_s: between two reads of what is wanted; each is up to a quarter earlier or later.
         heartbeat_s: an announcement that says nothing new is repeated this often.
         ttl_s: how long an announcement is good for.
         unannounce_grace_s: from announcing that a version drains to withdrawing it, so that nobody asks for it then.
         settle_timeout_s: an `Actions.settle` that takes longer is cancelled, and called again; the heartbeat waits.
         models: only these; None for all that the registry names.
-        staging: of versions.
     """
 
     poll_s: float = Field(default=0.2, gt=0, le=60)
@@ -284,9 +266,9 @@ class Agent:
         await self._tried("announcing", self._announce())
 
     async def leave(self) -> None:
-        """Tells the fleet that this process is about to end, gives it time to see that, and withdraws it.
+        """Announce that this process is about to end, give the fleet time to see that, and withdraw it.
 
-        Rounds that still go on change nothing any more. A registry that is down does not keep anybody from leaving.
+        Rounds that still go on change nothing any more. A registry that is down is not waited for.
         """
         self._leaving = True
         if await self._tried("announcing", self._announce()):
@@ -329,7 +311,6 @@ class Agent:
             self._problems.pop(name, None)
 
     def _retire(self) -> None:
-        """Announces what is to go as draining first; withdraws it once nobody can be asking for it any more."""
         reports = {(one.model, one.version): one for one in self._actions.reports()}
         for model, version in self._actions.held():
             wanted, key = self.wanted.get(model), (model, version)
@@ -357,42 +338,36 @@ class Agent:
     async def _announce(self) -> None:
         async with self._announcing:
             await self._written()
-            if not self._has_left:
-                await self._announce_news()
-
-    async def _announce_news(self) -> None:
-        record = self._actions.record(self._reports(), dict(self._applied))
-        record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
-        states = tuple((one.model, one.version, one.state, one.reason, one.identity) for one in record.versions)
-        news = (states, record.applied, record.live, record.draining)
-        now = self._clock()
-        if news == self._told and now - self._told_at < self._config.heartbeat_s:
-            return
-        # Until it is known to be written, nothing of it is.
-        self._told = None
-        # A write that was begun comes to its end, also when the round is cancelled: the next one must come after it.
-        self._writing = asyncio.create_task(self._fleet.announce_node(record, self._config.ttl_s))
-        await asyncio.shield(self._writing)
-        self._told, self._told_at = news, now
-        if self._remembered.is_read:
-            self.announced = record
-        for going in self._going.values():
-            if going.announced_at is None:
-                going.announced_at = self._clock()
+            if self._has_left:
+                return
+            going = (retirement.report for retirement in self._going.values())
+            # Of one version, what comes last counts.
+            latest = [*self._stagings.reports(), *self._actions.reports(), *going]
+            reports = {(report.model, report.version): report for report in latest}
+            record = self._actions.record([reports[key] for key in sorted(reports)], dict(self._applied))
+            record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
+            states = tuple((one.model, one.version, one.state, one.reason, one.identity) for one in record.versions)
+            news = (states, record.applied, record.live, record.draining)
+            now = self._clock()
+            if news == self._told and now - self._told_at < self._config.heartbeat_s:
+                return
+            # Until it is known to be written, nothing of it is.
+            self._told = None
+            # A write that was begun ends, also when the round is cancelled: the next one must come after it.
+            self._writing = asyncio.create_task(self._fleet.announce_node(record, self._config.ttl_s))
+            await asyncio.shield(self._writing)
+            self._told, self._told_at = news, now
+            if self._remembered.is_read:
+                self.announced = record
+            for retirement in self._going.values():
+                if retirement.announced_at is None:
+                    retirement.announced_at = self._clock()
 
     async def _written(self) -> None:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    def _reports(self) -> list[VersionReport]:
-        going = (one.report for one in self._going.values())
-        # Of one version, what comes last counts.
-        told = [*self._stagings.reports(), *self._actions.reports(), *going]
-        reports = {(one.model, one.version): one for one in told}
-        return [reports[key] for key in sorted(reports)]
-
     async def _tried(self, name: str, work: Awaitable[None]) -> bool:
-        """Whether it could be done; a registry that fails is told of once."""
         try:
             await work
         except RegistryError as error:

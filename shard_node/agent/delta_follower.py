@@ -44,9 +44,9 @@ class FollowerConfig(Frozen):
     """How a stream is followed.
 
     Attributes:
-        poll_s: pause after a look that found nothing.
+        poll_s: pause after a read that found nothing.
         retry_s: pause after a delta that was refused, or a registry that did not answer.
-        look_at_end_s: how often it is asked where the stream begins and ends.
+        look_at_end_s: how often the stream's bounds are read.
         max_entries, max_bytes: read at once.
         busy_share: of the time, at most, that is spent on applying: a long replay leaves lookups their processor.
     """
@@ -105,11 +105,10 @@ class DeltaFollower:
         self._silent = False
 
     async def run(self) -> None:
-        """Follows the stream until it is cancelled; nothing writes rows any more when it ends.
+        """Follow the stream until cancelled; nothing writes rows any more when it ends.
 
-        Raises:
-            DeltaGapError: the stream does not have what comes next any more. These rows can't be brought up to date:
-                the version must be staged anew, from a snapshot that contains more.
+        Raises DeltaGapError if the stream does not have what comes next any more: the version must be staged anew, from
+        a snapshot that contains more.
         """
         self._stopping = False
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"deltas-{self._model}")
@@ -123,9 +122,8 @@ class DeltaFollower:
     def apply(self, entries: Sequence[StreamEntry]) -> None:
         """Apply what comes next; what is applied already is passed over. Blocks; called in a thread of its own.
 
-        Raises:
-            DeltaGapError: the one that comes next is not there. Those before it are applied.
-            DeltaFormatError, DeltaBaseError: it is not what it should be. Those before it are applied.
+        Raises DeltaGapError if the next one is missing, DeltaFormatError or DeltaBaseError if it is not what it should
+        be. Those before it are applied.
         """
         for entry in entries:
             if self._stopping:
@@ -136,7 +134,17 @@ class DeltaFollower:
             if entry.sequence != sequence + 1:
                 raise DeltaGapError(f"{self._where}: delta {entry.sequence} came, {sequence + 1} is next")
             batch = DeltaBatch.decode(entry.payload)
-            table = self._check(batch, entry.sequence)
+            if (batch.model, batch.delta_base) != (self._model, self._delta_base):
+                raise DeltaBaseError(f"{self._where} follows {self._stream}, in which {batch.name} must not be")
+            if batch.sequence != entry.sequence:
+                raise DeltaFormatError(f"{self._where}: {batch.name} lies at {entry.sequence} of {self._stream}")
+            layout = self._engine.layout
+            slices = layout.slices.get(batch.table)
+            if slices is None:
+                unknown = f"table {batch.table!r}, which it does not have"
+                raise DeltaFormatError(f"{self._where}: {batch.name} is for {unknown}")
+            batch.check_table(*(layout.tables[number] for number in slices))
+            table = slices if batch.column_dims else slices[0]
             written = 0
             step = max(1, WRITE_BYTES // batch.stored.shape[1])
             for begin in range(0, batch.rows.size, step):
@@ -144,21 +152,7 @@ class DeltaFollower:
                 written += self._engine.write_rows(table, batch.rows[begin:end], batch.stored[begin:end])
             self._position.applied(batch.sequence, batch.published_at, written, self._clock())
 
-    def _check(self, batch: DeltaBatch, sequence: int) -> int | tuple[int, ...]:
-        """Return the number of the table that it is for; of one that is stored in slices, the number of each."""
-        if (batch.model, batch.delta_base) != (self._model, self._delta_base):
-            raise DeltaBaseError(f"{self._where} follows {self._stream}, in which {batch.name} must not be")
-        if batch.sequence != sequence:
-            raise DeltaFormatError(f"{self._where}: {batch.name} lies at {sequence} of {self._stream}")
-        layout = self._engine.layout
-        slices = layout.slices.get(batch.table)
-        if slices is None:
-            raise DeltaFormatError(f"{self._where}: {batch.name} is for table {batch.table!r}, which it does not have")
-        batch.check_table(*(layout.tables[number] for number in slices))
-        return slices if batch.column_dims else slices[0]
-
     async def _round(self, executor: ThreadPoolExecutor) -> float:
-        """Look at the stream once. Returns the pause after it, in seconds."""
         config = self._config
         try:
             if not await self._look_at_end():
@@ -177,8 +171,14 @@ class DeltaFollower:
         if not entries:
             return config.poll_s
         began = time.perf_counter()
+        work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries)
         try:
-            await self._in_thread(executor, entries)
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # The rows are about to be freed: the thread must not write to them any more.
+            self._stopping = True
+            await ended(work)
+            raise
         except DeltaError as error:
             self._refuse(str(error))
             self._looked_at_end = None  # is it lost, or only late?
@@ -210,23 +210,8 @@ class DeltaFollower:
             logger.error("a delta is not applied: %s", reason)
         self._position.refused(reason)
 
-    async def _in_thread(self, executor: ThreadPoolExecutor, entries: Sequence[StreamEntry]) -> None:
-        work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries)
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            # The rows are about to be freed: the thread must not write to them any more.
-            self._stopping = True
-            await ended(work)
-            raise
 
-
-async def catch_up(
-    registry: Registry,
-    model: str,
-    version: int,
-    tables: LoadedTables,
-) -> None:
+async def catch_up(registry: Registry, model: str, version: int, tables: LoadedTables) -> None:
     """Apply what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
 
     What can't be applied, or not within `CATCH_UP_LIMIT_S`, is logged and left to whoever follows the stream from then
@@ -293,7 +278,7 @@ class Followers:
                 self._following[model, version] = _Following(task)
 
     def gap(self, model: str, version: int) -> str:
-        """Why a version that shall follow can't; "" if it can, or does not follow."""
+        """Return why a version that shall follow can't; "" if it can, or does not follow."""
         following = self._following.get((model, version))
         return "" if following is None else following.gap
 

@@ -69,20 +69,9 @@ def stage_tables(
 ) -> LoadedTables:
     """Load what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
 
-    Nothing is taken on trust. Checked are: that it is the version that was published; sizes, headers, shapes and
-    SHA-256 of its row files; that it has every table of its spec; that each row here decodes to finite values.
-
-    Args:
-        folder: of the snapshot.
-        published: what it must be.
-        plan_of: which rows.
-        memory: takes account of RAM, over all versions.
-        memory_budget_bytes: as of `prepare_load`.
-        card_set: as of `prepare_load`.
-        observed: as of `prepare_load`.
-        verify: compare SHA-256; may be left out for a local store that is trusted.
-        pace: rests in between; None for none.
-        progress: told bytes.
+    Nothing is taken on trust. Checked are: that it is the version that was `published`; sizes, headers, shapes and
+    SHA-256 (unless `verify` is False, for a local store that is trusted) of its row files; that it has every table of
+    its spec; that each row here decodes to finite values. `progress` is given bytes; the rest is as of `prepare_load`.
 
     Raises:
         MemoryBudgetError: there is no room, with the numbers.
@@ -97,12 +86,7 @@ def stage_tables(
         )
     partition, plan_digest = plan_of(snapshot)
     load = prepare_load(
-        snapshot,
-        partition,
-        plan_digest,
-        memory_budget_bytes=memory_budget_bytes,
-        card_set=card_set,
-        observed=observed,
+        snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set, observed=observed
     )
     claim = load.take(memory)
     try:
@@ -132,7 +116,6 @@ class NodeConfig(Frozen):
     Attributes:
         node_id: stable over restarts.
         address: where routers reach it.
-        store: what holds `<model>/<version>/` snapshots.
         replicate_bytes: tables of at most this many bytes are on every shard.
         verify: compare SHA-256 of row files.
         memory_cap_bytes: RAM that the rows of all versions together may take; None for what is available.
@@ -203,14 +186,10 @@ class NodeActions:
         return set(self._held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
-        """Load this shard's rows in a thread of its own; one that is followed catches up on deltas.
-
-        Raises as `stage_tables`.
-        """
+        """Load this shard's rows in a thread; one that is followed catches up. Raises as `stage_tables`."""
         published = await self._fleet.version(model, version)
         if published is None:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
-
         config = self._config
 
         def work(wish: Wish) -> tuple[LoadedTables, HeldSnapshot]:
@@ -248,7 +227,7 @@ class NodeActions:
         try:
             if version in wanted.follow:
                 await catch_up(self._fleet.registry, model, version, tables)
-            self._node.stage(model, version, tables)
+            self._node.generations.stage(model, version, tables)
         except BaseException:
             free(made)
             raise
@@ -263,7 +242,7 @@ class NodeActions:
         held = self._held()
         here = {version: one for (model, version), one in held.items() if model == wanted.model}
         if wanted.live in here and here[wanted.live].state != "live":
-            self._node.flip(wanted.model, wanted.live)
+            self._node.generations.flip(wanted.model, wanted.live)
         # By replica, what the others go on following may be on its way out here.
         goes = {version for model, version in self._retiring if model == wanted.model}
         follow = {version: here[version].payload for version in wanted.follow if version in here.keys() - goes}
@@ -275,7 +254,7 @@ class NodeActions:
         self._retiring.add((model, version))
         try:
             await self._followers.stop(model, version)
-            generation = self._node.retire(model, version)
+            generation = self._node.generations.retire(model, version)
         finally:
             self._retiring.discard((model, version))
         while not generation.retired.is_set():  # noqa: ASYNC110  # set by threads
@@ -339,7 +318,6 @@ class NodeActions:
         await self._followers.close()
 
     def _observed(self, model: str) -> ObservedCounts | None:
-        """How often rows of the live version were looked up, for cards, if it was asked."""
         if self._card_set is None:
             return None
         for one in self._node.generations.all():
@@ -374,22 +352,24 @@ class NodeActions:
 
 
 async def watch_cards(
-    node: ShardNode,
-    cards: Cards | None = None,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    node: ShardNode, cards: Cards | None = None, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> NoReturn:
-    """Asks the cards of all versions, time and again, until cancelled. On the CPU there is nothing to ask.
+    """Ask the cards of all versions, and `cards`, time and again, until cancelled. On the CPU there is nothing to ask.
 
-    A node whose cards have failed has to end: until then CUDA answers everything with the first error. `cards` are
-    asked too, as a node that stages its first version has no other.
-
-    Raises:
-        CardError: they failed, and go on failing.
+    A node whose cards have failed has to end: until then CUDA answers everything with the first error. Raises CardError
+    if they failed, and go on failing.
     """
+
+    def ask() -> None:
+        for card in cards.cards if cards is not None else ():
+            card.free_bytes()
+        for generation in node.generations.all():
+            generation.payload.engine.cards()
+
     faults = 0
     while True:
         try:
-            await asyncio.to_thread(_ask, node, cards)
+            await asyncio.to_thread(ask)
         except CardError as error:
             faults += 1
             logger.critical("the cards fail: %s", error)
@@ -398,10 +378,3 @@ async def watch_cards(
         else:
             faults = 0
         await sleep(_ASK_CARDS_EVERY_S)
-
-
-def _ask(node: ShardNode, cards: Cards | None) -> None:
-    for card in cards.cards if cards is not None else ():
-        card.free_bytes()
-    for generation in node.generations.all():
-        generation.payload.engine.cards()

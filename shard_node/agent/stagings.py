@@ -45,11 +45,10 @@ class StagingConfig(Frozen):
 
 @dataclass(slots=True)
 class _Attempt:
-    """What came of a version so far. `identity` is that of what was published when it was refused."""
-
     state: Literal["waiting", "staging", "refused"] = "waiting"
     progress: float = 0.0
     reason: str = ""
+    # Of what was published when it was refused.
     identity: str = ""
     failures: int = 0
     due: float = field(default=float("-inf"))
@@ -59,13 +58,8 @@ class _Attempt:
 class Stagings:
     """What is being staged, waits for that, or was refused.
 
-    Args:
-        fleet: for the places of those who stage, and what is published.
-        stage: as `Actions.stage`.
-        is_room_coming: whether memory is being freed, so that a lack of it passes by itself.
-        owner: of this process, for locks.
-        config: limits and intervals.
-        clock, sleep, random: of the agent.
+    `is_room_coming` tells whether memory is being freed, so that a lack of it passes by itself; `owner` is this
+    process, for locks; `stage` is as `Actions.stage`.
     """
 
     def __init__(
@@ -90,12 +84,9 @@ class Stagings:
         self._attempts: dict[str, dict[int, _Attempt]] = {}
 
     def want(self, wanted: WantedModel, missing: Sequence[int], waits_for: str) -> None:
-        """Take in which versions of a model are missing. Begins with the first that is due; ends what is not missing.
+        """Note which versions of a model are missing, in the order in which they are to be staged.
 
-        Args:
-            wanted: what is wanted now.
-            missing: versions in the order in which they are to be staged.
-            waits_for: why none may begin yet; "" if one may.
+        Begins with the first that is due, unless `waits_for` says why none may; ends what is not missing.
         """
         attempts = self._attempts.setdefault(wanted.model, {})
         for version, attempt in list(attempts.items()):
@@ -132,7 +123,7 @@ class Stagings:
                 )
 
     async def look_again(self) -> None:
-        """Lets refused versions be tried again that were published anew, as something else. Raises RegistryError."""
+        """Let refused versions be tried again that were published anew. Raises RegistryError."""
         for model, attempts in self._attempts.items():
             for version, attempt in list(attempts.items()):
                 if attempt.state == "refused" and await self._identity(model, version) != attempt.identity:
@@ -160,30 +151,25 @@ class Stagings:
             self._attempts[model].pop(version, None)
             raise
         except Exception as error:
-            self._failed(attempt, version, wanted, error)
+            status, config = getattr(error, "http_status", 500), self._config
+            attempt.failures += 1
+            attempt.reason = cut_reason(f"{type(error).__name__}: {error}")
+            if status in TRY_AGAIN or (status == NO_ROOM and self._is_room_coming()):
+                attempt.state = "waiting"
+                wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))
+                attempt.due = self._clock() + wait_s
+                if attempt.failures == 1:
+                    logger.info("version %d of %s waits: %s", version, model, attempt.reason)
+            else:
+                attempt.state, attempt.due = "refused", self._clock() + config.live_retry_s
+                logger.error("version %d of %s is refused: %s", version, model, attempt.reason)
+                if not hasattr(error, "http_status"):
+                    logger.error("which nobody raised on purpose", exc_info=error)
         else:
             del self._attempts[model][version]
             logger.info("version %d of %s is ready", version, model)
         finally:
             attempt.task = None
-
-    def _failed(self, attempt: _Attempt, version: int, wanted: WantedModel, error: Exception) -> None:
-        status = getattr(error, "http_status", 500)
-        attempt.failures += 1
-        attempt.reason = cut_reason(f"{type(error).__name__}: {error}")
-        config = self._config
-        if status in TRY_AGAIN or (status == NO_ROOM and self._is_room_coming()):
-            attempt.state = "waiting"
-            wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))
-            attempt.due = self._clock() + wait_s
-            if attempt.failures == 1:
-                logger.info("version %d of %s waits: %s", version, wanted.model, attempt.reason)
-            return
-        attempt.state = "refused"
-        attempt.due = self._clock() + config.live_retry_s
-        logger.error("version %d of %s is refused: %s", version, wanted.model, attempt.reason)
-        if not hasattr(error, "http_status"):
-            logger.error("which nobody raised on purpose", exc_info=error)
 
     async def _identity(self, model: str, version: int) -> str:
         published = await self._fleet.version(model, version)

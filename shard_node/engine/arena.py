@@ -38,8 +38,7 @@ HUGE_PAGE_BYTES = 2 << 20
 class Arena:
     """Rows of one width and dtype, and the call that pools them.
 
-    `rows`, uint8 [slots, row_bytes], contiguous, are kept and not copied; read-only ones can't be written later.
-    `bytes_of_cards` says whose they are: in RAM, cards lie side by side.
+    `rows`, uint8 [slots, row_bytes], contiguous, are kept and not copied. `bytes_of_cards` says whose they are.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Arena:
         return self._items.take(slots).view(np.uint8).reshape(slots.size, self._bytes.shape[1])
 
     def touch(self, slots: Int64Array) -> None:
-        """Brings the pages of these slots into memory, as this arena's own, so that `write` is but a copy.
+        """Bring the pages of these slots into memory, as this arena's own, so that `write` is but a copy.
 
         Every row's first and last byte is written as it is: no reader sees a difference, but another writer might.
         """

@@ -31,8 +31,6 @@ FILL_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class _Filling:
-    """An arena while it is filled: the next free slot."""
-
     number: int
     rows: npt.NDArray[np.uint8]
     next_slot: int = 0
@@ -60,10 +58,9 @@ class ArenaBuilder:
         self._mapped_bytes = self._populated_bytes = 0
 
     def build(self, tiers: Sequence[Tier], progress: Progress) -> CpuEngine:
-        """Allocates and fills all arenas, once; `tiers` are those of the tables.
+        """Allocate and fill all arenas, once; `tiers` are those of the tables.
 
-        Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf, or a mapped file can't be read.
+        Raises SnapshotCorruptError if a row decodes to NaN or inf, or a mapped file can't be read.
         """
         self._progress = progress
         self._total_bytes = sum(size for size, tier in zip(self.table_bytes, tiers, strict=True) if tier == "ram")
@@ -121,7 +118,6 @@ class ArenaBuilder:
     def _fill(
         self, table: TableSpec, index: int, order: FileOrder, is_here: BoolArray, place: TablePlace, target: ByteArray
     ) -> None:
-        """Copy the rows of the buckets here from one row file to their slots, a piece at a time."""
         source = self._snapshot.rows_file(table.name, index)
         positions = order.positions_of(is_here)
         if not positions.size:
@@ -142,7 +138,7 @@ class ArenaBuilder:
             self._tell()
 
     def _place_mapped(self, number: int) -> TablePlace:
-        """Leaves a table in its row files: one arena for each, on the card of its first bucket here."""
+        # One arena for each row file, on the card of its first bucket here.
         table, cards = self._layout.tables[number], self._cards[number]
         files, buckets = self._files[table.name], self._buckets[number]
         is_here = cards >= 0
@@ -166,7 +162,6 @@ class ArenaBuilder:
         return TablePlace(files.rows_per_file.bit_length() - 1, buckets.slot_shift, arena, base)
 
     def _bring_in(self, table: TableSpec, index: int, source: ByteArray, order: FileOrder, is_here: BoolArray) -> None:
-        """Check rows that stay in a mapped file, and bring their pages into memory, as far as that holds them."""
         files = self._files[table.name]
         edges = np.flatnonzero(np.diff(is_here, prepend=False, append=False))
         for first, end in order.starts[edges].reshape(-1, 2).tolist():
@@ -200,7 +195,7 @@ def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
 
 
 def not_finite(snapshot: Snapshot, table: str, entry: FileEntry, row: int) -> SnapshotCorruptError:
-    """Make the error that says which row, in which file, decode to NaN or inf."""
+    """Make the error that says which row, in which file, decodes to NaN or inf."""
     return SnapshotCorruptError(f"{snapshot.path / entry.path}: table {table!r}, row {row}: decodes to NaN or inf")
 
 

@@ -39,8 +39,6 @@ class CardsUse:
     """The cards that an engine's rows lie on, and what their kernels found wrong.
 
     Attributes:
-        name: what they are, for people.
-        num_cards: how many.
         peer_access: whether each reads every other's memory.
         outside_table, not_here: values, since the engine was made, that named no row of their table, or one that is on
             no card. Checks before the kernels keep both at 0; such a value pools as zeros.
@@ -64,19 +62,13 @@ class WritableRows(Protocol):
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """Replace rows, between pooling: a `pool` sees all of these rows as they were before, or all as they are now.
 
-        Pooling waits for it, so hand over as few rows as can be copied in a millisecond.
+        Pooling waits for it, so hand over as few rows as can be copied in a millisecond. `table` is its number in the
+        layout; or those of several, such as the slices of a wide one, whose rows of the same numbers change together.
+        `rows` are int64 [n], ascending, none twice; those that another node holds are left out. `stored` is uint8
+        [n, row_bytes], as the table's codec encodes them; of several tables, side by side.
 
-        Args:
-            table: its number in the layout; or those of several, such as the slices of a wide one, whose rows of the
-                same numbers change together.
-            rows: int64 [n], ascending, none twice; those that another node holds are left out.
-            stored: uint8 [n, row_bytes], as the table's codec encodes them; of several tables, side by side.
-
-        Returns:
-            How many of the rows are on this engine, those of several tables added up.
-
-        Raises:
-            InvalidBagsError: no such table or row, or arrays of another shape or dtype. Nothing was written then.
+        Returns how many of the rows are on this engine, those of several tables added up. Raises InvalidBagsError for
+        no such table or row, or arrays of another shape or dtype. Nothing was written then.
         """
         ...
 
@@ -87,12 +79,9 @@ class Engine(WritableRows, Protocol):
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """Sum the rows of each bag. Keys are tables, values are rows that this engine holds.
 
-        Returns:
-            One float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the order
-            given. An empty bag gives zeros; a group without bags gives [0, embedding_dim].
-
-        Raises:
-            InvalidBagsError: for a row that is outside its table or not on this engine.
+        Returns one float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the
+        order given. An empty bag gives zeros; a group without bags gives [0, embedding_dim]. Raises InvalidBagsError
+        for a row that is outside its table or not on this engine.
         """
         ...
 

@@ -23,8 +23,6 @@ Of = TypeVar("Of")
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlace:
-    """A group's arenas. With a single arena nothing is split; if its tables are whole, nothing is looked up either."""
-
     group: Group
     arenas: range
     whole: bool
@@ -48,7 +46,7 @@ class CpuEngine:
         placement: Placement,
         tiers: Sequence[Tier],
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self._arenas = list(arenas)
         self._placement = placement
         self._tiers = tuple(tiers)
@@ -59,14 +57,9 @@ class CpuEngine:
         self._num_tables = len(layout.tables)
         self._counts = np.zeros(self._num_tables, np.int64)
         self._counts_lock = threading.Lock()
-        self._access = AccessCounts(layout)
+        self.access = AccessCounts(layout)
         self._row_lock = RowLock()
         self._one_writer = threading.Lock()
-
-    @property
-    def layout(self) -> TableLayout:
-        """The tables in layout order."""
-        return self._layout
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`."""
@@ -79,13 +72,13 @@ class CpuEngine:
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`."""
-        return self.write_together([(one, rows, part) for one, part in self._layout.rows_by_table(table, rows, stored)])
+        return self.write_together([(one, rows, part) for one, part in self.layout.rows_by_table(table, rows, stored)])
 
     def write_together(self, writes: Sequence[tuple[int, Int64Array, npt.NDArray[np.uint8]]]) -> int:
         """Replace rows of several tables, each with rows of its own, between the same two lookups.
 
-        Each write is a table, its rows, and these as stored, as `Engine.write_rows` takes them, and checked. What takes
-        long, finding the rows and their pages, is done before anybody waits. Returns how many are here.
+        Each write is a table, its rows, and these as stored, as `Engine.write_rows` takes them, and checked. Returns
+        how many are here.
         """
         parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
         for table, rows, of_table in writes:
@@ -110,13 +103,13 @@ class CpuEngine:
 
     def _of_groups(self, bags: KeyedBags, work: Callable[[_GroupPlace, KeyedBags, Int64Array], Of]) -> list[Of]:
         """Check the bags, and call `work` with each group's, between two writes."""
-        self._layout.check(bags)
+        self.layout.check(bags)
         values_per_key = bags.values_per_key()
         self._row_lock.begin_read()
         try:
             found = [
                 work(place, _slice_keys(bags, first, end), values_per_key[first:end])
-                for place, (_, first, end) in zip(self._places, group_keys(self._layout, bags), strict=True)
+                for place, (_, first, end) in zip(self._places, group_keys(self.layout, bags), strict=True)
             ]
         finally:
             self._row_lock.end_read()
@@ -125,7 +118,7 @@ class CpuEngine:
                 self._counts += values_per_key
             else:
                 self._counts[bags.keys] += values_per_key
-        self._access.observe(bags.keys, values_per_key, bags.values)
+        self.access.observe(bags.keys, values_per_key, bags.values)
         return found
 
     def _answer_group(
@@ -152,7 +145,6 @@ class CpuEngine:
         return rows
 
     def _slots(self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        """Find the slots of rows that are in the group's only arena."""
         if place.whole:
             return self._placement.slots_in_whole(bags, values_per_key)
         return self._placement.slots_in_one(bags, values_per_key)
@@ -187,13 +179,8 @@ class CpuEngine:
             counts = self._counts.tolist()
         return tuple(
             LookupCount(table.name, tier, count)
-            for table, tier, count in zip(self._layout.tables, self._tiers, counts, strict=True)
+            for table, tier, count in zip(self.layout.tables, self._tiers, counts, strict=True)
         )
-
-    @property
-    def access(self) -> AccessCounts:
-        """As `Engine.access`."""
-        return self._access
 
     def cards(self) -> CardsUse | None:
         """Return None: it pools on the CPU."""

@@ -105,12 +105,8 @@ def pool_rows(
 ) -> Float32Array:
     """Sum the rows of each bag, float32 [b, embedding_dim].
 
-    Args:
-        dtype: of the rows.
-        rows: as `as_tensor` gives them, at least one.
-        slots: int64 or int32 [n], positions in `rows`; the caller has checked them.
-        offsets: int64 or int32 [b + 1], beginning with 0.
-        weights: float32 [n] or None.
+    `rows` are as of `as_tensor`, at least one; `slots` int64 or int32 [n], positions in them that the caller has
+    checked; `offsets` int64 or int32 [b + 1], beginning with 0; `weights` float32 [n] or None.
     """
     # The operators want one dtype of both.
     offsets = offsets.astype(slots.dtype, copy=False)

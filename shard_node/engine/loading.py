@@ -26,10 +26,7 @@ class PreparedLoad(Protocol):
         ...
 
     def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """Load, once. Raises SnapshotCorruptError.
-
-        `claim` is what `take` gave; it belongs to the tables, and is given back if there will be none.
-        """
+        """Load, once; `claim`, of `take`, is given back if there will be no tables. Raises SnapshotCorruptError."""
         ...
 
 
@@ -71,20 +68,14 @@ def prepare_load(
     card_set: CardSet | None = None,
     observed: ObservedCounts | None = None,
 ) -> PreparedLoad:
-    """Prepare the load of a partition, onto cards if there are any.
+    """Prepare the load of a partition, onto cards if there are any; `plan_digest` is of the plan it was cut from.
 
-    Args:
-        snapshot: the opened snapshot.
-        partition: the buckets to load, and the card of each.
-        plan_digest: identifies the plan that the partition was cut from.
-        memory_budget_bytes: RAM that rows may take. Tables that do not fit stay in the mapped snapshot, the largest
-            first; where there are cards, it is what may be pinned for them. None: everything goes to RAM.
-        card_set: the cards; None to pool on the CPU.
-        observed: how often rows of the version before were looked up, for cards, where the snapshot does not say.
+    `memory_budget_bytes` is RAM that rows may take: tables that do not fit stay in the mapped snapshot, the largest
+    first; where there are cards, it is what may be pinned for them. None: everything goes to RAM. `observed` is how
+    often rows of the version before were looked up, for cards, where the snapshot does not say.
 
-    Raises:
-        InvalidBagsError: the partition is for another model, or another number of cards.
-        MemoryBudgetError: the cards can't hold it in any way.
+    Raises InvalidBagsError if the partition is for another model, or another number of cards, MemoryBudgetError if the
+    cards can't hold it in any way.
     """
     if card_set is None:
         return TableLoad(snapshot, partition, plan_digest, memory_budget_bytes)
@@ -109,10 +100,9 @@ def load_tables(
 
 
 def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Tier]:
-    """Decides which tables stay in the mapped snapshot: the largest, until the others fit the budget.
+    """Choose the tables that stay in the mapped snapshot: the largest, until the others fit the budget.
 
-    The largest tables are looked up the least per byte, so leaving them out frees the most memory for the fewest
-    slow reads. Ties go to the later table.
+    The largest tables are looked up the least per byte. Ties go to the later table.
     """
     total = sum(table_bytes)
     tiers: list[Tier] = ["ram"] * len(table_bytes)

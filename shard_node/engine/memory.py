@@ -39,7 +39,7 @@ def _machine_bytes(root: Path, name: str) -> int:
 
 
 def _control_groups(root: Path) -> list[tuple[int | None, int]]:
-    """(limit, usage) in bytes of each group, from this process's own upwards; None for no limit."""
+    # (limit, usage) in bytes of each group, from this process's own upwards; None for no limit.
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -104,10 +104,8 @@ class MemoryClaim:
 class RowMemory:
     """Claims on memory, of all versions and of several stagings at once. Thread-safe.
 
-    Args:
-        cap_bytes: what the rows of all versions together may take; None for what is available.
-        available: bytes that the system can still give.
-        reserve_bytes: of those, what is left for everything else.
+    The rows of all versions together may take `cap_bytes`, None for what is `available` (bytes that the system can
+    still give) less `reserve_bytes`.
     """
 
     def __init__(
@@ -130,11 +128,7 @@ class RowMemory:
             return _bytes_of(self.claims)
 
     def take(self, size_bytes: int) -> MemoryClaim:
-        """Claims memory that is about to be allocated.
-
-        Raises:
-            MemoryBudgetError: with the numbers, if there is not as much.
-        """
+        """Claim memory that is about to be allocated. Raises MemoryBudgetError, with the numbers."""
         claim = MemoryClaim(self, size_bytes)
         with self.lock:
             held, filling, available = _bytes_of(self.claims), _bytes_of(self.filling), self._available()

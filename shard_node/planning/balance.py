@@ -30,13 +30,7 @@ _HALVINGS = 60
 
 @dataclass(slots=True, eq=False)
 class Owners:
-    """What owners have so far.
-
-    Attributes:
-        load: float64 [owners], of what each has.
-        free: int64 [owners], bytes that each may take yet.
-        used: int64 [owners], bytes that each has taken.
-    """
+    """What owners have so far, [owners]: their load (float64), bytes that each may take yet and has taken (int64)."""
 
     load: Float64Array
     free: Int64Array
@@ -70,20 +64,19 @@ def deal(
 ) -> tuple[Int16Array, ...]:
     """Give every bucket of some tables to an owner; the same arguments always give the same answer.
 
-    Args:
-        loads: of each table, float64 [buckets].
-        sizes: of each table, int64 [buckets], bytes of each bucket's rows; a bucket without rows costs nobody anything.
-        owners: what they have already; changed to what they have then.
-        even: what shall be even between owners. With `bytes` loads are still divided alike, as far as that costs none.
-
-    Returns:
-        Of each table, int16 [buckets], the owner.
-
-    Raises:
-        MemoryBudgetError: the bytes do not fit.
+    Of each table, `loads` are float64 [buckets], `sizes` int64 [buckets], bytes of each bucket's rows; a bucket without
+    rows costs nobody anything. `owners` are changed to what they have then. With `even` bytes loads are still divided
+    alike, as far as that costs none. Returns the owners, int16 [buckets] of each table. Raises MemoryBudgetError if the
+    bytes do not fit.
     """
     total = float(owners.load.sum() + sum(one.sum() for one in loads))
-    hot = _hot_buckets(loads, total / owners.load.size * _HOT_SHARE if even == "load" else np.inf)
+    # The buckets that are given one by one.
+    threshold = total / owners.load.size * _HOT_SHARE if even == "load" else np.inf
+    hot = [one > threshold for one in loads]
+    if sum(int(one.sum()) for one in hot) > MAX_HOT_BUCKETS:
+        all_hot = np.concatenate([one[is_hot] for one, is_hot in zip(loads, hot, strict=True)])
+        threshold = float(-np.partition(-all_hot, MAX_HOT_BUCKETS)[MAX_HOT_BUCKETS])
+        hot = [one > threshold for one in loads]
     given = [np.full(one.size, -1, np.int16) for one in loads]
     mean_load = max(total / owners.load.size, 1e-300)
     mean_bytes = max(1.0, sum(float(one.sum()) for one in sizes) / owners.load.size)
@@ -123,7 +116,6 @@ class _Run:
         return float(self.sizes.sum())
 
     def dealt(self, owners: Owners, *, by_load: bool) -> Int16Array:
-        """Return each bucket's owner, int16 [n], and let the owners have them."""
         count = self.buckets.size
         if not count:
             return np.empty(0, np.int16)
@@ -167,16 +159,6 @@ def _levelled(have: Float64Array, each: float, count: int, most: Int64Array) -> 
     return counts
 
 
-def _hot_buckets(loads: Sequence[Float64Array], threshold: float) -> list[npt.NDArray[np.bool_]]:
-    """Return which buckets are given one by one, bool [buckets] for each table."""
-    hot = [one > threshold for one in loads]
-    if sum(int(one.sum()) for one in hot) > MAX_HOT_BUCKETS:
-        all_hot = np.concatenate([one[is_hot] for one, is_hot in zip(loads, hot, strict=True)])
-        threshold = float(-np.partition(-all_hot, MAX_HOT_BUCKETS)[MAX_HOT_BUCKETS])
-        hot = [one > threshold for one in loads]
-    return hot
-
-
 def _give_hot(
     loads: Sequence[Float64Array],
     sizes: Sequence[Int64Array],
@@ -215,7 +197,7 @@ def _give_hot(
 
 
 def _give_empty(owner_of_bucket: Int16Array) -> None:
-    """Let buckets without rows have the owner of the one before them, so that none is missing."""
+    # Buckets without rows have the owner of the one before them, so that none is missing.
     known = np.flatnonzero(owner_of_bucket >= 0)
     if not known.size:
         owner_of_bucket[:] = 0

@@ -99,11 +99,9 @@ class CardPlan:
     """A plan. Made by `CardPlan.make`.
 
     Attributes:
-        hotness: the levels of each table.
         level_rows: for each table, int64 [levels, cards]: its rows of each level in each card's buckets.
         tier_rows: int64 [tables, cards, 3]: of the rows in each card's buckets, those that are hot, that the card alone
             holds, and that are in pinned memory.
-        places: how rows of each table are found.
     """
 
     layout: TableLayout
@@ -122,22 +120,28 @@ class CardPlan:
         hotness: Hotness,
         level_rows: Sequence[Int64Array] | None = None,
     ) -> CardPlan:
-        """Decides where rows go. The same inputs give the same plan.
+        """Decide where rows go. The same inputs give the same plan.
 
-        Args:
-            layout: the tables.
-            partition: the card of each bucket; -1 for another node's.
-            budget: what may be taken.
-            hotness: how often rows are looked up.
-            level_rows: as the attribute, where it is known already.
+        `partition` has the card of each bucket, -1 for another node's; `level_rows` are as the attribute, where it is
+        known.
 
-        Raises:
-            InvalidBagsError: partition, budget or hotness are of another model or number of cards.
-            MemoryBudgetError: places do not fit on a card, rows are left over, or there are more cards than the kernel
-                knows. Rows can be left over where there is memory, too: a place's 32 bits say `max_slots` rows of one
-                table at one owner.
+        Raises InvalidBagsError if partition, budget or hotness are of another model or number of cards,
+        MemoryBudgetError if places do not fit on a card, rows are left over, or there are more cards than the kernel
+        knows. Rows can be left over where there is memory, too: a place's 32 bits say `max_slots` rows of one table at
+        one owner.
         """
-        _check(layout, partition, budget)
+        if not 1 <= partition.num_cards <= MAX_CARDS:
+            raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
+        if len(partition.card_of_bucket) != len(layout.tables):
+            raise InvalidBagsError(
+                f"the partition is for {len(partition.card_of_bucket)} tables, the model has {len(layout.tables)}"
+            )
+        if len(budget.card_bytes) != partition.num_cards:
+            raise InvalidBagsError(
+                f"card_bytes is for {len(budget.card_bytes)} cards, the partition for {partition.num_cards}"
+            )
+        if min(*budget.card_bytes, budget.pinned_bytes, budget.hot_bytes or 0) < 0:
+            raise InvalidBagsError(f"{budget}: bytes can't be negative")
         rows, num_cards = hotness.of(layout), partition.num_cards
         if level_rows is None:
             level_rows = [
@@ -241,7 +245,7 @@ class _Filling:
         self._max_slots = max_slots(num_cards)
 
     def fill(self, budget: CardBudget) -> Int64Array:
-        """int64 [tables, cards, 3], rows by tier, as far as they fit. Raises MemoryBudgetError if places do not."""
+        """Return rows by tier, int64 [tables, cards, 3], as far as they fit. Raises MemoryBudgetError."""
         free = np.array(budget.card_bytes, np.int64) - self._places_bytes
         if free.min() < 0:
             raise MemoryBudgetError(
@@ -262,7 +266,6 @@ class _Filling:
         return self._tiers
 
     def left_over(self, budget: CardBudget) -> MemoryBudgetError | None:
-        """Say which rows did not fit, once they were given out; None if all did."""
         if not self._left.any():
             return None
         left = self._left.sum(axis=1)
@@ -277,7 +280,7 @@ class _Filling:
         )
 
     def _within_max(self, rows: Int64Array) -> Int64Array:
-        """int64 [entries]: of `rows`, the first of each table, no more than it can have slots at one owner."""
+        """Return of `rows`, int64 [entries], the first of each table that can have slots at one owner."""
         by_table = np.argsort(self._table, kind="stable")
         ends = np.cumsum(rows[by_table])
         first = np.searchsorted(self._table[by_table], self._table[by_table], side="left")
@@ -293,7 +296,7 @@ class _Filling:
         return int(taken.sum(axis=1) @ self._stride)
 
     def _hot(self, free: Int64Array, budget: CardBudget) -> Int64Array:
-        """int64 [entries, cards], the rows to be hot."""
+        """Return the rows to be hot, int64 [entries, cards]."""
         total = self._within_max(np.where(self._looked_up, self._left.sum(axis=1), 0))
         limit = int(free.min())
         if budget.hot_bytes is not None:
@@ -351,7 +354,6 @@ def _strides(layout: TableLayout) -> Int64Array:
 def _places(
     layout: TableLayout, level_rows: Sequence[Int64Array], have_places: npt.NDArray[np.bool_]
 ) -> tuple[TablePlaces, ...]:
-    """Return what the tables with places take for them; others take nothing."""
     found = []
     for table, of_level, has_places in zip(layout.tables, level_rows, have_places.tolist(), strict=True):
         in_order = TablePlaces(None, table.num_embeddings, 0)
@@ -364,18 +366,3 @@ def _places(
 def _slots(tier_rows: Int64Array) -> Int64Array:
     hot, host = tier_rows[:, :, HOT].sum(axis=1), tier_rows[:, :, HOST].sum(axis=1)
     return np.column_stack([tier_rows[:, :, CARD], hot, host])
-
-
-def _check(layout: TableLayout, partition: Partition, budget: CardBudget) -> None:
-    if not 1 <= partition.num_cards <= MAX_CARDS:
-        raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
-    if len(partition.card_of_bucket) != len(layout.tables):
-        raise InvalidBagsError(
-            f"the partition is for {len(partition.card_of_bucket)} tables, the model has {len(layout.tables)}"
-        )
-    if len(budget.card_bytes) != partition.num_cards:
-        raise InvalidBagsError(
-            f"card_bytes is for {len(budget.card_bytes)} cards, the partition for {partition.num_cards}"
-        )
-    if min(*budget.card_bytes, budget.pinned_bytes, budget.hot_bytes or 0) < 0:
-        raise InvalidBagsError(f"{budget}: bytes can't be negative")

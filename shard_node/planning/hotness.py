@@ -9,7 +9,7 @@ counts below 64 are kept apart, and larger ones if they differ by more than 3%.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -41,7 +41,7 @@ class RowCounts(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(num_embeddings,)."""
+        """Return (num_embeddings,)."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -69,12 +69,7 @@ class RowHotness(ABC):
 
     @abstractmethod
     def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
-        """Count the rows of each level that each owner has, int64 [levels, num_owners].
-
-        Args:
-            owner_of_bucket: [buckets]; -1 for a bucket that is not counted.
-            num_owners: owners are 0 .. num_owners - 1.
-        """
+        """Count the rows of each level that each owner has, int64 [levels, num_owners]; -1 is no owner."""
 
     @abstractmethod
     def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
@@ -177,13 +172,10 @@ class RankedRows(RowHotness):
 
 
 class CountedRows(RowHotness):
-    """Rows with an access count each.
+    """Rows with an access count each, kept and not copied, so that they may be mapped, or estimates.
 
-    Counts are kept, not copied, so that they may be mapped, or estimates. They are read front to back: for the levels,
-    and whenever they are asked for by owner.
-
-    Raises:
-        InvalidBagsError: an array of another dtype or shape.
+    They are read front to back: for the levels, and whenever they are asked for by owner. Raises InvalidBagsError for
+    an array of another dtype or shape.
     """
 
     def __init__(self, table: TableSpec, counts: RowCounts) -> None:
@@ -267,30 +259,29 @@ class Hotness:
     def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
         """Return the levels of each table, in layout order.
 
-        Raises:
-            InvalidBagsError: counts of another dtype or shape, or a number that is negative or not finite.
+        Raises InvalidBagsError for counts of another dtype or shape, or a number that is negative or not finite.
         """
         counted = {
             table.name: CountedRows(table, self.counts[table.name])
             for table in layout.tables
             if table.name in self.counts
         }
-        samples = self._samples(tuple(counted.values()))
-        return tuple(counted.get(table.name) or self._ranked(table, samples) for table in layout.tables)
-
-    def _ranked(self, table: TableSpec, samples: float) -> RankedRows:
-        zipf = _checked(table, "zipf", self.zipf)
-        return RankedRows(table, samples * self._lookups(table), zipf, self.head, self.parts.get(table.name))
+        # How many samples the counts stand for: what makes them comparable with lookups per sample.
+        per_sample = sum(self._lookups(rows.table) for rows in counted.values())
+        total = sum(float(rows.rows() @ rows.lookups) for rows in counted.values())
+        samples = total / per_sample if per_sample and total else 1.0
+        found: list[RowHotness] = []
+        for table in layout.tables:
+            if table.name in counted:
+                found.append(counted[table.name])
+            else:
+                zipf, part = _checked(table, "zipf", self.zipf), self.parts.get(table.name)
+                found.append(RankedRows(table, samples * self._lookups(table), zipf, self.head, part))
+        return tuple(found)
 
     def _lookups(self, table: TableSpec) -> float:
         lookups = self.lookups_per_sample.get(table.name, len(table.feature_names))
         return _checked(table, "lookups per sample", float(lookups))
-
-    def _samples(self, counted: Sequence[CountedRows]) -> float:
-        """How many samples the counts stand for: what makes them comparable with lookups per sample."""
-        lookups = sum(self._lookups(rows.table) for rows in counted)
-        total = sum(float(rows.rows() @ rows.lookups) for rows in counted)
-        return total / lookups if lookups and total else 1.0
 
 
 def ranked_share(ranks: Int64Array, num_rows: int, zipf: float, head: Head | None = None) -> Float64Array:

@@ -43,11 +43,19 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Read `tcp://host:port`, `host:port`, `unix:/path` or `unix:///path`; an IPv6 host stands in brackets.
 
-        Raises:
-            AddressError: naming the text and what is allowed.
+        Raises AddressError, naming the text and what is allowed.
         """
         if text.startswith("unix:"):
-            return cls(path=_unix_path(text))
+            path = text.removeprefix("unix:")
+            if path.startswith("//"):
+                path = path.removeprefix("//")
+            if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
+                needed = "a Unix socket needs an absolute path of a file, as in 'unix:/run/node'"
+                raise AddressError(f"address {text!r}: {needed}")
+            if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
+                limit = f"a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
+                raise AddressError(f"address {text!r}: the path has {size} bytes, {limit}")
+            return cls(path=path)
         match = _TCP.match(text)
         if match is None:
             raise AddressError(
@@ -75,20 +83,6 @@ class Address:
         if self.path:
             return f"unix:{self.path}"
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
-
-
-def _unix_path(text: str) -> str:
-    path = text.removeprefix("unix:")
-    if path.startswith("//"):
-        path = path.removeprefix("//")
-    if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
-        raise AddressError(f"address {text!r}: a Unix socket needs an absolute path of a file, as in 'unix:/run/node'")
-    size = len(path.encode())
-    if size > MAX_UNIX_PATH_BYTES:
-        raise AddressError(
-            f"address {text!r}: the path has {size} bytes, a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
-        )
-    return path
 
 
 class Listener:
@@ -176,10 +170,9 @@ class Listener:
 async def listen(
     address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: ReloadingContext | None = None
 ) -> Listener:
-    """Binds an address, port 0 for any free one, and accepts connections; TCP ones must speak `tls`, if given.
+    """Listen on an address, port 0 for any free one; TCP connections must speak `tls`, if given.
 
-    Raises:
-        AddressError: it can't be bound, naming the address and the reason.
+    Raises AddressError if it can't be bound, naming the address and the reason.
     """
     try:
         if address.is_unix:
@@ -200,6 +193,7 @@ async def listen(
 
 
 def _bind_unix(address: Address) -> socket.socket:
+    # The file may be what a process that died has left.
     _remove_stale(address)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -214,7 +208,6 @@ def _bind_unix(address: Address) -> socket.socket:
 
 
 def _remove_stale(address: Address) -> None:
-    """Remove the socket's file that a process which died has left; refuse one that somebody listens on."""
     try:
         mode = os.lstat(address.path).st_mode
     except FileNotFoundError:

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -43,6 +44,7 @@ from shard_node.wire.roles import NODES
 from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, ReloadingContext, connection_failure
 
 logger = logging.getLogger(__name__)
+Reply = TypeVar("Reply")
 
 # A node whose host has vanished acknowledges nothing; the kernel's own limit is a quarter of an hour.
 UNACKNOWLEDGED_TIMEOUT_MS = 2000
@@ -59,7 +61,6 @@ class ClientLimits(Frozen):
         max_in_flight: requests without an answer; more fail at once.
         max_unsent_bytes: requests that the node leaves unread before new ones wait.
         max_backoff_ms: longest pause between two attempts to connect.
-        info_timeout_ms: how long `info` may take.
     """
 
     max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
@@ -215,13 +216,7 @@ class ShardClient:
     first, then twice as long each time. A call that fails with NodeUnavailableError may be repeated anywhere: lookups
     change nothing.
 
-    Args:
-        address: of the node.
-        connect_timeout_s: how long an attempt to connect may take.
-        clock: monotonic seconds; deadlines are on it.
-        limits: what is sent and taken.
-        sleep: waits for that many seconds, between attempts to connect.
-        tls: spoken to a TCP address, as `shard_node.wire.tls.client_context` makes it; None for plain text.
+    Deadlines are on `clock`, monotonic seconds. `tls` is spoken to a TCP address, None for plain text.
 
     Attributes:
         in_flight: calls that have not returned.
@@ -294,13 +289,7 @@ class ShardClient:
         return await lookup.ask(ask, attributes)
 
     async def _pool(
-        self,
-        model: str,
-        version: int,
-        bags: KeyedBags,
-        deadline: float,
-        forms: Forms,
-        trace: SpanContext | None = None,
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms, trace: SpanContext | None = None
     ) -> Answer:
         def encode(request_id: int, budget_us: int) -> list[Buffer]:
             # Only now it is certain who gets it: the call may have waited for another connection.
@@ -308,38 +297,32 @@ class ShardClient:
             return encode_pool(request_id, budget_us, model, version, bags, forms, trace if takes_trace else None)
 
         expected = (FrameType.POOLED, FrameType.STORED) if forms.stored else (FrameType.POOLED,)
-        asked_bytes, frame = await self._ask(encode, expected, deadline)
-        try:
-            return decode_answer(frame, asked_bytes)
-        except WireError as error:
-            raise RemoteError(f"{self.address}: malformed answer: {error}") from error
+        return await self._ask(encode, expected, decode_answer, deadline)
 
     async def info(self) -> NodeInfo:
         """Return what the node serves. Raises as `pool`."""
         deadline, connections = self._clock() + self._limits.info_timeout_ms / 1e3, self.connections
-        _, frame = await self._ask(lambda request_id, _: encode_info(request_id), (FrameType.INFO_ANSWER,), deadline)
-        try:
-            info = decode_info_answer(frame)
-        except WireError as error:
-            raise RemoteError(f"{self.address}: malformed answer: {error}") from error
+        info = await self._ask(
+            lambda request_id, _: encode_info(request_id),
+            (FrameType.INFO_ANSWER,),
+            lambda frame, _: decode_info_answer(frame),
+            deadline,
+        )
         if connections == self.connections:
             self._told = connections, info.identity.shard_index, info.takes_traces
         return info
 
     async def counts(self, request: CountsRequest, deadline: float) -> CountedPart:
-        """Return how often rows of a table were looked up here. Raises as `pool`.
+        """Return how often rows of a table were looked up here, at least one row. Raises as `pool`.
 
-        It has at least one row, and fewer than were asked for at the end of the table.
+        There are fewer rows than were asked for at the end of the table.
         """
-
-        def encode(request_id: int, budget_us: int) -> list[Buffer]:
-            return encode_counts(request_id, budget_us, request)
-
-        _, frame = await self._ask(encode, (FrameType.COUNTS_ANSWER,), deadline)
-        try:
-            part = decode_counts_answer(frame)
-        except WireError as error:
-            raise RemoteError(f"{self.address}: malformed answer: {error}") from error
+        part = await self._ask(
+            lambda request_id, budget_us: encode_counts(request_id, budget_us, request),
+            (FrameType.COUNTS_ANSWER,),
+            lambda frame, _: decode_counts_answer(frame),
+            deadline,
+        )
         if part.first_row != request.first_row or part.counts.size > request.max_rows:
             told = f"{part.counts.size} rows from {part.first_row} on"
             raise RemoteError(
@@ -364,52 +347,57 @@ class ShardClient:
             await asyncio.wait(ended)
 
     async def _ask(
-        self, encode: Callable[[int, int], list[Buffer]], expected: tuple[FrameType, ...], deadline: float
-    ) -> tuple[int, Frame]:
-        """Send a request, and wait for one of the expected frames. Returns the request's bytes as well."""
+        self,
+        encode: Callable[[int, int], list[Buffer]],
+        expected: tuple[FrameType, ...],
+        decode: Callable[[Frame, int], Reply],
+        deadline: float,
+    ) -> Reply:
+        """Send a request and return its decoded answer; `decode` takes the frame and the bytes of the request."""
         if self.in_flight >= self._limits.max_in_flight:
             raise NodeOverloadedError(
                 f"{self.address}: {self.in_flight} requests in flight, at most {self._limits.max_in_flight} are sent"
             )
         self.in_flight += 1
         try:
-            asked_bytes, frame = await self._exchange(encode, deadline)
+            connection = self._usable() or await self._connect(deadline - self._clock())
+            await connection.writable(deadline - self._clock())
+            request_id = connection.next_request_id()
+            timeout_s = min(deadline - self._clock(), MAX_BUDGET_US / 1e6)
+            if timeout_s <= 0:
+                raise DeadlineExceededError(f"{self.address}: deadline passed {-timeout_s * 1e3:.1f} ms before sending")
+            buffers = encode(request_id, max(int(timeout_s * 1e6), 1))
+            size = sum(map(len, buffers))
+            if size > self._limits.max_frame_bytes:
+                raise FrameTooLargeError(f"request has {size} bytes, at most {self._limits.max_frame_bytes} are sent")
+            frame = await connection.exchange(request_id, buffers, timeout_s)
         finally:
             self.in_flight -= 1
-        if frame.header.frame_type in expected:
-            return asked_bytes, frame
-        if frame.header.frame_type != FrameType.ERROR:
+        if frame.header.frame_type not in (*expected, FrameType.ERROR):
             raise RemoteError(f"{self.address}: frame type {frame.header.frame_type} is no answer to this request")
         try:
+            if frame.header.frame_type != FrameType.ERROR:
+                return decode(frame, size)
             error = decode_error(frame)
         except WireError as malformed:
             raise RemoteError(f"{self.address}: malformed answer: {malformed}") from malformed
         raise error
-
-    async def _exchange(self, encode: Callable[[int, int], list[Buffer]], deadline: float) -> tuple[int, Frame]:
-        connection = self._usable() or await self._connect(deadline - self._clock())
-        await connection.writable(deadline - self._clock())
-        request_id = connection.next_request_id()
-        timeout_s = min(deadline - self._clock(), MAX_BUDGET_US / 1e6)
-        if timeout_s <= 0:
-            raise DeadlineExceededError(f"{self.address}: deadline passed {-timeout_s * 1e3:.1f} ms before sending")
-        buffers = encode(request_id, max(int(timeout_s * 1e6), 1))
-        size = sum(map(len, buffers))
-        if size > self._limits.max_frame_bytes:
-            raise FrameTooLargeError(f"request has {size} bytes, at most {self._limits.max_frame_bytes} are sent")
-        return size, await connection.exchange(request_id, buffers, timeout_s)
 
     def _usable(self) -> ClientConnection | None:
         connection = self._connection
         return connection if connection is not None and connection.is_usable else None
 
     async def _connect(self, timeout_s: float) -> ClientConnection:
-        """Wait for the connection if it is being made for the first time since it last worked."""
         if self._connecting is None and self._connection is None:
             self._start()
         try:
             async with asyncio.timeout(timeout_s):
-                while (undecided := self._undecided()) is not None:
+                while True:
+                    undecided = self._first_attempt
+                    if self._connection is not None and not self._connection.is_usable:
+                        undecided = self._connection.closed
+                    if undecided is None:
+                        break
                     await asyncio.wait({undecided})
         except TimeoutError:
             raise DeadlineExceededError(f"{self.address}: deadline passed while connecting") from None
@@ -417,12 +405,6 @@ class ShardClient:
         if connection is None:
             raise self._failed_as(f"{self.address}: not connected: {self._failure}")
         return connection
-
-    def _undecided(self) -> asyncio.Future[None] | None:
-        """Return what has to end before it is known whether there is a connection."""
-        if self._connection is not None and not self._connection.is_usable:
-            return self._connection.closed
-        return self._first_attempt
 
     def _start(self, pause_s: float = 0.0) -> None:
         if self._is_closed or self._connecting is not None:
@@ -449,7 +431,6 @@ class ShardClient:
             self._end_first_attempt()
 
     async def _attempt(self) -> ClientConnection | None:
-        """Make one attempt; None and the reason in `_failure` if it fails."""
         loop = asyncio.get_running_loop()
         made: ClientConnection | None = None
         connection: ClientConnection | None = None
@@ -491,7 +472,7 @@ class ShardClient:
         return None
 
     def _going_away(self, connection: ClientConnection) -> None:
-        """Keep the connection of a node that drains until its answers are there, for no new requests."""
+        # Of a node that drains, it stays open until its answers are there, for no new requests.
         if self._connection is connection:
             self._connection = None
             self._note_failure("the node is draining")

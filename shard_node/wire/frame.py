@@ -48,7 +48,6 @@ class FrameHeader(NamedTuple):
     """The first 24 bytes of a frame, without the magic.
 
     Attributes:
-        protocol_version: of the sender.
         frame_type: a `FrameType`, or a number that this release does not know.
         request_id: chosen by the client, repeated in the answer; 0 in a frame that answers no request.
         body_bytes: length of what follows the header.
@@ -88,9 +87,8 @@ def unpack_header(data: memoryview) -> FrameHeader:
 class FrameReceiver:
     """Cuts a stream of bytes into frames. The caller reads into `get_buffer()` and says how much came.
 
-    A small frame arrives with others in one chunk, and its body is copied out. A large body is read straight into
-    the array that is handed over. That array is allocated when the header has been checked, and its pages are only
-    touched as bytes come in, so a header that promises much costs nothing.
+    A small frame's body is copied out of a chunk. A large body is read straight into the array that is handed over; its
+    pages are only touched as bytes come in, so a header that promises much costs nothing.
 
     After a WireError the stream can't be followed any more, and the receiver must be dropped.
     """
@@ -143,35 +141,30 @@ class FrameReceiver:
             self._end += num_bytes
 
     def next_frame(self) -> Frame | None:
-        """Return the next whole frame, or None until more bytes come.
+        """Return the next complete frame, or None until more bytes come.
 
-        Raises:
-            WireError: the header is not one, or is of another protocol version.
-            FrameTooLargeError: it states more than `max_frame_bytes`.
+        Raises WireError if the header is not one, or of another protocol version, FrameTooLargeError if it states more
+        than `max_frame_bytes`.
         """
         header = self._header
         if header is None:
             if self._end - self._start < HEADER.size:
                 return None
-            header = self._begin_frame()
+            self._header = header = unpack_header(self._chunk_view[self._start : self._end])
+            # The layout of an ERROR frame is the same in all versions, so that a peer can always say what is wrong.
+            version = header.protocol_version
+            if version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
+                raise WireError(f"protocol version {version} is not spoken here, only {PROTOCOL_VERSION}")
+            if (size := header.body_bytes + HEADER.size) > self._max_frame_bytes:
+                raise FrameTooLargeError(f"frame has {size} bytes, at most {self._max_frame_bytes} are taken")
+            self._start += HEADER.size
+            here = min(self._end - self._start, header.body_bytes)
+            self._body = np.empty(header.body_bytes, np.uint8)
+            self._body[:here] = self._chunk[self._start : self._start + here]
+            self._body_filled = here
+            self._start += here
         if self._body_filled < header.body_bytes:
             return None
         frame = Frame(header, self._body)
         self._header = None
         return frame
-
-    def _begin_frame(self) -> FrameHeader:
-        header = unpack_header(self._chunk_view[self._start : self._end])
-        self._header = header
-        # The layout of an ERROR frame is the same in all versions, so that a peer can always say what is wrong.
-        if header.protocol_version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
-            raise WireError(f"protocol version {header.protocol_version} is not spoken here, only {PROTOCOL_VERSION}")
-        if (size := header.body_bytes + HEADER.size) > self._max_frame_bytes:
-            raise FrameTooLargeError(f"frame has {size} bytes, at most {self._max_frame_bytes} are taken")
-        self._start += HEADER.size
-        here = min(self._end - self._start, header.body_bytes)
-        self._body = np.empty(header.body_bytes, np.uint8)
-        self._body[:here] = self._chunk[self._start : self._start + here]
-        self._body_filled = here
-        self._start += here
-        return header

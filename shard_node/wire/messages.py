@@ -1,17 +1,9 @@
 """What frames carry: requests, pooled blocks, node info and errors as typed arrays. No I/O, no pickle.
 
-A body is fields (fixed numbers, then text) and arrays:
-
-```
-u32 fields_bytes | u32 num_arrays | num_arrays array headers | fields | array data ...
-```
-
-An array header is `u16 dtype, u16 note, u32 width, u64 rows`; width 0 is a flat array of `rows` elements. Fields and
-each array's data are padded to 8 bytes, so that arrays can be looked at where they were received. The note of a POOL
-frame's first array says what its sender takes in an answer: forms of it, and the number of the last applied delta as
-its field; and whether a trace's context follows the other arrays. Every other note is 0. A node that does not know of
-notes answers in float32 and without a field, which everybody takes. docs/wire-protocol.md is the whole format, with an
-example.
+A body is fields (fixed numbers, then text) and arrays, each padded to 8 bytes, so that arrays can be used where they
+were received; docs/wire-protocol.md is the whole format, with an example. The note of a POOL frame's first array says
+which forms of an answer its sender reads, and whether a trace's context follows the other arrays; every other note is
+0. A node that does not know of notes answers in float32, which everybody reads.
 """
 
 from __future__ import annotations
@@ -120,16 +112,14 @@ def encode_pool(
     forms: Forms = FLOAT32_SUMS,
     trace: SpanContext | None = None,
 ) -> list[Buffer]:
-    """Encode a POOL frame as buffers to be written one after the other.
+    """Encode a POOL frame as buffers to be written one after the other. They look into the bags: don't change those.
 
-    They look into the bags: don't change those. `forms` are taken as an answer, beside float32 sums. `trace` is only
-    for nodes that say that they take it (`NodeInfo.takes_traces`): others refuse the frame.
+    `forms` are taken as an answer, beside float32 sums. `trace` is only for nodes that say that they take it
+    (`NodeInfo.takes_traces`): others refuse the frame. `budget_us` is how long the answer is of use; 0 for no limit,
+    and more than 71 minutes is cut to that.
 
-    `budget_us` is how long the answer is of use; 0 for no limit, and more than 71 minutes is cut to that.
-
-    Raises:
-        WireError: for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text.
-        FrameTooLargeError: if the frame's length can't be stated.
+    Raises WireError for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text,
+    FrameTooLargeError if the frame's length can't be stated.
     """
     arrays: list[Array] = [
         np.ascontiguousarray(bags.keys, _INT32),
@@ -143,7 +133,8 @@ def encode_pool(
     note = _TAKES_SEQUENCE | _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
     if trace is not None:
         note |= _HAS_TRACE
-        arrays.append(_trace_array(trace))
+        ids = _TRACE.pack(trace.trace_id >> 64, trace.trace_id & (2**64 - 1), trace.span_id)
+        arrays.append(np.frombuffer(ids + trace.state.encode()[:MAX_STATE_BYTES], _UINT8))
     return _encode(FrameType.POOL, request_id, fields, arrays, min(budget_us, MAX_BUDGET_US), note)
 
 
@@ -168,11 +159,6 @@ def decode_pool(frame: Frame) -> PoolRequest:
         bool(note & _TAKES_SEQUENCE),
         trace,
     )
-
-
-def _trace_array(trace: SpanContext) -> Array:
-    ids = _TRACE.pack(trace.trace_id >> 64, trace.trace_id & (2**64 - 1), trace.span_id)
-    return np.frombuffer(ids + trace.state.encode()[:MAX_STATE_BYTES], _UINT8)
 
 
 def _decode_trace(array: Array) -> SpanContext:
@@ -226,9 +212,7 @@ def encode_info_answer(request_id: int, info: NodeInfo) -> list[Buffer]:
 
 def decode_info_answer(frame: Frame) -> NodeInfo:
     """Read an INFO_ANSWER frame."""
-    fields, arrays = _decode(frame.body, "INFO_ANSWER")
-    if arrays:
-        raise WireError(f"INFO_ANSWER num_arrays is {len(arrays)}, none are allowed")
+    fields = _decode_fields(frame.body, "INFO_ANSWER")
     try:
         return NodeInfo.model_validate_json(bytes(fields))
     except ValidationError as error:
@@ -236,11 +220,7 @@ def decode_info_answer(frame: Frame) -> NodeInfo:
 
 
 def encode_counts(request_id: int, budget_us: int, request: CountsRequest) -> list[Buffer]:
-    """Encode a COUNTS frame.
-
-    Raises:
-        WireError: for a number that its field can't state, or a model name as of `encode_pool`.
-    """
+    """Encode a COUNTS frame. Raises WireError for a number that its field can't state, or a bad model name."""
     for field, bits in (("table", 32), ("max_rows", 32), ("first_row", 64)):
         if not 0 <= (number := getattr(request, field)) < 2**bits:
             raise WireError(f"{field} {number} is not within 0..2^{bits}-1")
@@ -251,9 +231,7 @@ def encode_counts(request_id: int, budget_us: int, request: CountsRequest) -> li
 
 def decode_counts(frame: Frame) -> CountsRequest:
     """Read a COUNTS frame."""
-    fields, arrays = _decode(frame.body, "COUNTS")
-    if arrays:
-        raise WireError(f"COUNTS num_arrays is {len(arrays)}, none are allowed")
+    fields = _decode_fields(frame.body, "COUNTS")
     (version, table, max_rows, first_row), model = _numbers_and_name(fields, _COUNTS_FIELDS, "COUNTS", "model")
     return CountsRequest(model, version, table, first_row, max_rows)
 
@@ -295,13 +273,8 @@ def encode_error(request_id: int, error: ShardrankError) -> list[Buffer]:
 
 
 def decode_error(frame: Frame) -> ShardNodeError:
-    """Read the error that an ERROR frame carries, as the class of its kind.
-
-    A kind that this release does not know becomes a RemoteError that names the kind.
-    """
-    fields, arrays = _decode(frame.body, "ERROR")
-    if arrays:
-        raise WireError(f"ERROR num_arrays is {len(arrays)}, none are allowed")
+    """Read the error of an ERROR frame, as the class of its kind; a RemoteError for an unknown kind."""
+    fields = _decode_fields(frame.body, "ERROR")
     if len(fields) < _ERROR_FIELDS.size:
         raise WireError(f"ERROR fields have {len(fields)} bytes, at least {_ERROR_FIELDS.size} are needed")
     _, kind_bytes, grpc_bytes, _ = _ERROR_FIELDS.unpack_from(fields)
@@ -334,7 +307,6 @@ def _model_name(model: str) -> bytes:
 
 
 def _numbers_and_name(fields: memoryview, numbers: struct.Struct, what: str, name: str) -> tuple[tuple[Any, ...], str]:
-    """Read fields that are some numbers and a name, the rest of them."""
     if len(fields) < numbers.size:
         raise WireError(f"{what} fields have {len(fields)} bytes, at least {numbers.size} are needed")
     if (name_bytes := len(fields) - numbers.size) > MAX_NAME_BYTES:
@@ -360,7 +332,7 @@ def _padding(size: int) -> int:
 def _encode(
     frame_type: FrameType, request_id: int, fields: bytes, arrays: Sequence[Array], budget_us: int = 0, note: int = 0
 ) -> list[Buffer]:
-    """Header, fields and arrays as buffers: small arrays joined with what stands before them, large ones as views."""
+    """Return header, fields and arrays as buffers: small arrays joined, large ones as views."""
     sizes = [array.nbytes for array in arrays]
     fields_end = _BODY.size + _ARRAY.size * len(arrays) + len(fields)
     body_bytes = fields_end + _padding(fields_end) + sum(size + _padding(size) for size in sizes)
@@ -385,7 +357,7 @@ def _encode(
 
 
 def _decode(body: Body, what: str) -> tuple[memoryview, list[Array]]:
-    """Fields and arrays of a body, as views into it. Every number is checked before it is used."""
+    """Return fields and arrays of a body, as views into it. Every number is checked before it is used."""
     view = body.data
     size = len(view)
     if size < _BODY.size:
@@ -417,6 +389,13 @@ def _decode(body: Body, what: str) -> tuple[memoryview, list[Array]]:
     if position != size:
         raise WireError(f"{what} body has {size - position} bytes after its last array")
     return view[fields_start:fields_end], arrays
+
+
+def _decode_fields(body: Body, what: str) -> memoryview:
+    fields, arrays = _decode(body, what)
+    if arrays:
+        raise WireError(f"{what} num_arrays is {len(arrays)}, none are allowed")
+    return fields
 
 
 def _flat(array: npt.NDArray[Scalar], name: str, *allowed: np.dtype[Any]) -> npt.NDArray[Scalar]:

@@ -99,9 +99,8 @@ class ServerLimits(Frozen):
 class SpareTime:
     """A share of the event loop's time, for pooling that a thread could do as well.
 
-    Handing work to a thread and back takes longer than a small batch's rows. The loop pools while it has time to spare;
-    under a load that would take more than its `share`, work goes to the threads. `saved_s` is the most that is saved
-    up: what may be spent at once after a pause.
+    Handing work to a thread and back takes longer than a small batch's rows; under a load that would take more than
+    this `share` of the loop's time, work goes to the threads. At most `saved_s` is saved up for after a pause.
     """
 
     def __init__(self, share: float, saved_s: float, now: float) -> None:
@@ -122,7 +121,7 @@ class SpareTime:
 
 
 class RequestWatch(Protocol):
-    """Is told what becomes of requests, from any thread; it must take no longer than a number takes to be kept."""
+    """Notified of what becomes of requests, from any thread; it must return at once."""
 
     def answered(self, model: str, seconds: float) -> None:
         """Take the time from a whole POOL frame to its answer, which may be an error."""
@@ -167,13 +166,9 @@ class RequestHandler:
         self._busy_peers: set[Peer] = set()
 
     def handle(self, frame: Frame, deadline: float | None, answer: Callable[[Answer], None], peer: Peer) -> None:
-        """Answers a frame, now or from a thread later; `answer` is always called on the event loop, exactly once.
+        """Answer a frame, now or from a thread later; `answer` is always called on the event loop, exactly once.
 
-        Args:
-            frame: as received.
-            deadline: on the clock, in seconds; None for none.
-            answer: takes the answer's frame.
-            peer: whose it is.
+        `deadline` is on the clock, in seconds; None for none.
         """
         request_id = frame.header.request_id
         try:
@@ -218,7 +213,7 @@ class RequestHandler:
                 f"values has {request.values.size} entries, "
                 f"a request may have at most {self._limits.max_values_per_request}"
             )
-        layout = self._node.table_layout(request.model, request.version)
+        layout = self._node.generations.payload(request.model, request.version).engine.layout
         if self._watch is not None:
             answer = partial(self._answer_watched, self._watch, answer, request.model, begun)
         answer_bytes = (
@@ -251,8 +246,20 @@ class RequestHandler:
         answer: Callable[[Answer], None],
         peer: Peer,
     ) -> None:
-        """Have a thread work on a request whose answer takes so many bytes; `work` raises nothing."""
-        self._admit(answer_bytes, peer)
+        most = self._limits.max_in_flight
+        if self.in_flight >= most:
+            raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {most} are taken")
+        num_busy = len(self._busy_peers | {peer})
+        if 2 * self.in_flight >= most and peer.in_flight >= max(1, most // num_busy):
+            says = f"{peer.in_flight} of {self.in_flight} requests in flight are of this connection"
+            raise NodeOverloadedError(f"{says}, one of {num_busy}; at most {most} are taken, in equal shares")
+        try:
+            peer.account.charge(answer_bytes)
+        except BufferFullError as error:
+            raise NodeOverloadedError(str(error)) from None
+        self.in_flight += 1
+        peer.in_flight += 1
+        self._busy_peers.add(peer)
         try:
             future = asyncio.get_running_loop().run_in_executor(self._executor, work)
         except RuntimeError:
@@ -277,23 +284,6 @@ class RequestHandler:
             self._busy_peers.discard(peer)
         peer.account.refund(answer_bytes)
 
-    def _admit(self, answer_bytes: int, peer: Peer) -> None:
-        """Count a request that goes to a thread. Raises NodeOverloadedError."""
-        most = self._limits.max_in_flight
-        if self.in_flight >= most:
-            raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {most} are taken")
-        num_busy = len(self._busy_peers | {peer})
-        if 2 * self.in_flight >= most and peer.in_flight >= max(1, most // num_busy):
-            says = f"{peer.in_flight} of {self.in_flight} requests in flight are of this connection"
-            raise NodeOverloadedError(f"{says}, one of {num_busy}; at most {most} are taken, in equal shares")
-        try:
-            peer.account.charge(answer_bytes)
-        except BufferFullError as error:
-            raise NodeOverloadedError(str(error)) from None
-        self.in_flight += 1
-        peer.in_flight += 1
-        self._busy_peers.add(peer)
-
     def _pool(
         self,
         request_id: int,
@@ -302,7 +292,6 @@ class RequestHandler:
         is_wanted: Callable[[], bool],
         received: float,
     ) -> Answer:
-        """Pools; what fails becomes an ERROR frame. Runs in any thread."""
         began, failure = self._clock(), ""
         try:
             if not is_wanted():
@@ -318,7 +307,6 @@ class RequestHandler:
         return answer
 
     def _tell(self, request: PoolRequest, answer: Answer, received: float, began: float, error: str) -> None:
-        """Make a span of a request that is traced, from when it had come to its encoded answer."""
         if request.trace is None or self._node.sink is None:
             return
         attributes: dict[str, str | int | float] = {
@@ -335,7 +323,6 @@ class RequestHandler:
         self._node.sink.put(span)
 
     def _counts(self, request_id: int, asked: CountsRequest) -> Answer:
-        """Tell access counts; what fails becomes an ERROR frame. Runs in any thread: estimates take milliseconds."""
         try:
             part = self._node.counts(asked.model, asked.version, asked.table, asked.first_row, asked.max_rows)
             return self._fitting(encode_counts_answer(request_id, part))

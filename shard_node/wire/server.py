@@ -11,12 +11,7 @@ from functools import partial
 from typing import cast
 
 from shard_node.byte_budget import ByteAccount, ByteBudget
-from shard_node.errors import (
-    BufferFullError,
-    CertificateRoleError,
-    NodeOverloadedError,
-    WireError,
-)
+from shard_node.errors import BufferFullError, CertificateRoleError, NodeOverloadedError, WireError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address, Listener, listen
 from shard_node.wire.connection import FrameConnection
@@ -36,8 +31,7 @@ UNIX_SEND_BUFFER_BYTES = 1 << 20
 class ServerConnection(FrameConnection):
     """Serves one peer. A bad request is answered with an ERROR frame; only a broken stream ends the connection.
 
-    When the peer leaves more than `max_unsent_bytes` of answers unread, no more of its requests are taken until it has
-    read all.
+    While the peer leaves more than `max_unsent_bytes` of answers unread, no more of its requests are read.
     """
 
     def __init__(
@@ -55,7 +49,7 @@ class ServerConnection(FrameConnection):
         self._is_asked_to_go = self._is_idle = False
         # Bytes that came and are of no frame yet that was taken; and those that are written and not sent.
         self._untaken = self._unsent = 0
-        self.peer_load = Peer(ByteAccount(server.buffers, self._give_way), self._is_wanted)
+        self.peer_load = Peer(ByteAccount(server.buffers, self._give_way), lambda: not self.closed.done())
 
     def go_away(self) -> None:
         """Asks the peer to send no more requests; it closes the connection when it has its answers."""
@@ -149,7 +143,6 @@ class ServerConnection(FrameConnection):
             self._send_timer = self._loop.call_later(self._limits.send_timeout_ms / 1e3, self._send_timed_out)
 
     def _give_way(self, error: BufferFullError) -> None:
-        """Refuse a long frame that is not whole, and with it the connection."""
         if self._receiver.is_mid_body:
             self.peer_load.account.refund(self._untaken)
             self._untaken = 0
@@ -157,7 +150,6 @@ class ServerConnection(FrameConnection):
             self.refuse(self._handler.failure(request_id, NodeOverloadedError(str(error))))
 
     def _watch_idleness(self) -> None:
-        """Ask a peer to go that has asked nothing for a while, and cut it off if it does not."""
         if self._is_idle and self.peer_load.in_flight == 0:
             if self._is_asked_to_go:
                 self.abort()
@@ -166,9 +158,6 @@ class ServerConnection(FrameConnection):
             self.go_away()
         self._is_idle = True
         self._idle_timer = self._loop.call_later(self._limits.idle_timeout_ms / 1e3, self._watch_idleness)
-
-    def _is_wanted(self) -> bool:
-        return not self.closed.done()
 
     def _watch_receiving(self) -> None:
         if self._receive_timer is None and self._receiver.is_mid_frame and self.is_open and not self.is_reading_held:
@@ -239,7 +228,8 @@ class NodeServer:
         """Listen on every address, or on none. Raises AddressError."""
         try:
             for address in addresses:
-                self._listeners.append(await listen(address, self._make_connection, tls=self._tls))
+                connection = partial(ServerConnection, self, self._handler, self._limits, time.monotonic)
+                self._listeners.append(await listen(address, connection, tls=self._tls))
         except BaseException:
             self._stop_listening()
             raise
@@ -301,9 +291,6 @@ class NodeServer:
         self._connections.discard(connection)
         if not self._connections:
             self._all_ended.set()
-
-    def _make_connection(self) -> ServerConnection:
-        return ServerConnection(self, self._handler, self._limits, time.monotonic)
 
     def _stop_listening(self) -> None:
         for listener in self._listeners:

@@ -221,7 +221,7 @@ async def test_rows_are_never_older_than_the_tier(nodes):
                     assert least == 0.0 or values[0] >= least - 1e-6
                     seen.add(row)
         await asyncio.sleep(0.02)
-    assert router.hot_hits > 0
+    assert keeper.rows.counts.hits.sum() > 0
 
 
 @UNCOUNTED
@@ -240,12 +240,12 @@ async def test_rows_looked_up_most_are_learned_for_the_next_version(nodes):
         await asyncio.sleep(0.02)
     # No shard is sent a request for rows that are all hot.
     assert (await lookup(router, nodes.snapshot, bags_of(users))).times.request_bytes == 0
-    assert router.hot_hits >= users.size
+    assert keeper.rows.counts.hits.sum() >= users.size
     np.testing.assert_array_equal(keeper.rows.current.keys, learned)
-    assert router.hot_lookups % users.size == 0
+    assert keeper.rows.counts.lookups.sum() % users.size == 0
     keeper.tell()
-    assert sum(int(status.lookups.sum()) for status in statuses) == router.hot_lookups
-    assert sum(int(status.hits.sum()) for status in statuses) == router.hot_hits
+    assert sum(int(status.lookups.sum()) for status in statuses) == keeper.rows.counts.lookups.sum()
+    assert sum(int(status.hits.sum()) for status in statuses) == keeper.rows.counts.hits.sum()
     assert statuses[-1].rows == learned.size
     after = await nodes.keep(keepers)
     np.testing.assert_array_equal(after.rows.current.keys, learned)

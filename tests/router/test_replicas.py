@@ -221,10 +221,10 @@ async def test_another_snapshot_of_the_same_version_is_refused(fleet, restart):
         await fleet.stop(0)
         await fleet.start(0, node=make_node(other, PLAN, 0))
     else:
-        assert await asyncio.to_thread(node.retire(model, version).retired.wait, 30)
+        assert await asyncio.to_thread(node.generations.retire(model, version).retired.wait, 30)
         with pytest.raises(ShardUnavailableError, match="is not here"):
             await fleet.ask(shard)
-        node.stage(model, version, load_tables(other, PLAN.partition(0), PLAN.digest))
+        node.generations.stage(model, version, load_tables(other, PLAN.partition(0), PLAN.digest))
     refused = ""
     while "another snapshot" not in refused:
         with pytest.raises(ShardUnavailableError) as error:

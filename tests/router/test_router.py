@@ -24,7 +24,7 @@ from shard_node.errors import InvalidBagsError
 from shard_node.node import LocalShard
 from shard_node.split import split, whole
 from shardrank_testing.bags import bags_of, pool_by_definition, random_table_bags
-from shardrank_testing.nodes import reference
+from shardrank_testing.nodes import reference_engine
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 from shardrank_testing.topologies import StoredModel, Topology, local_router, lookup, make_node, remote_router
 from shardrank_testing.waiting import Clock
@@ -220,7 +220,7 @@ def test_mapping_and_waiting_are_measured_apart(stores, shards, wait_s):
 
 @given(st.integers(0, 2**32), st.integers(1, 4000), st.integers(1, 3), st.booleans())
 def test_pieces_add_up_to_the_whole_within_their_bytes(seed, piece_bytes, num_owners, weighted):
-    engine, rng = reference(), np.random.default_rng(seed)
+    engine, rng = reference_engine(), np.random.default_rng(seed)
     layout = engine.layout
     bags = random_table_bags(rng, layout, 12, 6, weighted)
     owner = rng.integers(0, num_owners, bags.num_values).astype(np.uint8)

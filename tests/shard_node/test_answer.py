@@ -40,8 +40,8 @@ EVERY_FORM = [Forms(stored, float16) for stored in (False, True) for float16 in 
 
 def node_over(engine: Engine, plan: Plan) -> ShardNode:
     node = ShardNode(plan.identity(0))
-    node.stage(MODEL, VERSION, LoadedTables(engine, "identity", plan.digest))
-    node.flip(MODEL, VERSION)
+    node.generations.stage(MODEL, VERSION, LoadedTables(engine, "identity", plan.digest))
+    node.generations.flip(MODEL, VERSION)
     return node
 
 

@@ -43,8 +43,8 @@ def tables(tmp_path) -> Callable[[], LoadedTables]:
 @pytest.fixture
 def node(tables) -> Iterator[ShardNode]:
     found = ShardNode(Plan.make(SPEC).identity(0))
-    found.stage(MODEL, VERSION, tables())
-    found.flip(MODEL, VERSION)
+    found.generations.stage(MODEL, VERSION, tables())
+    found.generations.flip(MODEL, VERSION)
     yield found
     found.close()
 
@@ -88,7 +88,7 @@ def test_rows_come_with_their_last_applied_delta(node, ask):
             apply(loaded, sequence)
         sums, reported = ask(node)
         np.testing.assert_array_equal(sums, rows(sequence))
-        assert reported == sequence == node.sequence(MODEL, VERSION)
+        assert reported == sequence == node.generations.payload(MODEL, VERSION).deltas.sequence
 
 
 @by_every_way
@@ -110,7 +110,7 @@ def test_rows_and_their_delta_are_of_one_generation(node, tables, monkeypatch, a
 
     def retire() -> None:
         # A lookup keeps its rows: they are not freed, and no others get their version's number.
-        retiring.append(node.retire(MODEL, VERSION))
+        retiring.append(node.generations.retire(MODEL, VERSION))
         assert (retiring[0].state, retiring[0].leases) == ("draining", 1)
 
     meanwhile(monkeypatch, loaded, retire)
@@ -118,7 +118,7 @@ def test_rows_and_their_delta_are_of_one_generation(node, tables, monkeypatch, a
     np.testing.assert_array_equal(sums, rows(5))
     assert sequence == 5
     assert retiring[0].retired.wait(WAIT_S)
-    node.stage(MODEL, VERSION, tables())
+    node.generations.stage(MODEL, VERSION, tables())
     sums, sequence = ask(node)
     np.testing.assert_array_equal(sums, rows(0))
     assert sequence == 0

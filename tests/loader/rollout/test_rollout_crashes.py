@@ -26,7 +26,7 @@ from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet
 @pytest.mark.parametrize("when", ["kill_before", "kill_after"])
 async def test_a_coordinator_killed_at_any_write_is_replaced(fleet, strategy, when):
     async def revisions():
-        return [(await fleet.fleet.raw(key)).revision for key in (rollout_key(MODEL), wanted_key(MODEL))]
+        return [(await fleet.registry.get(key)).revision for key in (rollout_key(MODEL), wanted_key(MODEL))]
 
     await fleet.begin(1, 2, 1)
     await fleet.start(strategy=strategy, canary_share=0.1, bake_s=1.0)
@@ -192,11 +192,11 @@ async def test_a_rollout_older_than_what_is_wanted_goes_on_there(fleet):
     """The registry has lost the rollout's last steps, and nobody remembers them."""
     await fleet.begin(1, 1, 1)
     await fleet.start()
-    old = await fleet.fleet.raw(rollout_key(MODEL))
+    old = await fleet.registry.get(rollout_key(MODEL))
     await fleet.until_step("retire_serving")
     for node in fleet.nodes:
         node.rollout = None
-    now = await fleet.fleet.raw(rollout_key(MODEL))
+    now = await fleet.registry.get(rollout_key(MODEL))
     await fleet.registry.put(rollout_key(MODEL), old.value, now.revision)
     fleet.coordinator = fleet.new_coordinator()
     await fleet.coordinator.tick()
@@ -212,7 +212,7 @@ async def test_what_is_wanted_and_lost_is_written_anew_from_the_rollout(fleet):
     for node in fleet.nodes:
         node.restart()
     fleet.coordinator = fleet.new_coordinator()
-    epoch, wanted = (await fleet.wanted()).epoch, await fleet.fleet.raw(wanted_key(MODEL))
+    epoch, wanted = (await fleet.wanted()).epoch, await fleet.registry.get(wanted_key(MODEL))
     await fleet.registry.delete(wanted_key(MODEL), wanted.revision)
     await fleet.react()
     await fleet.coordinator.tick()
@@ -225,12 +225,12 @@ async def test_a_coordinator_restores_what_the_registry_forgot(fleet, caplog):
     await fleet.begin(1, 1, 1)
     keys = rollout_key(MODEL), wanted_key(MODEL)
     await fleet.start()
-    before = [await fleet.fleet.raw(key) for key in keys]
+    before = [await fleet.registry.get(key) for key in keys]
     await fleet.until_step("retire_serving")
     for node in fleet.nodes:
         node.restart()
     for key, old in zip(keys, before, strict=True):
-        await fleet.registry.put(key, old.value, (await fleet.fleet.raw(key)).revision)
+        await fleet.registry.put(key, old.value, (await fleet.registry.get(key)).revision)
     await fleet.coordinator.tick()
     assert (await fleet.rollout()).step == "retire_serving"
     assert caplog.text.count("the registry had lost epoch") == 2
@@ -274,7 +274,7 @@ async def test_no_rollout_starts_on_a_registry_that_lost_changes(fleet):
     await fleet.begin(1, 1, 1)
     await fleet.start()
     await fleet.ends("done", NEW)
-    wanted = await fleet.fleet.raw(wanted_key(MODEL))
+    wanted = await fleet.registry.get(wanted_key(MODEL))
     await fleet.registry.delete(wanted_key(MODEL), wanted.revision)
     with pytest.raises(RolloutError, match="the registry has lost its last changes: "):
         await fleet.start(3)

@@ -15,7 +15,6 @@ from loader.rollout.plan import (
     changed,
     decode_rollout,
     encode_rollout,
-    forwarded,
     plan_steps,
     replica_groups,
     same_wish,
@@ -137,7 +136,7 @@ def test_a_record_survives_being_written_and_read(plan, undo_in):
 def test_every_change_counts_the_epoch_up():
     plan = a_rollout()
     records = [changed(plan, 2.0, "x"), advanced(plan, 2.0, 5, "x"), changed(plan, 2.0, "x", base_epoch=5)]
-    records += [forwarded(plan, 2.0, 3, 5, "x"), undone(plan, 2.0, "refused", "x")]
+    records += [changed(plan, 2.0, "x", step_index=3, base_epoch=4), undone(plan, 2.0, "refused", "x")]
     assert [one.epoch for one in records] == [2] * 5
     assert [one.base_epoch for one in records] == [0, 5, 5, 4, 0]
     assert [one.step_index for one in records[:4]] == [0, 1, 0, 3]

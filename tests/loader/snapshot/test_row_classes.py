@@ -70,7 +70,7 @@ def test_a_snapshot_has_the_classes_that_it_was_exported_with(exported):
     np.testing.assert_array_equal(snapshot.access_counts("item.b0"), counts[0])
     np.testing.assert_array_equal(snapshot.access_counts("item.b1"), [*counts[1], 0])
     assert verify_snapshot(exported).ok
-    bits = 8 * sum(one.size_bytes for one in snapshot.row_classes("item").bitmaps)
+    bits = 8 * sum(one.words.nbytes + one.ranks.nbytes for one in snapshot.row_classes("item").bitmaps)
     assert bits == 1.0625 * 512 * (-(-ROWS // 512) + -(-(ROWS - HOT) // 512))
 
 

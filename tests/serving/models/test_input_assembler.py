@@ -49,8 +49,8 @@ def look_up(spec: ModelSpec, candidates: list[int], max_hotness: int, rng: np.ra
     schema, plan = FeatureSchema.of(spec), Plan.make(spec, 1, "hash")
     tables = {table.name: random_rows(rng, table.num_embeddings, table.embedding_dim) for table in spec.tables}
     node = ShardNode(plan.identity(0))
-    node.stage("m", 1, LoadedTables(ReferenceEngine(spec, tables), "identity", plan.digest))
-    node.flip("m", 1)
+    node.generations.stage("m", 1, LoadedTables(ReferenceEngine(spec, tables), "identity", plan.digest))
+    node.generations.flip("m", 1)
     bags_per_key = np.where(schema.is_context, len(candidates), sum(candidates)).astype(np.int64)
     lengths = rng.integers(0, max_hotness + 1, int(bags_per_key.sum()))
     keys, rows = np.arange(len(schema.features), dtype=np.int32), rng.integers(0, 20, int(lengths.sum()))

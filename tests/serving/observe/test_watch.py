@@ -69,8 +69,8 @@ def following_model(model: ApiModel, service: RankingService, position: DeltaPos
     plan = Plan.make(snapshot.spec)
     node = ShardNode(plan.identity(0))
     tables = load_tables(snapshot, plan.partition(0), plan.digest)
-    node.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
-    node.flip(MODEL, snapshot.version)
+    node.generations.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
+    node.generations.flip(MODEL, snapshot.version)
     options = {"dtype": "float32", "metrics": service.metrics, "on_close": node.close}
     return ServedModel.load(snapshot, plan, lambda on_retry: [LocalShard(node)], **options)
 
@@ -159,7 +159,7 @@ def test_a_node_tells_its_requests_errors_connections_and_rows(tmp_path: Path) -
     folder, _ = write_snapshot(tmp_path, make_spec(), seed=1)
     flags = ["--snapshot", str(folder), "--shard", "0/1", "--listen", "127.0.0.1:0"]
     node = _load(folder, shard_node.make_context("shard-node", flags).params, None)
-    layout = node.table_layout("films", 1)
+    layout = node.generations.payload("films", 1).engine.layout
     bags = random_table_bags(np.random.default_rng(1), layout, 20, 4)
 
     async def program() -> None:
@@ -207,8 +207,8 @@ def test_a_node_whose_cards_have_failed_says_so_beside_all_that_is_known(tmp_pat
     snapshot, plan = Snapshot.open(path), Plan.make(spec, cards_per_shard=2)
     node = ShardNode(plan.identity(0))
     card_set = CardSet(cards, options_for(spec, 2, "peers"))
-    node.stage(spec.model, 1, load_tables(snapshot, plan.partition(0), plan.digest, card_set=card_set))
-    node.flip(spec.model, 1)
+    node.generations.stage(spec.model, 1, load_tables(snapshot, plan.partition(0), plan.digest, card_set=card_set))
+    node.generations.flip(spec.model, 1)
 
     async def told(http: httpx.AsyncClient) -> list[str]:
         answer = await http.get("/metrics")

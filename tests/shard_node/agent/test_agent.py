@@ -254,7 +254,7 @@ async def test_an_older_or_unreadable_record_changes_nothing(under):
     await under.until(lambda: len(under.actions.ready) == 2)
 
     async def overwrite(content: bytes) -> None:
-        entry = await under.fleet.raw(wanted_key("films"))
+        entry = await under.fleet.registry.get(wanted_key("films"))
         await under.fleet.registry.put(wanted_key("films"), content, entry.revision)
 
     await overwrite(old.model_dump_json().encode())
@@ -300,7 +300,7 @@ async def test_an_emptied_registry_unloads_nothing_and_is_restored(tmp_path):
             assert await fleet.fleet() == division
             assert [one.version for one in await fleet.versions()] == [1]
             assert await fleet.spec("films", 1) == "{}"
-            assert (await fleet.raw(rollout_key("films"))).value == ROLLOUT
+            assert (await fleet.registry.get(rollout_key("films"))).value == ROLLOUT
             assert await under.record() == record
             assert under.actions.retired == []
             assert under.actions.begun == [("films", 1)]
@@ -312,7 +312,9 @@ async def test_lookups_go_on_while_the_registry_is_disturbed(tmp_path):
             await under.publish(1)
             await under.want("films", hold=(1,), live=1)
             await under.announced("films", 1, "ready")
-            bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", 1), 50, 5)
+            bags = random_table_bags(
+                np.random.default_rng(5), under.node.generations.payload("films", 1).engine.layout, 50, 5
+            )
             expected = [block.tobytes() for block in under.node.pool("films", 1, bags)]
             for disturb in (server.kill, server.start, server.restart_empty, server.flush, server.kill, server.start):
                 await asyncio.to_thread(disturb)
@@ -343,7 +345,7 @@ async def test_desired_versions_are_restored_after_the_plan(tmp_path, is_broken)
             await remembered.refresh()
     else:
         await remembered.refresh()
-        plan, wanted = await fleet.raw(rollout_key("films")), await fleet.raw(wanted_key("films"))
+        plan, wanted = await fleet.registry.get(rollout_key("films")), await fleet.registry.get(wanted_key("films"))
         assert plan.value == PLAN
         assert plan.revision < wanted.revision
     assert await fleet.wanted() == {"films": WANTED}

@@ -50,7 +50,9 @@ async def under(request, tmp_path):
 
 
 def answer(under: NodeUnderTest, version: int) -> list[np.ndarray]:
-    bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", version), 200, 5)
+    bags = random_table_bags(
+        np.random.default_rng(5), under.node.generations.payload("films", version).engine.layout, 200, 5
+    )
     return under.node.pool("films", version, bags)
 
 
@@ -102,7 +104,7 @@ async def append(under: NodeUnderTest, sequence: int) -> None:
 
 
 def user_3(under: NodeUnderTest) -> list[float]:
-    user = under.node.table_layout("films", 1).index["user"]
+    user = under.node.generations.payload("films", 1).engine.layout.index["user"]
     blocks = under.node.pool("films", 1, bags_of({user: [[3]]}))
     return next(block for block in blocks if block.size)[0].tolist()
 
@@ -243,10 +245,11 @@ node = ShardNode(plan.identity(0))
 for version in range(1, 5):
     for change in ("stage", "retire"):
         if change == "stage":
-            node.stage("m", version, stage_tables(folder, record, lambda _: (plan.partition(0), ""), memory=memory))
-            node.flip("m", version)
+            tables = stage_tables(folder, record, lambda _: (plan.partition(0), ""), memory=memory)
+            node.generations.stage("m", version, tables)
+            node.generations.flip("m", version)
         elif version > 1:
-            assert node.retire("m", version - 1).retired.wait(30)
+            assert node.generations.retire("m", version - 1).retired.wait(30)
         samples_mb.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6)
 print(*samples_mb)
 """
@@ -275,7 +278,7 @@ snapshot = Snapshot.open(sys.argv[1])
 plan = Plan.make(snapshot.spec, sharding="table", cards_per_shard=4)
 node = ShardNode(plan.identity(0))
 for version in range(1, 20):
-    node.stage("films", version, load_tables(snapshot, plan.partition(0), plan.digest))
+    node.generations.stage("films", version, load_tables(snapshot, plan.partition(0), plan.digest))
 node.close()
 """
 

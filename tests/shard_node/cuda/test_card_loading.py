@@ -339,16 +339,16 @@ def test_a_retired_version_frees_all_its_memory(written, cards):
     bags = random_table_bags(np.random.default_rng(8), TableLayout.of(SPEC), 30, 5, weighted=True)
     expected = ReferenceEngine(SPEC, decoded_tables(SPEC, tables)).pool(bags)
     before = made.free_bytes() if isinstance(made, EmulatedCards) else None
-    node.stage(MODEL, 1, load_version(snapshot, card_set=card_set))
+    node.generations.stage(MODEL, 1, load_version(snapshot, card_set=card_set))
     one = card_set.memory.held_bytes
-    node.stage(MODEL, 2, load_version(snapshot, card_set=card_set))
+    node.generations.stage(MODEL, 2, load_version(snapshot, card_set=card_set))
     assert card_set.memory.held_bytes == tuple(2 * size for size in one)
     for version in (1, 2):
         assert_blocks_equal(node.pool(MODEL, version, bags), expected, scale=20.0)
-    assert node.retire(MODEL, 1).retired.wait(TIMEOUT_S)
+    assert node.generations.retire(MODEL, 1).retired.wait(TIMEOUT_S)
     assert card_set.memory.held_bytes == one
     assert_blocks_equal(node.pool(MODEL, 2, bags), expected, scale=20.0)
-    assert node.retire(MODEL, 2).retired.wait(TIMEOUT_S)
+    assert node.generations.retire(MODEL, 2).retired.wait(TIMEOUT_S)
     assert card_set.memory.held_bytes == (0, 0, 0)
     assert before is None or made.free_bytes() == before
 
@@ -445,7 +445,7 @@ async def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
         await under.want("films", hold=(1, 3))
         await under.announced("films", 3, "ready")
         assert hot_users(under, 3) != hottest  # no row was looked up by then
-        bags = bags_of({under.node.table_layout("films", 1).index["user"]: [3 * hottest]})
+        bags = bags_of({under.node.generations.payload("films", 1).engine.layout.index["user"]: [3 * hottest]})
         for _ in range(SAMPLE_EVERY):
             under.node.pool("films", 1, bags)
         (looked_up,) = (one for one in under.node.info().lookups if one.rows)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shard_node.bags import CheckedBags, KeyedBags, TableLayout
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.bags import random_table_bags
-from shardrank_testing.nodes import reference
+from shardrank_testing.nodes import reference_engine
 
-LAYOUT = reference().layout
+LAYOUT = reference_engine().layout
 NUM_ROWS = [table.num_embeddings for table in LAYOUT.tables]
 
 

@@ -44,7 +44,7 @@ from shardrank_testing.nodes import (
     in_every_place,
     pool_films,
     received,
-    reference,
+    reference_engine,
     small_node,
     soon,
     until,
@@ -59,7 +59,7 @@ BY_ONE_THREAD = ServerLimits(max_inline_bytes=0, threads=1)
 @in_every_place
 @by_loop_and_threads
 async def test_answers_over_sockets_are_the_engines(place, inline_bytes, tmp_path):
-    engine, rng = reference(), np.random.default_rng(3)
+    engine, rng = reference_engine(), np.random.default_rng(3)
     node = small_node(engine)
     requests = [random_table_bags(rng, engine.layout, 6, 9, weighted=bool(number % 2)) for number in range(12)]
     requests += [film_bags(*rng.integers(0, 500, (10_000, 4)).tolist())]
@@ -229,7 +229,7 @@ async def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
 
 
 async def test_counts_of_other_rows_are_a_remote_error(place, tmp_path):
-    engine = reference()
+    engine = reference_engine()
     node = small_node(engine)
     node.counts = lambda model, version, table, first_row, max_rows: engine.access.part(table, 0, 20)
     async with place.client(tmp_path, node) as (_, client):
@@ -262,7 +262,7 @@ async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_
         # Twice, as after every reconnect: the first answer may be of a process that is gone.
         assert [(await client.info()).takes_traces for _ in range(2)] == [True] * 2
         answer, call = await pool_traced(client)
-        np.testing.assert_array_equal(answer.sums[1], reference().pool(TRACED_BAGS)[1])
+        np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(TRACED_BAGS)[1])
         (span,) = sink.spans
         assert (call.parent, call.error, span.parent, span.error) == (LOOKUP, "", call.context, "")
         assert call.attributes == {"server.address": str(server.addresses[0]), "shardrank.shard": 0}
@@ -271,7 +271,7 @@ async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_
         # One that nobody traces leaves nothing.
         await client.pool(MODEL, VERSION, TRACED_BAGS, soon())
         assert len(sink.spans) == 1
-        node.retire(MODEL, VERSION)
+        node.generations.retire(MODEL, VERSION)
         failure, call = await pool_traced(client)
         assert isinstance(failure, GenerationNotFoundError)
         assert call.error.startswith("generation_not_found: ")
@@ -309,7 +309,7 @@ async def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[
         frame = received(encode_pool(1, 0, MODEL, VERSION, bags))
         handler.handle(frame, None, answered.set_result, peer)
         answer = decode_answer(received(await answered))
-        np.testing.assert_array_equal(answer.sums[1], reference().pool(bags)[1])
+        np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(bags)[1])
     await handler.close()
     return [thread == threading.get_ident() for thread in threads]
 

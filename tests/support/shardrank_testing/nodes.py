@@ -54,7 +54,7 @@ def small_tables() -> dict[str, np.ndarray]:
     return {name: rng.integers(-50, 50, shape).astype(np.float32) for name, shape in SIZES.items()}
 
 
-def reference() -> ReferenceEngine:
+def reference_engine() -> ReferenceEngine:
     """The reference engine over the small tables."""
     return ReferenceEngine(small_spec(), small_tables())
 
@@ -113,8 +113,8 @@ class Gate:
 def small_node(engine: ReferenceEngine | None = None) -> ShardNode:
     """A node that serves MODEL at VERSION."""
     node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
-    node.stage(MODEL, VERSION, LoadedTables(engine or reference(), "identity", "digest"))
-    node.flip(MODEL, VERSION)
+    node.generations.stage(MODEL, VERSION, LoadedTables(engine or reference_engine(), "identity", "digest"))
+    node.generations.flip(MODEL, VERSION)
     return node
 
 
@@ -214,7 +214,7 @@ async def pool_films(client: ShardClient, *bags: Sequence[int], timeout_s: float
 
 def expected_films(*bags: Sequence[int]) -> np.ndarray:
     """Return what `pool_films` must."""
-    return reference().pool(film_bags(*bags))[1]
+    return reference_engine().pool(film_bags(*bags))[1]
 
 
 @contextlib.asynccontextmanager

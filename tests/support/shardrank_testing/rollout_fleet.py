@@ -117,7 +117,7 @@ class PlayedNode:
         key = rollout_key(MODEL)
         if self.rollout is not None:
             await fleet.restore_raw(key, self.rollout[1], self.rollout[0])
-        entry = await fleet.raw(key)
+        entry = await fleet.registry.get(key)
         if entry is not None:
             self.rollout = (epoch_of(key, entry.value), entry.value)
 

@@ -72,8 +72,8 @@ def make_node(
     tables = load_tables(
         snapshot, plan.partition(shard), plan.digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set
     )
-    node.stage(snapshot.spec.model, snapshot.version, tables)
-    node.flip(snapshot.spec.model, snapshot.version)
+    node.generations.stage(snapshot.spec.model, snapshot.version, tables)
+    node.generations.flip(snapshot.spec.model, snapshot.version)
     return node
 
 
