@@ -287,11 +287,8 @@ class ShardClient:
         attributes: dict[str, str | int] = {"server.address": str(self.address)}
         if self._told[0] == self.connections:
             attributes["shardrank.shard"] = self._told[1]
-
-        def ask(own: SpanContext) -> Awaitable[Answer]:
-            return self._pool(model, version, bags, deadline, forms, own)
-
-        return await lookup.ask(ask, attributes)
+        with lookup.call_span(attributes) as context:
+            return await self._pool(model, version, bags, deadline, forms, context)
 
     async def _pool(
         self,
