@@ -46,23 +46,7 @@ class NodeUnavailableError(ShardNodeError, http_status=503, grpc_status="UNAVAIL
 
 
 class TlsHandshakeError(NodeUnavailableError, kind="tls_handshake"):
-    """Two sides could not agree on a TLS connection. Whoever notices it raises it, or counts it under this kind."""
-
-
-class PlainTextError(TlsHandshakeError, kind="tls_plain_text"):
-    """The other side does not speak TLS."""
-
-
-class UntrustedCertificateError(TlsHandshakeError, kind="tls_untrusted_certificate"):
-    """A certificate that none of the trusted CAs has issued, or that is for another host."""
-
-
-class ExpiredCertificateError(TlsHandshakeError, kind="tls_expired_certificate"):
-    """A certificate that is not valid any more, or not yet."""
-
-
-class MissingCertificateError(TlsHandshakeError, kind="tls_missing_certificate"):
-    """A client that shows no certificate to a server that asks for one."""
+    """Two sides could not agree on a TLS connection; `shard_node.wire.tls` has the kinds that say why."""
 
 
 class CertificateRoleError(
