@@ -23,8 +23,8 @@ from shard_node.cuda.kernel_params import (
     NO_RUN,
     OUT_BYTES,
     POOL_KERNELS,
+    THREADS_PER_BLOCK,
     ByteArray,
-    KernelSwitches,
     OutDtype,
     RowFormat,
     RunParams,
@@ -109,7 +109,6 @@ class BatchShapes:
 
     Args:
         layout: the tables.
-        switches: that the kernels were compiled with; None: as the product runs them.
 
     Attributes:
         layout: the tables.
@@ -120,9 +119,8 @@ class BatchShapes:
         bags_per_block: int64 [arenas].
     """
 
-    def __init__(self, layout: TableLayout, switches: KernelSwitches | None = None) -> None:
+    def __init__(self, layout: TableLayout) -> None:
         self.layout = layout
-        bags_per_block = (switches or KernelSwitches()).bags_per_block
         sizes = [group.end_table - group.first_table for group in layout.groups]
         self.arena_of_table = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
         self.table_in_arena = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
@@ -132,7 +130,9 @@ class BatchShapes:
             chunks = RowFormat.of(group.dtype, group.embedding_dim).chunks
             lanes_log2 = min((chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
             column_tiles = -(-chunks // (1 << lanes_log2))
-            arenas.append(ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, column_tiles, bags_per_block(lanes_log2)))
+            arenas.append(
+                ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, column_tiles, THREADS_PER_BLOCK >> lanes_log2)
+            )
         self.arenas = tuple(arenas)
         self.bags_per_block = np.array([arena.bags_per_block for arena in arenas], np.int64)
 

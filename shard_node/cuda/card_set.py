@@ -15,7 +15,7 @@ from pydantic import Field
 
 from loader.snapshot.tables import Frozen
 from shard_node.cuda.cards import Card, Cards
-from shard_node.cuda.kernel_params import MAX_CARDS, KernelSwitches
+from shard_node.cuda.kernel_params import MAX_CARDS
 from shard_node.errors import (
     CardsUnavailableError,
     DeviceChoiceError,
@@ -278,15 +278,12 @@ def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: i
     return tuple(range(cards))
 
 
-def open_cards(
-    choice: DeviceChoice, num_cards: int | None = None, switches: KernelSwitches | None = None
-) -> Cards | None:
+def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | None:
     """Open the cards that were chosen; None for the CPU.
 
     Args:
         choice: of devices.
         num_cards: as `devices_of_cards`.
-        switches: of the kernels; None: as the product runs them.
 
     Raises:
         CardsUnavailableError: if `cuda` was chosen and this process can't use a GPU.
@@ -298,7 +295,7 @@ def open_cards(
     try:
         shim = _shim()
         num_devices: int = shim.usable_devices()
-        cards: Cards = shim.open_cupy_cards(devices_of_cards(choice, num_cards, num_devices), switches)
+        cards: Cards = shim.open_cupy_cards(devices_of_cards(choice, num_cards, num_devices))
     except (CardsUnavailableError, DeviceChoiceError) as reason:
         if choice.kind == "cuda":
             if isinstance(reason, CardsUnavailableError):

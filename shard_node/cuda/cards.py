@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.cuda.kernel_params import KernelSwitches
 from shard_node.errors import CardError
 
 if TYPE_CHECKING:
@@ -158,10 +157,6 @@ class Cards(Protocol):
     @property
     def peer_access(self) -> bool:
         """Whether every card reads every other's memory. If not, no row may be on only one card."""
-
-    @property
-    def switches(self) -> KernelSwitches:
-        """How their kernels were compiled."""
 
     @property
     def name(self) -> str:

@@ -27,14 +27,7 @@ import torch
 from cupy.cuda import compiler, driver, nvrtc, runtime
 
 from shard_node.cuda.cards import CardEvent, Cards, DeferredFrees, Graph, Memory, PinnedMemory, Stream
-from shard_node.cuda.kernel_params import (
-    MAX_CARDS,
-    POOL_KERNELS,
-    THREADS_PER_BLOCK,
-    WRITE_KERNEL,
-    KernelSwitches,
-    pointers_to,
-)
+from shard_node.cuda.kernel_params import MAX_CARDS, POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL, pointers_to
 from shard_node.errors import CardError, CardsUnavailableError, DeviceChoiceError, MemoryBudgetError
 
 logger = logging.getLogger(__name__)
@@ -88,12 +81,8 @@ def usable_devices() -> int:
     return count
 
 
-def open_cupy_cards(devices: Sequence[int], switches: KernelSwitches | None = None) -> Cards:
+def open_cupy_cards(devices: Sequence[int]) -> Cards:
     """Open a card on each of these devices, which may be named several times: contexts, kernels, peer access.
-
-    Args:
-        devices: of each card.
-        switches: of the kernels; None: as the product runs them.
 
     Raises:
         CardsUnavailableError: this process can't use a GPU, or one is too old.
@@ -111,15 +100,13 @@ def open_cupy_cards(devices: Sequence[int], switches: KernelSwitches | None = No
                 f"device {device} ({torch.cuda.get_device_name(device)}) has compute capability "
                 f"{'.'.join(map(str, capability))}; the kernels need {'.'.join(map(str, OLDEST_CAPABILITY))} or newer"
             )
-    switches = switches or KernelSwitches()
-    opened = {index: _Device(index, switches) for index in dict.fromkeys(devices)}
-    return _CupyCards([_CupyCard(number, opened[index]) for number, index in enumerate(devices)], switches)
+    opened = {index: _Device(index) for index in dict.fromkeys(devices)}
+    return _CupyCards([_CupyCard(number, opened[index]) for number, index in enumerate(devices)])
 
 
 class _CupyCards:
-    def __init__(self, cards: Sequence[_CupyCard], switches: KernelSwitches) -> None:
+    def __init__(self, cards: Sequence[_CupyCard]) -> None:
         self.cards = tuple(cards)
-        self.switches = switches
         devices = list(dict.fromkeys(card.device for card in cards))
         self.peer_access = _enable_peer_access(devices)
         kinds = Counter(torch.cuda.get_device_name(device.index) for device in devices)
@@ -128,7 +115,7 @@ class _CupyCards:
 
     def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
         for device in {card.device for card in self.cards}:
-            device.load_kernels(source, kernels, self.switches)
+            device.load_kernels(source, kernels)
 
     def allocate_pinned(self, size_bytes: int) -> _CupyPinnedMemory:
         return self.cards[0].device.allocate_pinned(size_bytes)
@@ -280,25 +267,31 @@ class _Device:
         CardError: CUDA failed, or the kernels do not compile.
     """
 
-    def __init__(self, index: int, switches: KernelSwitches) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
         self.torch_device = torch.device("cuda", index)
         with self.current("opening it"):
             self.total_bytes = int(runtime.memGetInfo()[1])
-            if switches.l2_fetch_bytes:
-                runtime.deviceSetLimit(runtime.cudaLimitMaxL2FetchGranularity, switches.l2_fetch_bytes)
-            # Kept, as the code is unloaded with the last of them.
-            self._functions = _compiled(index, _SOURCE, _KERNELS, switches)
-        self.kernels: dict[str, int] = {name: int(function.ptr) for name, function in self._functions.items()}
+        # The functions are kept, as the code is unloaded with the last of them.
+        self._functions: dict[str, Any] = {}
+        self.kernels: dict[str, int] = {}
+        self.load_kernels(_SOURCE, _KERNELS)
         self.spare_events = _SPARE_EVENTS.setdefault(index, deque())
         self.spare_streams = _SPARE_STREAMS.setdefault(index, {})
 
-    def load_kernels(self, source: Path, kernels: Sequence[str], switches: KernelSwitches) -> None:
-        if not self.kernels.keys() >= set(kernels):
-            with self.current(f"compiling {source.name}"):
-                compiled = _compiled(self.index, source, kernels, switches)
-            self._functions |= compiled
-            self.kernels |= {name: int(function.ptr) for name, function in compiled.items()}
+    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
+        """Compile kernels, or take them from CuPy's cache on disk, unless it was done before."""
+        if self.kernels.keys() >= set(kernels):
+            return
+        with self.current(f"compiling {source.name}"):
+            code = source.read_text(encoding="utf-8")
+            module = cupy.RawModule(code=code, options=("-std=c++17",), backend="nvrtc")
+            try:
+                compiled = {name: module.get_function(name).kernel for name in kernels}
+            except (compiler.CompileException, OSError, RuntimeError) as error:
+                raise CardError(f"device {self.index}: the kernels can't be compiled: {error}") from error
+        self._functions |= compiled
+        self.kernels |= {name: int(function.ptr) for name, function in compiled.items()}
 
     def current(self, action: str) -> _Current:
         """Return a context within which the device is current; `action` is for the message of CardError."""
@@ -357,16 +350,6 @@ class _Device:
                 torch.cuda.empty_cache()
         except RuntimeError as error:
             raise CardError(f"device {self.index}: unused memory can't be given back: {error}") from error
-
-
-def _compiled(device: int, source: Path, kernels: Sequence[str], switches: KernelSwitches) -> dict[str, Any]:
-    """Compile the kernels for the current device, or take them from CuPy's cache on disk: objects with a CUfunction."""
-    options = ("-std=c++17", *switches.defines())
-    module = cupy.RawModule(code=source.read_text(encoding="utf-8"), options=options, backend="nvrtc")
-    try:
-        return {name: module.get_function(name).kernel for name in kernels}
-    except (compiler.CompileException, OSError, RuntimeError) as error:
-        raise CardError(f"device {device}: the kernels can't be compiled: {error}") from error
 
 
 class _CupyMemory:
