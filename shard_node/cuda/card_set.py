@@ -20,7 +20,6 @@ from shard_node.errors import (
     CardsUnavailableError,
     DeviceChoiceError,
     MemoryBudgetError,
-    PeerAccessError,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class CardSet:
         card_bytes: by card, what the rows and places of one version may take.
 
     Raises:
-        PeerAccessError: peer access is required, and not all pairs of cards have it.
+        CardsUnavailableError: peer access is required, and not all pairs of cards have it.
     """
 
     def __init__(self, cards: Cards, options: CardOptions | None = None, memory: CardMemory | None = None) -> None:
@@ -90,7 +89,12 @@ class CardSet:
         if not cards.peer_access:
             told = f"not every one of {cards.name} can read the memory of every other (peer access)"
             if self.options.require_peer_access:
-                raise PeerAccessError(f"{told}, and require_peer_access is set")
+                raise CardsUnavailableError(
+                    f"{told}, and require_peer_access is set",
+                    kind="peer_access",
+                    http_status=409,
+                    grpc_status="FAILED_PRECONDITION",
+                )
             logger.warning("%s: every row will be on all cards, or in pinned host memory", told)
         wanted = self.options.card_memory_gb
         self.card_bytes = (
