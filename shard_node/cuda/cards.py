@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,11 +59,9 @@ class CardEvent(Protocol):
 
 
 class Stream(Protocol):
-    """Work of one card, in order."""
+    """Work of one card, in order; `pointer` is a cudaStream_t."""
 
-    @property
-    def pointer(self) -> int:
-        """cudaStream_t."""
+    pointer: int
 
     def synchronize(self) -> None:
         """Block until all of it is done, without the interpreter lock."""
@@ -88,15 +87,13 @@ class Card(Protocol):
         number: its index among the cards.
         device_index: the device that it is on.
         torch_device: where torch sees its memory.
+        total_bytes: memory of the device.
     """
 
     number: int
     device_index: int
     torch_device: torch.device
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory of the device."""
+    total_bytes: int
 
     def free_bytes(self) -> int:
         """Return what can still be allocated; logical cards of one device see the same."""
@@ -106,6 +103,12 @@ class Card(Protocol):
 
     def allocate(self, size_bytes: int) -> Memory:
         """Allocate memory. Raise MemoryBudgetError, with the numbers, if the device has not as much."""
+
+    def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
+        """Allocate memory of the host, for all cards. Raise MemoryBudgetError if it has not as much."""
+
+    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
+        """Compile more kernels for it. Idempotent. Raise CardError if they do not compile."""
 
     def stream(self, *, low_priority: bool = False) -> Stream:
         """Make a stream that does not wait for the default one; `low_priority` gives way to all that are not."""
@@ -139,26 +142,28 @@ class Card(Protocol):
         """
 
 
-class Cards(Protocol):
-    """All cards of a process, and pinned memory."""
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """All cards of a process.
 
-    @property
-    def cards(self) -> Sequence[Card]:
-        """By number."""
+    Attributes:
+        cards: by number.
+        peer_access: whether every card reads every other's memory. If not, no row may be on only one card.
+        name: their number and kind, for people: `8 x NVIDIA H100 80GB HBM3`.
+    """
 
-    @property
-    def peer_access(self) -> bool:
-        """Whether every card reads every other's memory. If not, no row may be on only one card."""
-
-    @property
-    def name(self) -> str:
-        """Their number and kind, for people: `8 x NVIDIA H100 80GB HBM3`."""
+    cards: Sequence[Card]
+    peer_access: bool
+    name: str
 
     def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
         """Compile more kernels, for all cards. Idempotent. Raise CardError if they do not compile."""
+        for card in self.cards:
+            card.load_kernels(source, kernels)
 
     def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
         """Allocate memory of the host. Raise MemoryBudgetError if it has not as much."""
+        return self.cards[0].allocate_pinned(size_bytes)
 
 
 class DeferredFrees:

@@ -27,8 +27,8 @@ import torch
 from cupy.cuda import compiler, driver, nvrtc, runtime
 
 from shard_node.cuda.cards import CardEvent, Cards, DeferredFrees, Graph, Memory, PinnedMemory, Stream
-from shard_node.cuda.kernel_params import MAX_CARDS, POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL, pointers_to
-from shard_node.errors import CardError, CardsUnavailableError, DeviceChoiceError, MemoryBudgetError
+from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL, pointers_to
+from shard_node.errors import CardError, CardsUnavailableError, MemoryBudgetError
 
 logger = logging.getLogger(__name__)
 
@@ -83,46 +83,21 @@ def open_cupy_cards(devices: Sequence[int]) -> Cards:
     """Open a card on each of these devices, which may be named several times: contexts, kernels, peer access.
 
     Raises:
-        CardsUnavailableError: this process can't use a GPU, or one is too old.
-        DeviceChoiceError: there is no such device, or as many cards can't be.
+        CardsUnavailableError: a device is too old.
         CardError: CUDA failed, or the kernels do not compile.
     """
-    available = usable_devices()
-    if not 1 <= len(devices) <= MAX_CARDS:
-        raise DeviceChoiceError(f"{len(devices)} cards: 1..{MAX_CARDS} are allowed")
-    for device in devices:
-        if not 0 <= device < available:
-            raise DeviceChoiceError(f"there is no device {device}; this process sees 0..{available - 1}")
+    distinct = list(dict.fromkeys(devices))
+    for device in distinct:
         if (capability := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
             raise CardsUnavailableError(
                 f"device {device} ({torch.cuda.get_device_name(device)}) has compute capability "
                 f"{'.'.join(map(str, capability))}; the kernels need {'.'.join(map(str, OLDEST_CAPABILITY))} or newer"
             )
-    return _CupyCards([_CupyCard(number, device) for number, device in enumerate(devices)])
-
-
-class _CupyCards:
-    def __init__(self, cards: Sequence[_CupyCard]) -> None:
-        self.cards = tuple(cards)
-        devices = list(dict.fromkeys(card.device_index for card in cards))
-        access = [_enable_peer_access(reader, owner) for reader in devices for owner in devices if reader != owner]
-        self.peer_access = all(access)
-        kinds = Counter(map(torch.cuda.get_device_name, devices))
-        named = " + ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        self.name = named if len(devices) == len(cards) else f"{len(cards)} logical cards on {named}"
-
-    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
-        for card in self.cards:
-            card.load_kernels(source, kernels)
-
-    def allocate_pinned(self, size_bytes: int) -> _CupyPinnedMemory:
-        """By cudaHostAlloc, for all devices."""
-        flags = runtime.hostAllocPortable | runtime.hostAllocMapped
-        card = self.cards[0]
-        address = card.address_of_new(size_bytes, lambda: runtime.hostAlloc(size_bytes, flags))
-        if address is None:
-            raise MemoryBudgetError(f"the host can't lock {size_bytes} bytes of memory for cards")
-        return _CupyPinnedMemory(runtime.freeHost, card.device_index, address, size_bytes)
+    cards = [_CupyCard(number, device) for number, device in enumerate(devices)]
+    access = [_enable_peer_access(reader, owner) for reader in distinct for owner in distinct if reader != owner]
+    kinds = Counter(map(torch.cuda.get_device_name, distinct))
+    name = " + ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return Cards(cards, all(access), name if distinct == list(devices) else f"{len(cards)} logical cards on {name}")
 
 
 def _enable_peer_access(reader: int, owner: int) -> bool:
@@ -184,7 +159,7 @@ class _CupyCard:
 
     def allocate(self, size_bytes: int) -> _CupyMemory:
         """By cudaMalloc, outside of every pool, so that peers have access."""
-        address = self.address_of_new(size_bytes, lambda: runtime.malloc(size_bytes))
+        address = self._address_of_new(size_bytes, lambda: runtime.malloc(size_bytes))
         if address is None:
             raise MemoryBudgetError(
                 f"{size_bytes} bytes can't be allocated on device {self.device_index}: {self.free_bytes()} of "
@@ -192,7 +167,15 @@ class _CupyCard:
             )
         return _CupyMemory(runtime.free, self.device_index, address, size_bytes)
 
-    def address_of_new(self, size_bytes: int, make: Callable[[], int]) -> int | None:
+    def allocate_pinned(self, size_bytes: int) -> _CupyMemory:
+        """By cudaHostAlloc, for all devices."""
+        flags = runtime.hostAllocPortable | runtime.hostAllocMapped
+        address = self._address_of_new(size_bytes, lambda: runtime.hostAlloc(size_bytes, flags))
+        if address is None:
+            raise MemoryBudgetError(f"the host can't lock {size_bytes} bytes of memory for cards")
+        return _CupyMemory(runtime.freeHost, self.device_index, address, size_bytes)
+
+    def _address_of_new(self, size_bytes: int, make: Callable[[], int]) -> int | None:
         """Make memory, after freeing what is kept unused if it must be: None if there is no room, 0 for no bytes."""
         _FREES.settle()
         for is_last in (False, True):
@@ -253,8 +236,44 @@ class _CupyCard:
         return torch.cuda.stream(stream.for_torch)
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
+        """There is one capture at a time in a process: others wait for it."""
         assert isinstance(stream, _CupyStream)
-        return _capture(stream, work)
+        with _FREES.alone(), ExitStack() as stack, torch.cuda.stream(stream.for_torch):
+            if gc.isenabled():
+                # What garbage holds of CUDA must not be freed by a thread that captures.
+                gc.disable()
+                stack.callback(gc.enable)
+            if not stream.graphs:  # The allocator does not take up a pool again that no graph uses any more.
+                stream.graph_pool = torch.cuda.graph_pool_handle()
+            # So that cuBLAS makes new workspaces, in the graphs' memory, which nothing else is given while a graph
+            # lives. A graph knows its workspace's address, and torch frees a stream's workspaces as soon as one of its
+            # graphs ends (pytorch/pytorch#193402).
+            torch._C._cuda_clearCublasWorkspaces()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                graph.capture_begin(pool=stream.graph_pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                except BaseException:
+                    # The stream must not go on capturing. That the end fails too says no more than the error does.
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+            except BaseException as error:
+                # Its state is unknown: neither this graph nor its pool nor the stream's handle is used again.
+                _broken_graphs.append(graph)
+                # A capture that CUDA gave up ends in torch's allocator only by this; before, that gives nothing back.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(stream.device_index, stream.graph_pool)
+                stream.graphs.clear()
+                stream.give_back.detach()
+                if isinstance(error, RuntimeError):
+                    raise CardError(f"a graph can't be captured: {error}") from error
+                raise
+            captured = _CupyGraph(graph, stream)
+            stream.graphs.add(captured)
+        return captured
 
 
 class _Current:
@@ -294,10 +313,6 @@ def _cuda_status(error: CardError) -> int | None:
     return None if status is None else int(status)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-
-
 class _CupyMemory:
     """Bytes that are freed by `free`, or when nobody holds them any more. Address 0 for no bytes."""
 
@@ -314,13 +329,9 @@ class _CupyMemory:
         """Wait for the device, as cudaFree and cudaFreeHost do; but not for a capture, which does this at its end."""
         self._release()
 
-
-class _CupyPinnedMemory(_CupyMemory):
-    """At one address for the host and all cards."""
-
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """It keeps the memory, but no view may be used after `free`."""
+        """Of pinned memory, which has one address for the host and all cards. No view may be used after `free`."""
         if self.freed:
             raise CardError(f"pinned memory of {self.size_bytes} bytes was freed")
         if not self.size_bytes:
@@ -343,10 +354,6 @@ def _address_within(memory: Memory, first: int, size_bytes: int) -> int:
         state = "that was freed" if memory.freed else f"of {memory.size_bytes} bytes"
         raise CardError(f"bytes {first}..{first + size_bytes} are not within memory {state}")
     return memory.address + first
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Streams, events and graphs
 
 
 class _CupyEvent:
@@ -392,6 +399,7 @@ class _CupyStream:
         for_torch: the same stream.
         graphs: that were captured on it and are still there. They share memory.
         graph_pool: where torch's allocator takes it from.
+        give_back: keeps the handle for another stream.
     """
 
     def __init__(self, device: int, priority: int) -> None:
@@ -402,15 +410,11 @@ class _CupyStream:
         except IndexError:
             with _Current(device, "making a stream"):
                 self.pointer = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority))
-        self._give_back = weakref.finalize(self, spare.append, self.pointer)
-        self._give_back.atexit = False
+        self.give_back = weakref.finalize(self, spare.append, self.pointer)
+        self.give_back.atexit = False
         self.for_torch: torch.cuda.Stream = torch.cuda.ExternalStream(self.pointer, torch.device("cuda", device))  # type: ignore[no-untyped-call]
         self.graphs: weakref.WeakSet[_CupyGraph] = weakref.WeakSet()
         self.graph_pool: Any = None
-
-    def keep_handle(self) -> None:
-        """Never use the handle again after this stream: its state is unknown."""
-        self._give_back.detach()
 
     def synchronize(self) -> None:
         """Raise CardError if work on it failed."""
@@ -447,47 +451,3 @@ class _CupyGraph:
             raise CardError("a graph must be replayed on the stream that it was captured on")
         with torch.cuda.stream(self._captured_on.for_torch):
             self._graph[0].replay()
-
-
-def _capture(on: _CupyStream, work: Callable[[], None]) -> _CupyGraph:
-    """Record what `work` puts on the stream. There is one capture at a time in a process: others wait for it.
-
-    Raises:
-        CardError: `work` did what can't be captured.
-    """
-    with _FREES.alone(), ExitStack() as stack, torch.cuda.stream(on.for_torch):
-        if gc.isenabled():
-            # What garbage holds of CUDA must not be freed by a thread that captures.
-            gc.disable()
-            stack.callback(gc.enable)
-        if not on.graphs:  # The allocator does not take up a pool again that no graph uses any more.
-            on.graph_pool = torch.cuda.graph_pool_handle()
-        # Has cuBLAS take new workspaces for what comes, so that those of a graph lie in the graphs' own memory. A graph
-        # knows its workspace's address, and torch gives a stream's workspaces back as soon as one of its graphs ends
-        # (pytorch/pytorch#193402). From the graphs' memory nobody else is given anything while one of them lives.
-        torch._C._cuda_clearCublasWorkspaces()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            graph.capture_begin(pool=on.graph_pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                # The stream must not go on capturing. That the end fails too says no more than the error does.
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        except BaseException as error:
-            # Nobody knows what state it is in: neither this graph nor its pool is used again.
-            _broken_graphs.append(graph)
-            # A capture that CUDA gave up ends in torch's allocator only by this; before, that gives nothing back.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(on.device_index, on.graph_pool)
-            on.graphs.clear()
-            on.keep_handle()
-            if isinstance(error, RuntimeError):
-                raise CardError(f"a graph can't be captured: {error}") from error
-            raise
-        captured = _CupyGraph(graph, on)
-        on.graphs.add(captured)
-    return captured
