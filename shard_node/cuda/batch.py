@@ -432,17 +432,8 @@ class RowChecks:
             return
         if tables is None:
             tables = bags.keys.astype(np.int64)
-        if self._is_divided[tables].any():
-            self._check_here(bags, tables)
-
-    def here(self, table: int, rows: Int64Array) -> BoolArray | None:
-        """Bool [n], which of a table's rows are on this node; None for all."""
-        if not self._is_divided[table]:
-            return None
-        here: BoolArray = self._is_here[self._cells.of_rows(table, rows)]
-        return here
-
-    def _check_here(self, bags: KeyedBags, tables: Int64Array) -> None:
+        if not self._is_divided[tables].any():
+            return
         values_per_key = bags.values_per_key()
         by_table = KeyedBags(tables.astype(np.int32), bags.bags_per_key, bags.offsets, bags.values)
         here = self._is_here[self._cells.of(by_table, values_per_key)]
@@ -450,3 +441,10 @@ class RowChecks:
             wrong = int(here.argmin())
             name = self.layout.tables[int(np.repeat(tables, values_per_key)[wrong])].name
             raise InvalidBagsError(f"row {int(bags.values[wrong])} of table {name!r} is not on this node")
+
+    def here(self, table: int, rows: Int64Array) -> BoolArray | None:
+        """Bool [n], which of a table's rows are on this node; None for all."""
+        if not self._is_divided[table]:
+            return None
+        here: BoolArray = self._is_here[self._cells.of_rows(table, rows)]
+        return here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,9 @@ from shard_node.cuda.kernel_params import (
     ByteArray,
     RowFormat,
     UInt32Array,
+    hot_owner,
     owners_of,
+    pinned_owner,
     round_up,
 )
 from shard_node.cuda.places import PIECE_ROWS, Placer
@@ -315,7 +317,9 @@ class CardFill:
         files = self._files[table.name]
         codec = codec_for(table.dtype, table.embedding_dim)
         source = self._snapshot.rows_file(table.name, index)
-        items, step = source.view(f"V{source.shape[1]}").reshape(-1), self._rows_per_piece(arena)
+        items = source.view(f"V{source.shape[1]}").reshape(-1)
+        # As many rows as fit an upload, whoever owns them: each owner's begin aligned, after their numbers.
+        step = (self._upload_bytes - (self._num_cards + 2) * CHUNK_BYTES) // (arena.format.stride + NUMBER_BYTES)
         for first in range(0, positions.size, step):
             piece = positions[first : first + step]
             stored = items.take(piece).view(np.uint8).reshape(piece.size, -1)
@@ -328,11 +332,6 @@ class CardFill:
             self._done_bytes += stored.nbytes
             if self._done_bytes - self._told_bytes >= min(PIECE_BYTES, self._upload_bytes):
                 self._tell()
-
-    def _rows_per_piece(self, arena: ArenaOnCards) -> int:
-        """As many as fit an upload, whoever owns them: each owner's rows begin aligned, behind their numbers."""
-        owners = self._num_cards + 2
-        return (self._upload_bytes - owners * CHUNK_BYTES) // (arena.format.stride + NUMBER_BYTES)
 
     def _send_rows(
         self, arena: ArenaOnCards, table: int, rows: Int64Array, stored: ByteArray, places: UInt32Array
@@ -352,7 +351,10 @@ class CardFill:
             first_byte = rows_at + (end - first) * arena.format.stride
             array[numbers_at : numbers_at + NUMBER_BYTES * (end - first)].view(np.uint32)[:] = rows[first:end]
             arena.format.relay(stored[first:end], array[rows_at:first_byte].reshape(end - first, -1))
-            for card in self._keepers(number):
+            # An owner is a card, all cards (hot rows), or the host, whose rows card 0 writes.
+            is_host = number == pinned_owner(self._num_cards)
+            is_hot = number == hot_owner(self._num_cards)
+            for card in range(self._num_cards) if is_hot else [0 if is_host else number]:
                 numbers = upload.send(card, numbers_at, first_byte - numbers_at)
                 arena.write(
                     card,
@@ -361,17 +363,11 @@ class CardFill:
                     numbers + rows_at - numbers_at,
                     end - first,
                     self._streams[card],
-                    writes_host=number == self._num_cards + 1,
+                    writes_host=is_host,
                 )
             first = end
         for card in range(self._num_cards):
             upload.used(card)
-
-    def _keepers(self, owner: int) -> Sequence[int]:
-        """Return the cards that write an owner's rows."""
-        if owner < self._num_cards:
-            return (owner,)
-        return range(self._num_cards) if owner == self._num_cards else (0,)
 
     def _tell(self) -> None:
         self._told_bytes = self._done_bytes

@@ -186,8 +186,9 @@ class CardMemory:
                     cards[0].give_back_unused()
                     free = cards[0].free_bytes()
                 if wanted and wanted + filling > free - kept:
+                    names = f"card{'s' if len(cards) > 1 else ''} {', '.join(str(card.number) for card in cards)}"
                     raise MemoryBudgetError(
-                        f"rows take {wanted} bytes of device {device} ({_names(cards)}), but {free} are free and "
+                        f"rows take {wanted} bytes of device {device} ({names}), but {free} are free and "
                         f"{kept} are kept free; versions that are here take {_on(cards, self._claims) - filling}, "
                         f"others that are being staged {filling}. Give less card memory to leave more rows in pinned "
                         "host memory, or roll replica by replica"
@@ -198,10 +199,6 @@ class CardMemory:
 
 def _on(cards: Sequence[Card], claims: Sequence[CardClaim]) -> int:
     return sum(claim.card_bytes[card.number] for claim in claims for card in cards)
-
-
-def _names(cards: Sequence[Card]) -> str:
-    return f"card{'s' if len(cards) > 1 else ''} {', '.join(str(card.number) for card in cards)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
