@@ -26,7 +26,7 @@ from serving.api.tokens import Tokens
 from serving.dashboard.sources import FleetSource, ProcessSource, Source
 from serving.fleet.process import StopRequestedError, notify_ready, run_until_signalled
 from serving.rank.service import RankingService
-from shard_node.wire.tls import ReloadingContext, TlsConfig, server_context
+from shard_node.wire.tls import TlsConfig, TlsContext, server_context
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
 
 def _protection(
     service: RankingService, config: ServerConfig, api: Literal["http", "grpc"]
-) -> tuple[Tokens | None, ReloadingContext | None]:
+) -> tuple[Tokens | None, TlsContext | None]:
     """Who is let in at a port, and by which certificates; the metrics count who is not."""
     tokens = None
     if config.tokens is not None:

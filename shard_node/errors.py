@@ -46,23 +46,7 @@ class NodeUnavailableError(ShardNodeError, http_status=503, grpc_status="UNAVAIL
 
 
 class TlsHandshakeError(NodeUnavailableError, kind="tls_handshake"):
-    """Two sides could not agree on a TLS connection. Whoever notices it raises it, or counts it under this kind."""
-
-
-class PlainTextError(TlsHandshakeError, kind="tls_plain_text"):
-    """The other side does not speak TLS."""
-
-
-class UntrustedCertificateError(TlsHandshakeError, kind="tls_untrusted_certificate"):
-    """A certificate that none of the trusted CAs has issued, or that is for another host."""
-
-
-class ExpiredCertificateError(TlsHandshakeError, kind="tls_expired_certificate"):
-    """A certificate that is not valid any more, or not yet."""
-
-
-class MissingCertificateError(TlsHandshakeError, kind="tls_missing_certificate"):
-    """A client that shows no certificate to a server that asks for one."""
+    """Two sides could not agree on a TLS connection; `shard_node.wire.tls` has the kinds that say why."""
 
 
 class CertificateRoleError(
@@ -95,16 +79,12 @@ class MemoryBudgetError(ShardNodeError, http_status=507, grpc_status="RESOURCE_E
     """The rows do not fit the memory they were given. The message carries the numbers."""
 
 
-class PeerAccessError(ShardNodeError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="peer_access"):
-    """Cards that can't read each other's memory, where that is required."""
-
-
 class DeviceChoiceError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="device_choice"):
-    """Devices that can't be read, that are not there, or do not fit the number of cards; or no switch of kernels."""
+    """Devices that can't be read, that are not there, or do not fit the number of cards."""
 
 
 class CardsUnavailableError(ShardNodeError, http_status=503, grpc_status="UNAVAILABLE", kind="cards_unavailable"):
-    """This process can't use a GPU. The message names what is missing and how to get it."""
+    """This process can't use its GPUs as it must. The message names what is missing and how to get it."""
 
 
 class CardError(ShardNodeError, kind="card"):

@@ -1,222 +1,106 @@
 """Spans to an OpenTelemetry collector, over OTLP. The only file that imports OpenTelemetry, and imported only for that.
 
-Spans come here when they are over and with ids of their own (docs/decisions/operations.md), so
-the SDK's tracer and samplers are not used: its batch processor, its exporters and its OTEL_* variables are.
+Spans arrive ended and with ids (docs/decisions/operations.md): of the SDK they need the batch processor and exporters.
+To import it raises TracingError where OpenTelemetry is not installed.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
-
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from shard_node import tracing
-from shard_node.tracing import Outcome, Span
+from shard_node.errors import TracingError
+from shard_node.tracing import Outcome, Span, TraceConfig
+
+try:
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+except ImportError as error:
+    raise TracingError(f"traces need OpenTelemetry: pip install 'shardrank[otel]' ({error})") from error
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_QUEUE = 2048
-# Wall and monotonic clocks go at one pace; a step of more than this is somebody setting the clock.
-CLOCK_STEP_NS = 1_000_000
-MAX_CLOCK_LOOKS, UNDISTURBED_NS = 5, 20_000
-_SCOPE = InstrumentationScope("shardrank")
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_NO_STATE = TraceState()
-_KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
-_UNSET = Status()
-
 
 class OtlpSink:
-    """Sends spans in batches, on the thread of the SDK's batch processor. Thread-safe.
+    """Sends spans on the thread of the SDK's batch processor. Thread-safe.
 
-    At most as many spans wait as OTEL_BSP_MAX_QUEUE_SIZE says; further ones are dropped. A collector that does not
-    answer is logged once, and once more when it does again.
-
-    Args:
-        endpoint: as the exporter takes it; None for its variables.
-        protocol: that the collector speaks.
-        service_name: where no variable says another one.
-        flush_timeout_s: how long `close` may take.
-        note: told what became of how many spans, on the thread that finds out.
+    `note` is called with outcomes and their numbers of spans. Raises TracingError for a wrong OTEL_* variable.
     """
 
-    def __init__(
-        self,
-        endpoint: str | None,
-        protocol: Literal["grpc", "http"],
-        service_name: str,
-        flush_timeout_s: float,
-        note: Callable[[Outcome, int], None],
-    ) -> None:
-        # It logs every attempt that fails; `_Counted` says it once.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-        self._exporter = _Counted(_exporter(endpoint, protocol), endpoint or "the collector of OTEL_*", note)
-        self._processor = BatchSpanProcessor(self._exporter)
-        self._resource = _resource(service_name)
-        self._max_queue = _max_queue()
-        self._taken, self._counting = 0, threading.Lock()
-        self._note = note
-        self._flush_timeout_s = flush_timeout_s
-        self._offset_ns = _offset_ns()
-        self._is_closed = self._has_failed = False
+    def __init__(self, config: TraceConfig, note: Callable[[Outcome, int], None] = lambda outcome, count: None) -> None:
+        # It logs every attempt that fails; `_CountingExporter` logs the first.
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+        resource = Resource.create({"service.name": config.service_name})
+        self._resource = resource.merge(OTELResourceDetector().detect())
+        endpoint, protocol = config.resolved()
+        try:
+            exporter = GrpcExporter(endpoint) if protocol == "grpc" else HttpExporter(endpoint)
+            self._processor = BatchSpanProcessor(_CountingExporter(exporter, note))
+        except ValueError as error:
+            raise TracingError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}") from error
+        self._flush_timeout_s = config.flush_timeout_s
 
     def put(self, *spans: Span) -> None:
-        """Take spans, and never raise: those that there is no room for, or that fail, are dropped and counted."""
-        offset_ns = _offset_ns()
-        if abs(offset_ns - self._offset_ns) > CLOCK_STEP_NS:
-            self._offset_ns = offset_ns
-        with self._counting:
-            # One too many and the processor drops one that is never seen, whose room would be lost for good.
-            is_dropped = self._is_closed or self._taken + len(spans) - self._exporter.seen > self._max_queue
-            self._taken += 0 if is_dropped else len(spans)
-        if is_dropped:
-            self._note("dropped", len(spans))
-            return
-        num_given = 0
+        """Queue spans, and never raise: one that fails is logged and dropped."""
+        # Wall time less monotonic time; the largest is the one whose two readings were interrupted least.
+        offset_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(3))
         try:
             for span in spans:
-                self._processor.on_end(self._readable(span))
-                num_given += 1
+                self._processor.on_end(self._readable(span, offset_ns))
         except Exception:
-            # Whoever hands a span out has an answer to give and calls to count.
-            lost = len(spans) - num_given
-            with self._counting:
-                self._taken -= lost
-            self._note("dropped", lost)
-            if not self._has_failed:
-                self._has_failed = True
-                logger.exception("a span can't be handed to OpenTelemetry; further ones that fail are only counted")
+            logger.exception("a span can't be handed to OpenTelemetry")
 
     def close(self) -> None:
-        """Send what was taken, for as long as that may take; then nothing more is sent. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        # The processor's own end waits for 30 s, and for an exporter that tries again and again.
+        """Send what is queued, for at most `flush_timeout_s`. Idempotent."""
+        # The processor alone would wait for 30 s.
         closing = threading.Thread(target=self._processor.shutdown, name="traces-flush", daemon=True)
         closing.start()
         closing.join(self._flush_timeout_s)
-        if closing.is_alive():
-            self._exporter.shutdown()
-        if (left := self._taken - self._exporter.seen) > 0:
-            self._note("dropped", left)
-            logger.warning("%d spans were not sent: the collector did not take them in time", left)
 
-    def _readable(self, span: Span) -> ReadableSpan:
-        state = _state(span.context.state)
-        parent = None if span.parent is None else _context(span.parent, state, is_remote=span.kind == "server")
+    def _readable(self, span: Span, offset_ns: int) -> ReadableSpan:
         return ReadableSpan(
             name=span.name,
-            context=_context(span.context, state),
-            parent=parent,
+            context=_context(span.context),
+            parent=None if span.parent is None else _context(span.parent, is_remote=span.kind == "server"),
             resource=self._resource,
             attributes=dict(span.attributes),
-            links=[Link(_context(one, _state(one.state))) for one in span.links],
-            kind=_KINDS[span.kind],
-            status=Status(StatusCode.ERROR, span.error) if span.error else _UNSET,
-            start_time=int(span.began * 1e9) + self._offset_ns,
-            end_time=int(span.ended * 1e9) + self._offset_ns,
-            instrumentation_scope=_SCOPE,
+            links=[Link(_context(link)) for link in span.links],
+            kind=SpanKind[span.kind.upper()],
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            start_time=int(span.began * 1e9) + offset_ns,
+            end_time=int(span.ended * 1e9) + offset_ns,
+            instrumentation_scope=InstrumentationScope("shardrank"),
         )
 
 
-class _Counted(SpanExporter):
-    """Another exporter, with what became of its spans.
+class _CountingExporter(SpanExporter):
+    """Counts what becomes of spans, and logs when a collector stops to accept them and when it does again."""
 
-    Attributes:
-        seen: spans that it was given.
-    """
-
-    def __init__(self, exporter: SpanExporter, where: str, note: Callable[[Outcome, int], None]) -> None:
-        self._exporter = exporter
-        self._where = where
-        self._note = note
-        self._is_failing = self._is_shut_down = False
-        self.seen = 0
+    def __init__(self, exporter: SpanExporter, note: Callable[[Outcome, int], None]) -> None:
+        self._exporter, self._note = exporter, note
+        self._is_failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.seen += len(spans)
-        why = "it does not answer, or refuses them"
-        try:
-            result = self._exporter.export(spans)
-        except Exception as error:
-            # The processor would only log it.
-            result, why = SpanExportResult.FAILURE, f"{type(error).__name__}: {error}"
+        result = self._exporter.export(spans)
         has_failed = result is not SpanExportResult.SUCCESS
         self._note("failed" if has_failed else "exported", len(spans))
         if has_failed != self._is_failing:
             self._is_failing = has_failed
-            if has_failed:
-                logger.error("spans can't be sent to %s: %s; they are lost until it takes them", self._where, why)
-            else:
-                logger.info("spans are sent to %s again", self._where)
+            logger.warning("the collector %s spans", "does not answer, or refuses" if has_failed else "accepts again")
         return result
 
     def shutdown(self) -> None:
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
+        self._exporter.shutdown()
 
 
-def _exporter(endpoint: str | None, protocol: Literal["grpc", "http"]) -> SpanExporter:
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-        return GrpcExporter(endpoint)
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-    return HttpExporter(endpoint)
-
-
-def _resource(service_name: str) -> Resource:
-    try:
-        own_version = version("shardrank")
-    except PackageNotFoundError:
-        own_version = "unknown"
-    found = Resource.create(
-        {"service.version": own_version, "host.name": socket.gethostname(), "process.pid": os.getpid()}
-    )
-    # What the SDK calls a process that no variable names.
-    if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
-        found = found.merge(Resource({"service.name": service_name}))
-    return found
-
-
-def _max_queue() -> int:
-    try:
-        return int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", DEFAULT_MAX_QUEUE))
-    except ValueError:
-        return DEFAULT_MAX_QUEUE
-
-
-def _offset_ns() -> int:
-    """Return wall time less monotonic time: of a few looks the one that was disturbed least."""
-    best = (1 << 62, 0)
-    for _ in range(MAX_CLOCK_LOOKS):
-        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
-        best = min(best, (after - before, wall - (before + after) // 2))
-        if best[0] < UNDISTURBED_NS:
-            break
-    return best[1]
-
-
-def _context(context: tracing.SpanContext, state: TraceState, *, is_remote: bool = False) -> SpanContext:
-    return SpanContext(context.trace_id, context.span_id, is_remote, _SAMPLED, state)
-
-
-def _state(text: str) -> TraceState:
-    return TraceState.from_header([text]) if text else _NO_STATE
+def _context(context: tracing.SpanContext, *, is_remote: bool = False) -> SpanContext:
+    state = TraceState.from_header([context.state]) if context.state else TraceState()
+    return SpanContext(context.trace_id, context.span_id, is_remote, TraceFlags(TraceFlags.SAMPLED), state)

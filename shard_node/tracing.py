@@ -1,21 +1,24 @@
-"""Traces: what a span is, which lookup's shards are asked for theirs, and where spans go.
+"""Traces: what a span is, which lookup's shards are asked for theirs, and where spans go (docs/traces.md).
 
-A span is a record of times that are over, and is made only for calls that are sampled. Nothing here imports
-OpenTelemetry: `shard_node.otlp` does, which `shard_node.trace_export` imports once spans shall go somewhere.
-docs/traces.md is the whole.
+A span is a record of times that are over, made only for calls that are sampled. Nothing here imports OpenTelemetry.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from pydantic import Field, HttpUrl
+
+from loader.snapshot.tables import Frozen
 
 Attributes: TypeAlias = Mapping[str, str | int | float]
-Outcome: TypeAlias = Literal["exported", "failed", "dropped", "refused"]
-Result = TypeVar("Result")
+Outcome: TypeAlias = Literal["exported", "failed", "refused"]
 
 MAX_STATE_BYTES = 512
 """Of a `tracestate`; a longer one is not passed on, as W3C's Trace Context allows."""
@@ -45,7 +48,7 @@ class Span(NamedTuple):
     Attributes:
         kind: `server` has its parent in another process, and `client` its children.
         began, ended: monotonic seconds.
-        links: spans that it has to do with, of this trace or another.
+        links: related spans, of this trace or another.
         error: what went wrong; "" if nothing did.
     """
 
@@ -61,40 +64,33 @@ class Span(NamedTuple):
 
 
 class SpanSink(Protocol):
-    """Takes spans, from any thread, and waits for nobody."""
+    """Receives spans, from any thread."""
 
     def put(self, *spans: Span) -> None:
-        """Take spans, and never raise: those that there is no room for, or that fail, are dropped and counted.
-
-        It is called where an answer would be lost with it, or a count.
-        """
+        """Queue spans; never wait and never raise, since an answer would be lost: what fails is logged and dropped."""
 
     def close(self) -> None:
-        """Send what was taken, within a limit of time. Idempotent."""
+        """Send what is queued, within a limit of time. Idempotent."""
 
 
 class TracedLookup(NamedTuple):
-    """A lookup that is traced, for whoever asks shards for it.
-
-    Attributes:
-        sink: takes the spans of the calls.
-        context: of the lookup, which they are children of.
-    """
+    """The context of a lookup whose trace is sampled, and the sink of its spans."""
 
     sink: SpanSink
     context: SpanContext
 
-    async def ask(self, call: Callable[[SpanContext], Awaitable[Result]], attributes: Attributes) -> Result:
-        """Make a call to a shard node, which is told the context of the call's own span."""
-        own, began, error = self.context.child(), time.monotonic(), ""
+    @contextmanager
+    def call_span(self, attributes: Attributes) -> Iterator[SpanContext]:
+        """Yield the context of a call to a shard node, and send the call's span when the block ends."""
+        context, began, error = self.context.child(), time.monotonic(), ""
         try:
-            return await call(own)
+            yield context
         except BaseException as failure:
             error = error_text(failure)
             raise
         finally:
             ended = time.monotonic()
-            self.sink.put(Span("shardrank.ask", "client", own, self.context, began, ended, attributes, (), error))
+            self.sink.put(Span("shardrank.ask", "client", context, self.context, began, ended, attributes, (), error))
 
 
 TRACED_LOOKUP: ContextVar[TracedLookup | None] = ContextVar("TRACED_LOOKUP", default=None)
@@ -102,6 +98,44 @@ TRACED_LOOKUP: ContextVar[TracedLookup | None] = ContextVar("TRACED_LOOKUP", def
 
 
 def error_text(error: BaseException) -> str:
-    """Say what went wrong: its kind and message."""
+    """Return the kind and message of an error, for a span."""
     kind = getattr(error, "kind", type(error).__name__)
     return f"{kind}: {error}"[:MAX_ERROR_CHARACTERS]
+
+
+def _otlp_variable(name: str) -> str | None:
+    """Return the exporters' variable for traces, else the one for all signals."""
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or None
+
+
+class TraceConfig(Frozen):
+    """Where spans go, and for which calls they are made.
+
+    Attributes:
+        endpoint: URL of a collector; None if the exporter reads it from a variable.
+        protocol: OTLP over gRPC or HTTP; default: OTEL_EXPORTER_OTLP_PROTOCOL, else by the port: 4317 is gRPC's.
+        sample_share: fraction of calls without a parent that are traced.
+        service_name: of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
+        flush_timeout_s: how long the end of the process may wait for unsent spans.
+    """
+
+    endpoint: HttpUrl | None = None
+    protocol: Literal["grpc", "http", "http/protobuf"] | None = Field(
+        default_factory=lambda: _otlp_variable("PROTOCOL"), validate_default=True
+    )
+    sample_share: float = Field(default=0.01, ge=0, le=1)
+    service_name: str = "shardrank"
+    flush_timeout_s: float = Field(default=3.0, gt=0, le=60)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there is an endpoint, or a variable with one that OTEL_SDK_DISABLED does not switch off."""
+        is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        return self.endpoint is not None or (not is_disabled and _otlp_variable("ENDPOINT") is not None)
+
+    def resolved(self) -> tuple[str | None, Literal["grpc", "http"]]:
+        """Return the URL for the exporter, None if it reads a variable, and the protocol."""
+        url = self.endpoint or HttpUrl(_otlp_variable("ENDPOINT") or "")
+        is_grpc = self.protocol == "grpc" or (self.protocol is None and url.port == 4317)
+        path = "v1/traces" if url.path == "/" and not is_grpc else ""
+        return None if self.endpoint is None else f"{url}{path}", "grpc" if is_grpc else "http"

@@ -236,6 +236,7 @@ def test_opentelemetry_is_imported_in_one_place_when_it_is_needed():
     texts = {name: path.read_text() for path in SOURCES if not (name := relative(path)).startswith("tests")}
     users = [name for name, text in texts.items() if re.search(r"^\s*(from|import) opentelemetry", text, re.MULTILINE)]
     assert users == ["shard_node/otlp.py"]
+    del texts["shard_node/otlp.py"]
     # What is indented is imported when a function is called.
     assert [name for name, text in texts.items() if re.search(r"^(from|import) .*\botlp\b", text, re.MULTILINE)] == []
 

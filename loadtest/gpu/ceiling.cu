@@ -4,10 +4,6 @@
 // A lane group reads rows_per_group rows, IN_FLIGHT to a step of the loop; each of its threads reads 16 bytes of a row
 // and the row's scale and bias. GatherParams: see rows.py.
 
-#ifdef SHARDRANK_ON_HOST
-#include "cuda_on_host.h"
-#endif
-
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;

@@ -118,12 +118,11 @@ class RowsOnCard(MemoryStack):
         num_owners = max(1, num_cards)
         for owner in range(num_owners):
             owners[owner] = self.memory.address + owner * (self.count // num_owners) * self.format.stride
-        offsets = np.zeros((1, num_owners + 2), np.uint64)
         self._arenas[num_cards] = ArenaParams(
             rows=owners,
             places=places.address if places is not None else 0,
             tables=self.upload(bytes(table)).address,
-            starts=self.upload(self.cards.switches.starts(offsets, list(owners)).tobytes()).address,
+            starts=self.upload(bytes(8 * (num_owners + 2))).address,
             num_tables=1,
             num_cards=num_owners,
             owner_bits=owner_bits(num_owners),
@@ -169,7 +168,7 @@ class Bags(MemoryStack):
         )
         features, dense_model = (FeatureSpec(name="row", side="candidate"),), DenseModelSpec(kind="mlp")
         spec = ModelSpec(model="bench", tables=(table,), features=features, dense_model=dense_model)
-        (self._shape,) = BatchShapes(TableLayout.of(spec), rows.cards.switches).arenas
+        (self._shape,) = BatchShapes(TableLayout.of(spec)).arenas
         self._candidates = -(-batch // FEATURES)
         self._width = padded_width(FEATURES * rows.embedding_dim + DENSE_INPUTS)
         runs: list[bytes] = []

@@ -27,12 +27,12 @@ from serving.limits import RequestLimits
 from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, check_library, make_observations
 from serving.observe.watch import NODE_FAMILIES, Sample, collected, node_samples, version_samples
 from shard_node.engine.base import CardsUse
-from shard_node.errors import CardError, MissingCertificateError
+from shard_node.errors import CardError, TlsHandshakeError
 from shard_node.generation import Generation
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
-from shard_node.wire.tls import TlsConfig, server_context
+from shard_node.wire.tls import MISSING, TlsConfig, server_context
 
 _SECONDS = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
@@ -177,7 +177,7 @@ def node_app(node: ShardNode, metrics: NodeMetrics, *, needs_certificate: bool =
             shown = {"problems": problems} if is_known else {}
             return JSONResponse({"ready": not problems, **shown}, 503 if problems else 200)
         if not is_known:
-            return refused(path, MissingCertificateError(f"{path}: a certificate of --tls-client-ca is needed"))
+            return refused(path, TlsHandshakeError(f"{path}: a certificate of --tls-client-ca is needed", kind=MISSING))
         return Response(await asyncio.to_thread(metrics.render), media_type=CONTENT_TYPE)
 
     def refused(path: str, error: ShardrankError) -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shutil
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.buckets import NodeIdentity, Partition
     from shard_node.cuda.card_set import CardOptions, CardSet
-    from shard_node.trace_export import TraceConfig
-    from shard_node.tracing import SpanSink
+    from shard_node.tracing import SpanSink, TraceConfig
     from shard_node.wire.address import Address
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
@@ -426,7 +426,7 @@ def front_arguments(options: Options) -> list[str]:
     for name in type(limits).model_fields:
         if name in limits.model_fields_set:
             told += ["--limit", f"{name}={getattr(limits, name)}"]
-    # What can't be is refused before a child is started.
+    # Wrong values are refused before a child is started.
     trace_config(options, "")
     return told + arguments(
         options, ["admin_port", *_TLS, *_NODE_TLS, "tls_role", "tokens", *TRACES, "trace_sample_share"]
@@ -434,22 +434,18 @@ def front_arguments(options: Options) -> list[str]:
 
 
 def trace_config(options: Options, service_name: str) -> TraceConfig | None:
-    """Return where traces go; None for nowhere. Raises UsageError, and TracingError for what can't be."""
-    from shard_node.trace_export import TraceConfig
+    """Return where traces go; None for nowhere. Raises UsageError."""
+    from shard_node.tracing import TraceConfig
 
-    share = options.get("trace_sample_share")
-    given = {
-        "endpoint": options.get("trace_endpoint"),
-        "protocol": options.get("trace_protocol"),
-        "sample_share": share,
-    }
+    names = ("endpoint", "protocol", "sample_share")
+    given = {name: value for name in names if (value := options.get(f"trace_{name}")) is not None}
     config = config_of(TraceConfig, {}, "traces: ", service_name=service_name, **given)
-    if not config.is_wanted:
-        if any(value is not None for value in given.values()):
+    if not config.is_enabled:
+        if given:
             raise click.UsageError("--trace-protocol and --trace-sample-share need --trace-endpoint.")
         return None
-    config.resolved()
-    config.share()
+    if os.environ.get("OTEL_TRACES_SAMPLER") and options.get("trace_sample_share", 0) is None:
+        raise click.UsageError("OTEL_TRACES_SAMPLER is not read any more: pass --trace-sample-share, or unset it.")
     return config
 
 
@@ -464,10 +460,12 @@ def traced(options: Options, service: RankingService) -> Iterator[None]:
 
 def span_sink(options: Options) -> SpanSink | None:
     """Return what takes the spans of a shard node; None if nobody wants them. Raises TracingError."""
-    from shard_node.trace_export import open_sink
-
     config = trace_config(options, "shardrank-shard-node")
-    return None if config is None else open_sink(config)
+    if config is None:
+        return None
+    from shard_node.otlp import OtlpSink
+
+    return OtlpSink(config)
 
 
 def scheme(options: Options) -> str:

@@ -171,7 +171,7 @@ class ServingMetrics:
         self._buffer_refusals.labels(cause).inc()
 
     def spans_ended(self, outcome: TraceOutcome, count: int) -> None:
-        """Count spans of traces that were exported, failed to be, were dropped (no room or time), or refused."""
+        """Count spans that were exported or failed to be, and calls that were refused a trace."""
         self._spans.labels(outcome).inc(count)
 
     def replica_events(self, model: str) -> ReplicaEvents:

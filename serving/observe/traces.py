@@ -1,7 +1,6 @@
-"""Traces of calls and batches: who is sampled, and the spans that are made of recorded times once these are over.
+"""Traces of calls and batches: which are sampled, and their spans, made of recorded times (docs/traces.md).
 
-Of a call that is not sampled nothing is made: one look at its header, or one random number. docs/traces.md says what
-the spans are. Nothing here imports OpenTelemetry.
+A call that is not sampled costs one look at its header, or one random number.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from loader.errors import ShardrankError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, BatchTimes, Call, Traced
 from serving.observe.metrics import ServingMetrics
-from shard_node.trace_export import TraceConfig, open_sink
 from shard_node.tracing import (
     MAX_STATE_BYTES,
     TRACED_LOOKUP,
@@ -25,6 +23,7 @@ from shard_node.tracing import (
     Span,
     SpanContext,
     SpanSink,
+    TraceConfig,
     TracedLookup,
     error_text,
 )
@@ -89,11 +88,10 @@ class Tracer:
         clock: Callable[[], float] = time.monotonic,
         note: Callable[[Outcome, int], None] = lambda outcome, count: None,
     ) -> None:
-        self._sink = sink
-        self._share = share
+        self._sink, self._share = sink, share
         self._draw, self._clock, self._note = draw, clock, note
         # A token bucket, full at first.
-        self._tokens, self._filled_at, self._taking = MAX_PARENTS_PER_S, clock(), threading.Lock()
+        self._tokens, self._filled_at, self._lock = MAX_PARENTS_PER_S, clock(), threading.Lock()
 
     def begin(self, parent: Parent | None) -> Traced | None:
         """Return the span of a call; None if it is not sampled."""
@@ -102,19 +100,16 @@ class Tracer:
         context, is_sampled = read
         if not is_sampled:
             return None
-        if not self._take():
-            self._note("refused", 1)
-            return None
-        return Traced(self._sink, context.child(), context)
-
-    def _take(self) -> bool:
-        with self._taking:
+        with self._lock:
             now = self._clock()
             earned = MAX_PARENTS_PER_S * max(0.0, now - self._filled_at)
             self._tokens, self._filled_at = min(MAX_PARENTS_PER_S, self._tokens + earned), now
-            is_free = self._tokens >= 1.0
-            self._tokens -= is_free
-        return is_free
+            is_refused = self._tokens < 1.0
+            self._tokens -= not is_refused
+        if is_refused:
+            self._note("refused", 1)
+            return None
+        return Traced(self._sink, context.child(), context)
 
 
 @contextlib.contextmanager
@@ -123,11 +118,10 @@ def running_tracer(config: TraceConfig | None, metrics: ServingMetrics) -> Itera
     if config is None:
         yield None
         return
-    share, sink = config.share(), open_sink(config, metrics.spans_ended)
-    try:
-        yield Tracer(sink, share, note=metrics.spans_ended)
-    finally:
-        sink.close()
+    from shard_node.otlp import OtlpSink
+
+    with contextlib.closing(OtlpSink(config, metrics.spans_ended)) as sink:
+        yield Tracer(sink, config.sample_share, note=metrics.spans_ended)
 
 
 def traced_batch(calls: Iterable[Call]) -> Traced | None:
@@ -139,10 +133,10 @@ def traced_batch(calls: Iterable[Call]) -> Traced | None:
     if not sampled:
         return None
     first = sampled[0].context
-    own = first.child()
-    for one in sampled:
-        one.links += (own,)
-    return Traced(sampled[0].sink, own, first, tuple(one.context for one in sampled), own.child())
+    batch = first.child()
+    for trace in sampled:
+        trace.links += (batch,)
+    return Traced(sampled[0].sink, batch, first, tuple(trace.context for trace in sampled), batch.child())
 
 
 async def traced_lookup(trace: Traced, lookup: Awaitable[Result]) -> Result:
@@ -160,30 +154,29 @@ def batch_spans(
 ) -> None:
     """Hand out the spans of a batch that has ended: its own, its lookup's, and the dense model's if that ran."""
     assert trace.lookup is not None
-    about: _Attributes = {"shardrank.model": model, "shardrank.version": version}
-    whole: _Attributes = {**about, "shardrank.method": method, "shardrank.requests": times.num_requests}
-    of_lookup, what = dict(about), "" if error is None else error_text(error)
-    if times.num_candidates:
-        whole["shardrank.candidates"] = times.num_candidates
+    of_model: _Attributes = {"shardrank.model": model, "shardrank.version": version}
+    of_batch: _Attributes = of_model | {"shardrank.method": method, "shardrank.requests": times.num_requests}
+    candidates: _Attributes = {"shardrank.candidates": times.num_candidates} if times.num_candidates else {}
+    of_lookup = dict(of_model)
     if times.lookup is not None:
-        parts = times.lookup.map_s, times.lookup.split_s, times.lookup.shard_wait_s, times.lookup.add_s
-        of_lookup |= {name: 1e3 * seconds for name, seconds in zip(_LOOKUP_STAGES, parts, strict=True)}
-
-    def span(
-        name: str, own: SpanContext, began: float, ended: float, attributes: _Attributes, failure: str = ""
-    ) -> Span:
-        return Span(name, "internal", own, trace.context, began, ended, attributes, (), failure)
-
-    batch = span("shardrank.batch", trace.context, times.began, times.ended, whole, what)
-    looking_up = times.began + times.merge_s
-    # Of a lookup that failed no time is known: it took all that was left.
-    looked_up = looking_up + times.lookup_s if times.lookup_s else times.ended
-    failure = "" if times.lookup_s else what
-    spans = [batch._replace(parent=trace.parent, links=trace.links)]
-    spans.append(span("shardrank.lookup", trace.lookup, looking_up, looked_up, of_lookup, failure))
+        stages = times.lookup.map_s, times.lookup.split_s, times.lookup.shard_wait_s, times.lookup.add_s
+        of_lookup |= {name: 1e3 * seconds for name, seconds in zip(_LOOKUP_STAGES, stages, strict=True)}
+    text = "" if error is None else error_text(error)
+    began, ended, lookup_began = times.began, times.ended, times.began + times.merge_s
+    # A lookup that failed has no time: it lasted until the batch ended.
+    lookup_ended, lookup_text = (lookup_began + times.lookup_s, "") if times.lookup_s else (ended, text)
+    batch = trace.context
+    spans = [
+        Span(
+            "shardrank.batch", "internal", batch, trace.parent, began, ended, of_batch | candidates, trace.links, text
+        ),
+        Span(
+            "shardrank.lookup", "internal", trace.lookup, batch, lookup_began, lookup_ended, of_lookup, (), lookup_text
+        ),
+    ]
     if times.rank_s:
-        dense: _Attributes = {**about, "shardrank.candidates": times.num_candidates}
-        spans.append(span("shardrank.dense", trace.context.child(), looked_up, looked_up + times.rank_s, dense))
+        dense, rank_ended = batch.child(), lookup_ended + times.rank_s
+        spans.append(Span("shardrank.dense", "internal", dense, batch, lookup_ended, rank_ended, of_model | candidates))
     trace.sink.put(*spans)
 
 
@@ -194,11 +187,11 @@ def call_span(trace: Traced, call: Call, now: float, error: BaseException | None
         attributes["shardrank.model"], attributes["shardrank.version"] = call.model, call.version
     if call.batch is not None and call.encoded:
         attributes |= {name: 1e3 * seconds for name, seconds in zip(_STAGES, call.around_batch(), strict=True)}
-    what = ""
+    text = ""
     if error is not None:
         attributes["error.type"] = getattr(error, "kind", type(error).__name__)
         # As OpenTelemetry has it for servers: what a client did wrong is no error of theirs.
         status = error.http_status if isinstance(error, ShardrankError) else _SERVER_FAULT
-        what = error_text(error) if isinstance(error, Exception) and status >= _SERVER_FAULT else ""
+        text = error_text(error) if isinstance(error, Exception) and status >= _SERVER_FAULT else ""
     name = f"{call.api} {call.method}"
-    trace.sink.put(Span(name, "server", trace.context, trace.parent, call.began, now, attributes, trace.links, what))
+    trace.sink.put(Span(name, "server", trace.context, trace.parent, call.began, now, attributes, trace.links, text))

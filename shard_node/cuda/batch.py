@@ -23,8 +23,8 @@ from shard_node.cuda.kernel_params import (
     NO_RUN,
     OUT_BYTES,
     POOL_KERNELS,
+    THREADS_PER_BLOCK,
     ByteArray,
-    KernelSwitches,
     OutDtype,
     RowFormat,
     RunParams,
@@ -109,7 +109,6 @@ class BatchShapes:
 
     Args:
         layout: the tables.
-        switches: that the kernels were compiled with; None: as the product runs them.
 
     Attributes:
         layout: the tables.
@@ -120,9 +119,8 @@ class BatchShapes:
         bags_per_block: int64 [arenas].
     """
 
-    def __init__(self, layout: TableLayout, switches: KernelSwitches | None = None) -> None:
+    def __init__(self, layout: TableLayout) -> None:
         self.layout = layout
-        bags_per_block = (switches or KernelSwitches()).bags_per_block
         sizes = [group.end_table - group.first_table for group in layout.groups]
         self.arena_of_table = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
         self.table_in_arena = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
@@ -132,7 +130,9 @@ class BatchShapes:
             chunks = RowFormat.of(group.dtype, group.embedding_dim).chunks
             lanes_log2 = min((chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
             column_tiles = -(-chunks // (1 << lanes_log2))
-            arenas.append(ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, column_tiles, bags_per_block(lanes_log2)))
+            arenas.append(
+                ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, column_tiles, THREADS_PER_BLOCK >> lanes_log2)
+            )
         self.arenas = tuple(arenas)
         self.bags_per_block = np.array([arena.bags_per_block for arena in arenas], np.int64)
 
@@ -432,17 +432,8 @@ class RowChecks:
             return
         if tables is None:
             tables = bags.keys.astype(np.int64)
-        if self._is_divided[tables].any():
-            self._check_here(bags, tables)
-
-    def here(self, table: int, rows: Int64Array) -> BoolArray | None:
-        """Bool [n], which of a table's rows are on this node; None for all."""
-        if not self._is_divided[table]:
-            return None
-        here: BoolArray = self._is_here[self._cells.of_rows(table, rows)]
-        return here
-
-    def _check_here(self, bags: KeyedBags, tables: Int64Array) -> None:
+        if not self._is_divided[tables].any():
+            return
         values_per_key = bags.values_per_key()
         by_table = KeyedBags(tables.astype(np.int32), bags.bags_per_key, bags.offsets, bags.values)
         here = self._is_here[self._cells.of(by_table, values_per_key)]
@@ -450,3 +441,10 @@ class RowChecks:
             wrong = int(here.argmin())
             name = self.layout.tables[int(np.repeat(tables, values_per_key)[wrong])].name
             raise InvalidBagsError(f"row {int(bags.values[wrong])} of table {name!r} is not on this node")
+
+    def here(self, table: int, rows: Int64Array) -> BoolArray | None:
+        """Bool [n], which of a table's rows are on this node; None for all."""
+        if not self._is_divided[table]:
+            return None
+        here: BoolArray = self._is_here[self._cells.of_rows(table, rows)]
+        return here

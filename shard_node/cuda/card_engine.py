@@ -58,7 +58,7 @@ class CardEngine:
         try:
             self._rows = CardRows(
                 cards=cards,
-                shapes=BatchShapes(layout, cards.switches),
+                shapes=BatchShapes(layout),
                 arenas=self._arenas,
                 order=WriteOrder(streams),
                 checks=RowChecks(layout, plan.partition),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,12 +27,13 @@ from shard_node.cuda.kernel_params import (
     ByteArray,
     RowFormat,
     UInt32Array,
-    UInt64Array,
+    hot_owner,
     owners_of,
+    pinned_owner,
     round_up,
 )
 from shard_node.cuda.places import PIECE_ROWS, Placer
-from shard_node.cuda.uploads import NUM_UPLOADS, Upload
+from shard_node.cuda.uploads import NUM_UPLOADS, Uploads
 from shard_node.engine.arena_builder import layout_for, not_finite
 from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.errors import InvalidBagsError
@@ -41,6 +43,8 @@ from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
 logger = logging.getLogger(__name__)
 
+PlacesOf: TypeAlias = Callable[[Int64Array], UInt32Array]
+"""Returns the places uint32 [n] of rows int64 [n] of this node."""
 UPLOAD_BYTES = PIECE_BYTES
 NUMBER_BYTES = 4
 
@@ -113,7 +117,10 @@ class CardTableLoad:
         self._plan_digest = plan_digest
         self._card_set = card_set
         self._upload_bytes = upload_bytes
-        budget = _budget(card_set, memory_budget_bytes)
+        options, pinned_bytes = card_set.options, card_set.options.pinned_bytes
+        if memory_budget_bytes is not None:
+            pinned_bytes = min(pinned_bytes, memory_budget_bytes)
+        budget = CardBudget(card_set.card_bytes, pinned_bytes, options.hot_bytes, card_set.cards.peer_access)
         self.plan = CardPlan.make(layout, partition, budget, _hotness(snapshot, layout, observed or {}))
         # The plan counts the entries of buckets as places, which arenas have beside their tables.
         beside = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in layout.groups)
@@ -172,13 +179,6 @@ class CardTableLoad:
         return engine
 
 
-def _budget(card_set: CardSet, memory_budget_bytes: int | None) -> CardBudget:
-    pinned_bytes = card_set.options.pinned_bytes
-    if memory_budget_bytes is not None:
-        pinned_bytes = min(pinned_bytes, memory_budget_bytes)
-    return CardBudget(card_set.card_bytes, pinned_bytes, card_set.options.hot_bytes, card_set.cards.peer_access)
-
-
 def _hotness(snapshot: Snapshot, layout: TableLayout, observed: ObservedCounts) -> Hotness:
     """Return the snapshot's access counts if it has any, else what was observed, else tables by their lookups per byte.
 
@@ -193,24 +193,6 @@ def _hotness(snapshot: Snapshot, layout: TableLayout, observed: ObservedCounts) 
             if table.name in observed and observed[table.name].shape == (table.num_embeddings,)
         }
     return Hotness(known)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PlacesByBucket:
-    """Places of a node's rows of one table, uint32 [rows]; `begins`, uint64 [buckets], is `Placer.bucket_places`."""
-
-    buckets: RowBuckets
-    begins: UInt64Array
-    places: UInt32Array
-
-    def at(self, rows: Int64Array) -> Int64Array:
-        """Find where the places of rows of this node lie, int64 [n]."""
-        at = self.begins[self.buckets.of_rows(rows)] + (rows >> self.buckets.slot_shift).view(np.uint64)
-        return at.view(np.int64)
-
-    def of(self, rows: Int64Array) -> UInt32Array:
-        """Return the places of rows of this node, uint32 [n]."""
-        return self.places[self.at(rows)]
 
 
 def _in_order(places: UInt32Array, first_row: int, rows: Int64Array) -> UInt32Array:
@@ -249,14 +231,7 @@ class CardFill:
         self._told_bytes = 0
         self._tell()
         self._streams = [card.stream(low_priority=True) for card in cards.cards]
-        self._uploads: list[Upload] = []
-        on = list(zip(cards.cards, self._streams, strict=True))
-        try:
-            for _ in range(NUM_UPLOADS):
-                self._uploads.append(Upload(cards, on, upload_bytes))
-        except BaseException:
-            self.close()
-            raise
+        self._uploads = Uploads(cards, list(zip(cards.cards, self._streams, strict=True)), upload_bytes)
 
     def arena(self, arena: ArenaOnCards) -> None:
         """Send all places and rows of an arena's tables. They may still be on their way when it returns.
@@ -275,29 +250,25 @@ class CardFill:
 
     def close(self) -> None:
         """Wait until no card works on anything of this, and free the buffers. Idempotent."""
-        uploads, self._uploads = self._uploads, []
         try:
             for stream in self._streams:
                 stream.synchronize()
         finally:
-            for upload in uploads:
-                upload.free()
+            self._uploads.free()
 
     def _table(self, arena: ArenaOnCards, number: int) -> None:
         """Send the places of a table's rows, by which cards put rows where they belong, then rows file by file."""
         table = self._plan.layout.tables[number]
         files, buckets = self._files[table.name], RowBuckets.of(table)
         is_here = self._plan.partition.card_of_bucket[number] >= 0
-        by_bucket = self._places_by_bucket(number) if self._plan.places[number].buckets else None
-        if by_bucket is not None:
-            self._send_places(arena, number, 0, by_bucket.places)
+        by_bucket = self._places_by_bucket(arena, number, buckets) if self._plan.places[number].buckets else None
         pieces = self._placer.pieces(number, min(PIECE_ROWS, files.rows_per_file))
         in_order = np.empty(min(files.rows_per_file, table.num_embeddings), np.uint32)
         for index in range(len(files.rows)):
             order = buckets.in_file(files.rows_per_file, index)
             positions = order.positions_of(is_here)
             if by_bucket is not None:
-                self._file(arena, number, index, order, positions, by_bucket.of)
+                self._file(arena, number, index, order, positions, by_bucket)
                 continue
             placed = 0
             while placed < order.num_rows:
@@ -308,23 +279,25 @@ class CardFill:
                 self._send_places(arena, number, order.first_row, in_order[:placed])
             self._file(arena, number, index, order, positions, partial(_in_order, in_order, order.first_row))
 
-    def _places_by_bucket(self, number: int) -> _PlacesByBucket:
-        """Return the places of this node's rows of a table, each where those of its bucket lie."""
-        found = _PlacesByBucket(
-            RowBuckets.of(self._plan.layout.tables[number]),
-            self._placer.bucket_places(number),
-            np.empty(self._plan.places[number].rows, np.uint32),
-        )
+    def _places_by_bucket(self, arena: ArenaOnCards, number: int, buckets: RowBuckets) -> PlacesOf:
+        """Send the places of a table's rows, which are stored bucket by bucket, and return what reads them."""
+        begins = self._placer.bucket_places(number)
+        places = np.empty(self._plan.places[number].rows, np.uint32)
+
+        def index_of(rows: Int64Array) -> Int64Array:
+            return (begins[buckets.of_rows(rows)] + (rows >> buckets.slot_shift).view(np.uint64)).view(np.int64)
+
         for first, piece in self._placer.pieces(number):
             here = np.flatnonzero(piece != NOT_HERE)
-            found.places[found.at(here + first)] = piece[here]
-        return found
+            places[index_of(here + first)] = piece[here]
+        self._send_places(arena, number, 0, places)
+        return lambda rows: places[index_of(rows)]
 
     def _send_places(self, arena: ArenaOnCards, number: int, first_place: int, places: UInt32Array) -> None:
         step = self._upload_bytes // NUMBER_BYTES
         for first in range(0, places.size, step):
             piece = places[first : first + step]
-            upload = self._next_upload()
+            upload = self._uploads.next()
             upload.reserve(piece.nbytes).view(np.uint32)[:] = piece
             for card in range(self._num_cards):
                 target = arena.places_address(card, number - arena.group.first_table, first_place + first)
@@ -338,13 +311,15 @@ class CardFill:
         index: int,
         order: FileOrder,
         positions: Int64Array,
-        places_of: Callable[[Int64Array], UInt32Array],
+        places_of: PlacesOf,
     ) -> None:
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
         codec = codec_for(table.dtype, table.embedding_dim)
         source = self._snapshot.rows_file(table.name, index)
-        items, step = source.view(f"V{source.shape[1]}").reshape(-1), self._rows_per_piece(arena)
+        items = source.view(f"V{source.shape[1]}").reshape(-1)
+        # As many rows as fit an upload, whoever owns them: each owner's begin aligned, after their numbers.
+        step = (self._upload_bytes - (self._num_cards + 2) * CHUNK_BYTES) // (arena.format.stride + NUMBER_BYTES)
         for first in range(0, positions.size, step):
             piece = positions[first : first + step]
             stored = items.take(piece).view(np.uint8).reshape(piece.size, -1)
@@ -358,11 +333,6 @@ class CardFill:
             if self._done_bytes - self._told_bytes >= min(PIECE_BYTES, self._upload_bytes):
                 self._tell()
 
-    def _rows_per_piece(self, arena: ArenaOnCards) -> int:
-        """As many as fit an upload, whoever owns them: each owner's rows begin aligned, behind their numbers."""
-        owners = self._num_cards + 2
-        return (self._upload_bytes - owners * CHUNK_BYTES) // (arena.format.stride + NUMBER_BYTES)
-
     def _send_rows(
         self, arena: ArenaOnCards, table: int, rows: Int64Array, stored: ByteArray, places: UInt32Array
     ) -> None:
@@ -372,7 +342,7 @@ class CardFill:
             order = np.argsort(owner, kind="stable")
             rows, stored = rows[order], stored.view(f"V{stored.shape[1]}").reshape(-1)[order].view(np.uint8)
             stored = stored.reshape(rows.size, arena.format.row_bytes)
-        upload = self._next_upload()
+        upload = self._uploads.next()
         array = upload.reserve(self._upload_bytes)
         first = first_byte = 0
         for number in np.flatnonzero(counts).tolist():
@@ -381,7 +351,10 @@ class CardFill:
             first_byte = rows_at + (end - first) * arena.format.stride
             array[numbers_at : numbers_at + NUMBER_BYTES * (end - first)].view(np.uint32)[:] = rows[first:end]
             arena.format.relay(stored[first:end], array[rows_at:first_byte].reshape(end - first, -1))
-            for card in self._keepers(number):
+            # An owner is a card, all cards (hot rows), or the host, whose rows card 0 writes.
+            is_host = number == pinned_owner(self._num_cards)
+            is_hot = number == hot_owner(self._num_cards)
+            for card in range(self._num_cards) if is_hot else [0 if is_host else number]:
                 numbers = upload.send(card, numbers_at, first_byte - numbers_at)
                 arena.write(
                     card,
@@ -390,22 +363,11 @@ class CardFill:
                     numbers + rows_at - numbers_at,
                     end - first,
                     self._streams[card],
-                    writes_host=number == self._num_cards + 1,
+                    writes_host=is_host,
                 )
             first = end
         for card in range(self._num_cards):
             upload.used(card)
-
-    def _keepers(self, owner: int) -> Sequence[int]:
-        """Return the cards that write an owner's rows."""
-        if owner < self._num_cards:
-            return (owner,)
-        return range(self._num_cards) if owner == self._num_cards else (0,)
-
-    def _next_upload(self) -> Upload:
-        upload = self._uploads.pop(0)
-        self._uploads.append(upload)
-        return upload
 
     def _tell(self) -> None:
         self._told_bytes = self._done_bytes

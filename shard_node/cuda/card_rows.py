@@ -139,8 +139,8 @@ class ArenaOnCards:
         params.rows[: len(rows)] = rows
         return params
 
-    def _finders(self) -> tuple[bytes, UInt64Array, bytes]:
-        """Return TableParams of each table, where its rows begin at each owner, and the places of buckets."""
+    def _finders(self) -> bytes:
+        """Return TableParams of each table, then `ArenaParams.starts`, then `ArenaParams.buckets`."""
         tables, begins = (TableParams * len(self._tables))(), list[UInt64Array]()
         starts = np.ascontiguousarray(self._placer.starts(self.group), np.uint64)
         num_buckets = 0
@@ -156,15 +156,14 @@ class ArenaOnCards:
                 found.shifts = buckets.bucket_shift | buckets.slot_shift << 8 | log2_count << 16
                 begins.append(self._placer.bucket_places(self.group.first_table + number))
                 num_buckets += places.buckets
-        return bytes(tables), starts, b"".join(one.tobytes() for one in begins)
+        return bytes(tables) + starts.tobytes() + b"".join(begin.tobytes() for begin in begins)
 
     def _upload_finders(self, cards: Cards) -> None:
-        tables, offsets, buckets = self._finders()
-        pinned = cards.allocate_pinned(len(tables) + offsets.nbytes + len(buckets))
+        finders = self._finders()
+        pinned = cards.allocate_pinned(len(finders))
         try:
+            pinned.array[:] = np.frombuffer(finders, np.uint8)
             for card, params in zip(self._cards, self.params, strict=True):
-                starts = cards.switches.starts(offsets, params.rows)
-                pinned.array[:] = np.frombuffer(tables + starts.tobytes() + buckets, np.uint8)
                 stream = card.stream()
                 card.copy_to_card(params.tables, pinned, 0, pinned.size_bytes, stream)
                 stream.synchronize()

@@ -15,12 +15,11 @@ from pydantic import Field
 
 from loader.snapshot.tables import Frozen
 from shard_node.cuda.cards import Card, Cards
-from shard_node.cuda.kernel_params import MAX_CARDS, KernelSwitches
+from shard_node.cuda.kernel_params import MAX_CARDS
 from shard_node.errors import (
     CardsUnavailableError,
     DeviceChoiceError,
     MemoryBudgetError,
-    PeerAccessError,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class CardSet:
         card_bytes: by card, what the rows and places of one version may take.
 
     Raises:
-        PeerAccessError: peer access is required, and not all pairs of cards have it.
+        CardsUnavailableError: peer access is required, and not all pairs of cards have it.
     """
 
     def __init__(self, cards: Cards, options: CardOptions | None = None, memory: CardMemory | None = None) -> None:
@@ -90,7 +89,12 @@ class CardSet:
         if not cards.peer_access:
             told = f"not every one of {cards.name} can read the memory of every other (peer access)"
             if self.options.require_peer_access:
-                raise PeerAccessError(f"{told}, and require_peer_access is set")
+                raise CardsUnavailableError(
+                    f"{told}, and require_peer_access is set",
+                    kind="peer_access",
+                    http_status=409,
+                    grpc_status="FAILED_PRECONDITION",
+                )
             logger.warning("%s: every row will be on all cards, or in pinned host memory", told)
         wanted = self.options.card_memory_gb
         self.card_bytes = (
@@ -182,8 +186,9 @@ class CardMemory:
                     cards[0].give_back_unused()
                     free = cards[0].free_bytes()
                 if wanted and wanted + filling > free - kept:
+                    names = f"card{'s' if len(cards) > 1 else ''} {', '.join(str(card.number) for card in cards)}"
                     raise MemoryBudgetError(
-                        f"rows take {wanted} bytes of device {device} ({_names(cards)}), but {free} are free and "
+                        f"rows take {wanted} bytes of device {device} ({names}), but {free} are free and "
                         f"{kept} are kept free; versions that are here take {_on(cards, self._claims) - filling}, "
                         f"others that are being staged {filling}. Give less card memory to leave more rows in pinned "
                         "host memory, or roll replica by replica"
@@ -194,10 +199,6 @@ class CardMemory:
 
 def _on(cards: Sequence[Card], claims: Sequence[CardClaim]) -> int:
     return sum(claim.card_bytes[card.number] for claim in claims for card in cards)
-
-
-def _names(cards: Sequence[Card]) -> str:
-    return f"card{'s' if len(cards) > 1 else ''} {', '.join(str(card.number) for card in cards)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,15 +279,12 @@ def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: i
     return tuple(range(cards))
 
 
-def open_cards(
-    choice: DeviceChoice, num_cards: int | None = None, switches: KernelSwitches | None = None
-) -> Cards | None:
+def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | None:
     """Open the cards that were chosen; None for the CPU.
 
     Args:
         choice: of devices.
         num_cards: as `devices_of_cards`.
-        switches: of the kernels; None: as the product runs them.
 
     Raises:
         CardsUnavailableError: if `cuda` was chosen and this process can't use a GPU.
@@ -298,7 +296,7 @@ def open_cards(
     try:
         shim = _shim()
         num_devices: int = shim.usable_devices()
-        cards: Cards = shim.open_cupy_cards(devices_of_cards(choice, num_cards, num_devices), switches)
+        cards: Cards = shim.open_cupy_cards(devices_of_cards(choice, num_cards, num_devices))
     except (CardsUnavailableError, DeviceChoiceError) as reason:
         if choice.kind == "cuda":
             if isinstance(reason, CardsUnavailableError):

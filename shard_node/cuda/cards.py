@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.cuda.kernel_params import KernelSwitches
 from shard_node.errors import CardError
 
 if TYPE_CHECKING:
@@ -30,21 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class Memory(Protocol):
-    """Bytes of one card. Not zeroed.
-
-    Attributes:
-        address: of the first byte.
-        size_bytes: how many.
-    """
+    """`size_bytes` bytes of one card from `address` on, not zeroed. Freed when nobody holds it any more."""
 
     address: int
     size_bytes: int
 
     def free(self) -> None:
-        """Give it back. Nothing that uses it may be under way. Idempotent. Memory that nobody holds ends by itself.
-
-        While a graph is captured anywhere it is only noted, and given back when that has ended.
-        """
+        """Free it, or note that while a graph is captured anywhere. No work may use it any more. Idempotent."""
 
 
 class PinnedMemory(Memory, Protocol):
@@ -59,7 +51,7 @@ class CardEvent(Protocol):
     """A moment on a stream."""
 
     def synchronize(self) -> None:
-        """Blocks until it has passed, without the interpreter lock."""
+        """Block until it has passed, without the interpreter lock."""
 
     @property
     def done(self) -> bool:
@@ -67,24 +59,22 @@ class CardEvent(Protocol):
 
 
 class Stream(Protocol):
-    """Work of one card, in order."""
+    """Work of one card, in order; `pointer` is a cudaStream_t."""
 
-    @property
-    def pointer(self) -> int:
-        """cudaStream_t."""
+    pointer: int
 
     def synchronize(self) -> None:
-        """Blocks until all of it is done, without the interpreter lock."""
+        """Block until all of it is done, without the interpreter lock."""
 
     def record(self) -> CardEvent:
         """Return the moment when all that was put on it is done."""
 
     def wait(self, event: CardEvent) -> None:
-        """Has what comes after wait for the event, of any card."""
+        """Let what comes after wait for the event, of any card."""
 
 
 class Graph(Protocol):
-    """Recorded work that is launched as one. It knows addresses, and keeps none of the memory that lies there."""
+    """Recorded work that is launched as one. It knows addresses, and keeps none of the memory there."""
 
     def replay(self, stream: Stream) -> None:
         """Put it on the stream, which is the one it was captured on: graphs of one stream share torch's memory."""
@@ -94,30 +84,34 @@ class Card(Protocol):
     """One card. Thread-safe, but for what is said of graphs.
 
     Attributes:
-        number: its place among the cards, from 0.
-        device_index: the device that it lies on.
+        number: its index among the cards.
+        device_index: the device that it is on.
         torch_device: where torch sees its memory.
+        total_bytes: memory of the device.
     """
 
     number: int
     device_index: int
     torch_device: torch.device
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory of the device."""
+    total_bytes: int
 
     def free_bytes(self) -> int:
         """Return what can still be allocated; logical cards of one device see the same."""
 
     def give_back_unused(self) -> None:
-        """Frees what is only kept for later, of torch's memory on its device. May wait for the device."""
+        """Free what torch keeps for later on its device. May wait for the device."""
 
     def allocate(self, size_bytes: int) -> Memory:
-        """Raise MemoryBudgetError, with the numbers, if the device has not as much."""
+        """Allocate memory. Raise MemoryBudgetError, with the numbers, if the device has not as much."""
+
+    def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
+        """Allocate memory of the host, for all cards. Raise MemoryBudgetError if it has not as much."""
+
+    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
+        """Compile more kernels for it. Idempotent. Raise CardError if they do not compile."""
 
     def stream(self, *, low_priority: bool = False) -> Stream:
-        """Make one, which does not wait for the default stream; `low_priority` gives way to all that are not."""
+        """Make a stream that does not wait for the default one; `low_priority` gives way to all that are not."""
 
     def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
         """Launch `grid` blocks of THREADS_PER_BLOCK threads, at least one. The structures are copied at once."""
@@ -135,7 +129,7 @@ class Card(Protocol):
         """Return a contiguous view of memory from byte `first` on; it does not keep the memory alive."""
 
     def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """Send this thread's torch operations to the stream, within it.
+        """Send this thread's torch operations to the stream while the block runs.
 
         None may wait for the whole device (`torch.cuda.synchronize`) while a stream of it is captured anywhere.
         """
@@ -144,81 +138,74 @@ class Card(Protocol):
         """Record what `work` puts on the stream, which must be no allocation of this class and no synchronisation.
 
         `work` has run once outside before, so that nothing is compiled or chosen during the capture. Addresses and
-        launch shapes are fixed by it; only what lies in memory may change between replays.
+        launch shapes are fixed by it; only what is in memory may change between replays.
         """
 
 
-class Cards(Protocol):
-    """All cards of a process, and pinned memory."""
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """All cards of a process.
 
-    @property
-    def cards(self) -> Sequence[Card]:
-        """By number."""
+    Attributes:
+        cards: by number.
+        peer_access: whether every card reads every other's memory. If not, no row may be on only one card.
+        name: their number and kind, for people: `8 x NVIDIA H100 80GB HBM3`.
+    """
 
-    @property
-    def peer_access(self) -> bool:
-        """Whether every card reads every other's memory. If not, no row may be on only one card."""
-
-    @property
-    def switches(self) -> KernelSwitches:
-        """How their kernels were compiled."""
-
-    @property
-    def name(self) -> str:
-        """What they are, for people: `8 x NVIDIA H100 80GB HBM3`."""
+    cards: Sequence[Card]
+    peer_access: bool
+    name: str
 
     def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
-        """Compile a source beside the engine's; all cards launch these kernels of it from then on. Idempotent.
-
-        Raises:
-            CardError: it does not compile.
-        """
+        """Compile more kernels, for all cards. Idempotent. Raise CardError if they do not compile."""
+        for card in self.cards:
+            card.load_kernels(source, kernels)
 
     def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
-        """Raise MemoryBudgetError if the host has not as much."""
+        """Allocate memory of the host. Raise MemoryBudgetError if it has not as much."""
+        return self.cards[0].allocate_pinned(size_bytes)
 
 
 class DeferredFrees:
-    """Keeps what gives memory and graphs back apart from captures of graphs. Thread-safe.
+    """Keeps what frees memory and graphs apart from captures of graphs. Thread-safe.
 
     Freeing memory may wait for the device, and ending a graph changes what torch knows of all of them: either breaks a
     capture that is under way. But a free comes whenever a reference count falls to zero or garbage is collected: in the
     middle of a capture, or in a thread that holds what a capture waits for. So it is queued and never waits: frees are
-    done, in order, by whoever finds that there is no capture, or else by the thread whose capture ends.
+    done, in order, by the next caller that finds no capture, or else by the thread whose capture ends.
     """
 
     def __init__(self) -> None:
-        # Not re-entrant: what holds it is in the middle of what no free may come into, also not of its own thread.
+        # Not re-entrant: its holder is in the middle of what no free may come into, also not of its thread.
         self._alone = threading.Lock()
         self._thread: int | None = None
         self._queue: deque[Callable[[], object]] = deque()
 
     def free(self, action: Callable[[], object]) -> None:
-        """Do it now, or after the capture that is under way. What it raises is logged: whoever does it can't help."""
+        """Run `action` now, or after the capture that is under way. Its errors are logged: no caller could help."""
         self._queue.append(action)
         self.settle()
 
     def settle(self) -> None:
-        """Do all that is queued, unless a capture, or another thread that is at it, is going to."""
-        # Once more after the lock was given back: somebody may have come who could not take it.
+        """Run all that is queued, unless a capture or another thread is going to."""
+        # Again after the release: an action may have been queued by a thread that could not acquire the lock.
         while self._queue and self._alone.acquire(blocking=False):
             try:
-                self._work_off()
+                self._run_queue()
             finally:
                 self._alone.release()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold frees back within, as a capture must. Waits for other threads that are within.
+        """Hold frees back while the block runs, as a capture must. Waits for other threads that do.
 
-        Raises:
-            CardError: this thread is within already.
+        Raises CardError if this thread does already.
         """
         if self._thread == threading.get_ident():
             raise CardError("this can't be done while a graph is captured")
         try:
             with self._alone:
-                self._work_off()
+                self._run_queue()
                 self._thread = threading.get_ident()
                 try:
                     yield
@@ -227,9 +214,9 @@ class DeferredFrees:
         finally:
             self.settle()
 
-    def _work_off(self) -> None:
+    def _run_queue(self) -> None:
         while self._queue:
             try:
                 self._queue.popleft()()
             except Exception:
-                logger.exception("what was given back could not be freed")
+                logger.exception("unused memory could not be freed")

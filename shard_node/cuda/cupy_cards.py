@@ -12,13 +12,13 @@ import gc
 import logging
 import math
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import cupy
 import numpy as np
@@ -27,15 +27,8 @@ import torch
 from cupy.cuda import compiler, driver, nvrtc, runtime
 
 from shard_node.cuda.cards import CardEvent, Cards, DeferredFrees, Graph, Memory, PinnedMemory, Stream
-from shard_node.cuda.kernel_params import (
-    MAX_CARDS,
-    POOL_KERNELS,
-    THREADS_PER_BLOCK,
-    WRITE_KERNEL,
-    KernelSwitches,
-    pointers_to,
-)
-from shard_node.errors import CardError, CardsUnavailableError, DeviceChoiceError, MemoryBudgetError
+from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL, pointers_to
+from shard_node.errors import CardError, CardsUnavailableError, MemoryBudgetError
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +47,16 @@ _SOURCE: Final = Path(__file__).with_name("kernels.cu")
 _KERNELS: Final = (*POOL_KERNELS.values(), WRITE_KERNEL)
 # There may be one capture at a time in a process, and no memory or graph may end beside it.
 _FREES: Final = DeferredFrees()
-# Handles that nobody holds, by device, and those of streams by priority. They are never destroyed: torch keeps memory
+# Unused handles, of events by device, of streams by device and priority. They are never destroyed: torch keeps memory
 # and workspaces by a stream's handle, and CUDA may give a new stream the handle of a destroyed one.
-_SPARE_EVENTS: Final[dict[int, deque[int]]] = {}
-_SPARE_STREAMS: Final[dict[int, dict[int, deque[int]]]] = {}
+_SPARE_EVENTS: Final[defaultdict[int, deque[int]]] = defaultdict(deque)
+_SPARE_STREAMS: Final[defaultdict[tuple[int, int], deque[int]]] = defaultdict(deque)
 # torch's allocator goes on asking a graph whose capture could not be ended, so such a one is never let go.
 _broken_graphs: list[torch.cuda.CUDAGraph] = []
 
-T = TypeVar("T")
-
 
 def usable_devices() -> int:
-    """Return how many devices this process sees, at least 1. Their compute capability is not looked at.
+    """Return how many devices this process sees, at least 1. Their compute capability is not checked.
 
     Raises:
         CardsUnavailableError: naming what is missing.
@@ -88,99 +79,125 @@ def usable_devices() -> int:
     return count
 
 
-def open_cupy_cards(devices: Sequence[int], switches: KernelSwitches | None = None) -> Cards:
+def open_cupy_cards(devices: Sequence[int]) -> Cards:
     """Open a card on each of these devices, which may be named several times: contexts, kernels, peer access.
 
-    Args:
-        devices: of each card.
-        switches: of the kernels; None: as the product runs them.
-
     Raises:
-        CardsUnavailableError: this process can't use a GPU, or one is too old.
-        DeviceChoiceError: there is no such device, or as many cards can't be.
+        CardsUnavailableError: a device is too old.
         CardError: CUDA failed, or the kernels do not compile.
     """
-    available = usable_devices()
-    if not 1 <= len(devices) <= MAX_CARDS:
-        raise DeviceChoiceError(f"{len(devices)} cards: 1..{MAX_CARDS} are allowed")
-    for device in devices:
-        if not 0 <= device < available:
-            raise DeviceChoiceError(f"there is no device {device}; this process sees 0..{available - 1}")
+    distinct = list(dict.fromkeys(devices))
+    for device in distinct:
         if (capability := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
             raise CardsUnavailableError(
                 f"device {device} ({torch.cuda.get_device_name(device)}) has compute capability "
                 f"{'.'.join(map(str, capability))}; the kernels need {'.'.join(map(str, OLDEST_CAPABILITY))} or newer"
             )
-    switches = switches or KernelSwitches()
-    opened = {index: _Device(index, switches) for index in dict.fromkeys(devices)}
-    return _CupyCards([_CupyCard(number, opened[index]) for number, index in enumerate(devices)], switches)
+    cards = [_CupyCard(number, device) for number, device in enumerate(devices)]
+    access = [_enable_peer_access(reader, owner) for reader in distinct for owner in distinct if reader != owner]
+    kinds = Counter(map(torch.cuda.get_device_name, distinct))
+    name = " + ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return Cards(cards, all(access), name if distinct == list(devices) else f"{len(cards)} logical cards on {name}")
 
 
-class _CupyCards:
-    def __init__(self, cards: Sequence[_CupyCard], switches: KernelSwitches) -> None:
-        self.cards = tuple(cards)
-        self.switches = switches
-        devices = list(dict.fromkeys(card.device for card in cards))
-        self.peer_access = _enable_peer_access(devices)
-        kinds = Counter(torch.cuda.get_device_name(device.index) for device in devices)
-        named = " + ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        self.name = named if len(devices) == len(cards) else f"{len(cards)} logical cards on {named}"
-
-    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
-        for device in {card.device for card in self.cards}:
-            device.load_kernels(source, kernels, self.switches)
-
-    def allocate_pinned(self, size_bytes: int) -> _CupyPinnedMemory:
-        return self.cards[0].device.allocate_pinned(size_bytes)
+def _enable_peer_access(reader: int, owner: int) -> bool:
+    """Let a device read another's memory, if that can be, and return whether it does. What fails is logged."""
+    try:
+        with _Current(reader, f"access to the memory of device {owner}"):
+            if not runtime.deviceCanAccessPeer(reader, owner):
+                raise CardError(f"device {reader} has no way to the memory of device {owner}")
+            runtime.deviceEnablePeerAccess(owner)
+    except CardError as error:
+        if _cuda_status(error) != _PEER_ACCESS_ALREADY_ENABLED:
+            logger.warning("%s", error)
+            return False
+    return True
 
 
-def _enable_peer_access(devices: Sequence[_Device]) -> bool:
-    """Lets all devices read each other's memory, as far as that can be; whether all do. What fails is logged."""
-    complete = True
-    for reader in devices:
-        for owner in devices:
-            if reader is owner:
-                continue
-            try:
-                with reader.current(f"access to the memory of device {owner.index}"):
-                    if not runtime.deviceCanAccessPeer(reader.index, owner.index):
-                        raise CardError(f"device {reader.index} has no way to the memory of device {owner.index}")
-                    runtime.deviceEnablePeerAccess(owner.index)
-            except CardError as error:
-                if _cuda_status(error) != _PEER_ACCESS_ALREADY_ENABLED:
-                    logger.warning("%s", error)
-                    complete = False
-    return complete
+@cache
+def _compiled(device: int, source: Path, kernels: tuple[str, ...]) -> dict[str, Any]:
+    """Compile kernels for a device, or take them from CuPy's cache on disk. Code is unloaded with its last function."""
+    with _Current(device, f"compiling {source.name}"):
+        code = source.read_text(encoding="utf-8")
+        module = cupy.RawModule(code=code, options=("-std=c++17",), backend="nvrtc")
+        try:
+            return {name: module.get_function(name).kernel for name in kernels}
+        except (compiler.CompileException, OSError, RuntimeError) as error:
+            raise CardError(f"device {device}: the kernels can't be compiled: {error}") from error
 
 
 class _CupyCard:
     """A device, or a part of one."""
 
-    def __init__(self, number: int, device: _Device) -> None:
-        self.number = number
-        self.device = device
-        self.device_index = device.index
-        self.torch_device = device.torch_device
-        self.total_bytes = device.total_bytes
+    def __init__(self, number: int, device: int) -> None:
+        self.number, self.device_index = number, device
+        self.torch_device = torch.device("cuda", device)
+        with self._current("opening it"):
+            self.total_bytes = int(runtime.memGetInfo()[1])
+        self._kernels: dict[str, int] = {}
+        self.load_kernels(_SOURCE, _KERNELS)
+
+    def _current(self, action: str) -> _Current:
+        return _Current(self.device_index, action)
+
+    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
+        compiled = _compiled(self.device_index, source, tuple(kernels))
+        self._kernels |= {name: int(function.ptr) for name, function in compiled.items()}
 
     def free_bytes(self) -> int:
-        return self.device.free_bytes()
+        """Return it by cudaMemGetInfo: what torch's allocator keeps for later counts as used."""
+        with self._current("asking for its memory"):
+            return int(runtime.memGetInfo()[0])
 
     def give_back_unused(self) -> None:
-        self.device.give_back_unused()
+        """Free what torch's allocator keeps for later, on all devices. Waits for them, and for captures."""
+        try:
+            with _FREES.alone(), self._current("giving back unused memory"):
+                torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise CardError(f"device {self.device_index}: unused memory can't be given back: {error}") from error
 
     def allocate(self, size_bytes: int) -> _CupyMemory:
-        return self.device.allocate(size_bytes)
+        """By cudaMalloc, outside of every pool, so that peers have access."""
+        address = self._address_of_new(size_bytes, lambda: runtime.malloc(size_bytes))
+        if address is None:
+            raise MemoryBudgetError(
+                f"{size_bytes} bytes can't be allocated on device {self.device_index}: {self.free_bytes()} of "
+                f"{self.total_bytes} are free"
+            )
+        return _CupyMemory(runtime.free, self.device_index, address, size_bytes)
+
+    def allocate_pinned(self, size_bytes: int) -> _CupyMemory:
+        """By cudaHostAlloc, for all devices."""
+        flags = runtime.hostAllocPortable | runtime.hostAllocMapped
+        address = self._address_of_new(size_bytes, lambda: runtime.hostAlloc(size_bytes, flags))
+        if address is None:
+            raise MemoryBudgetError(f"the host can't lock {size_bytes} bytes of memory for cards")
+        return _CupyMemory(runtime.freeHost, self.device_index, address, size_bytes)
+
+    def _address_of_new(self, size_bytes: int, make: Callable[[], int]) -> int | None:
+        """Make memory, after freeing what is kept unused if it must be: None if there is no room, 0 for no bytes."""
+        _FREES.settle()
+        for is_last in (False, True):
+            try:
+                with self._current(f"allocating {size_bytes} bytes"):
+                    return int(make()) if size_bytes else 0
+            except CardError as error:
+                if _cuda_status(error) != _OUT_OF_MEMORY:
+                    raise
+            if not is_last:
+                self.give_back_unused()
+        return None
 
     def stream(self, *, low_priority: bool = False) -> _CupyStream:
-        return _CupyStream(self.device, LOW_PRIORITY if low_priority else LANE_PRIORITY)
+        return _CupyStream(self.device_index, LOW_PRIORITY if low_priority else LANE_PRIORITY)
 
     def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
         # The parameters themselves are copied by the driver before it returns.
         pointers = pointers_to(params)
         address = ctypes.addressof(pointers)
-        function = self.device.kernels[kernel]
-        with self.device.current(f"launching {kernel} with {grid[0]} x {grid[1]} blocks"):
+        function = self._kernels[kernel]
+        with self._current(f"launching {kernel} with {grid[0]} x {grid[1]} blocks"):
             driver.launchKernel(function, grid[0], grid[1], 1, THREADS_PER_BLOCK, 1, 1, 0, stream.pointer, address, 0)
 
     def copy_to_card(self, target: int, source: PinnedMemory, first: int, size_bytes: int, stream: Stream) -> None:
@@ -191,13 +208,13 @@ class _CupyCard:
 
     def _copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
         if size_bytes:
-            with self.device.current(f"copying {size_bytes} bytes"):
+            with self._current(f"copying {size_bytes} bytes"):
                 # Default: the addresses say by themselves on which side they are.
                 runtime.memcpyAsync(target, source, size_bytes, runtime.memcpyDefault, stream.pointer)
 
     def zero(self, target: int, size_bytes: int, stream: Stream) -> None:
         if size_bytes:
-            with self.device.current(f"zeroing {size_bytes} bytes"):
+            with self._current(f"zeroing {size_bytes} bytes"):
                 runtime.memsetAsync(target, 0, size_bytes, stream.pointer)
 
     def tensor(self, memory: Memory, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -207,37 +224,60 @@ class _CupyCard:
             raise CardError(f"byte {first} of memory is not where a {dtype} can lie")
         if not size_bytes:
             return torch.empty(shape, dtype=dtype, device=self.torch_device)
-        with self.device.current("viewing memory"):
-            return _view(address, size_bytes, memory, self.device.index).view(dtype).view(shape)
+        with self._current("viewing memory"):
+            unowned = cupy.cuda.UnownedMemory(address, size_bytes, memory, self.device_index)
+            array = cupy.ndarray((size_bytes,), dtype=np.uint8, memptr=cupy.cuda.MemoryPointer(unowned, 0))
+            # -1: no order is asked for. Else CuPy would make torch's stream wait for CuPy's, which ends a capture.
+            view: torch.Tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=-1))
+            return view.view(dtype).view(shape)
 
     def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(_made_here(stream, _CupyStream).for_torch)
+        assert isinstance(stream, _CupyStream)
+        return torch.cuda.stream(stream.for_torch)
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
-        return _capture(_made_here(stream, _CupyStream), work)
-
-
-def _view(address: int, size_bytes: int, owner: object, device: int) -> torch.Tensor:
-    """uint8 [size_bytes], at least 1: memory of a device, or pinned memory, as torch sees it; it keeps the owner."""
-    memory = cupy.cuda.UnownedMemory(address, size_bytes, owner, device)
-    array = cupy.ndarray((size_bytes,), dtype=np.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
-    # -1: no order is asked for. Else CuPy would make torch's stream wait for CuPy's, which ends a capture.
-    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=-1))
-    return tensor
-
-
-def _made_here(thing: object, kind: type[T]) -> T:
-    if not isinstance(thing, kind):
-        raise CardError(f"{type(thing).__name__} is of other cards: it must be a {kind.__name__}")
-    return thing
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices and their memory
+        """There is one capture at a time in a process: others wait for it."""
+        assert isinstance(stream, _CupyStream)
+        with _FREES.alone(), ExitStack() as stack, torch.cuda.stream(stream.for_torch):
+            if gc.isenabled():
+                # What garbage holds of CUDA must not be freed by a thread that captures.
+                gc.disable()
+                stack.callback(gc.enable)
+            if not stream.graphs:  # The allocator does not take up a pool again that no graph uses any more.
+                stream.graph_pool = torch.cuda.graph_pool_handle()
+            # So that cuBLAS makes new workspaces, in the graphs' memory, which nothing else is given while a graph
+            # lives. A graph knows its workspace's address, and torch frees a stream's workspaces as soon as one of its
+            # graphs ends (pytorch/pytorch#193402).
+            torch._C._cuda_clearCublasWorkspaces()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                graph.capture_begin(pool=stream.graph_pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                except BaseException:
+                    # The stream must not go on capturing. That the end fails too says no more than the error does.
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+            except BaseException as error:
+                # Its state is unknown: neither this graph nor its pool nor the stream's handle is used again.
+                _broken_graphs.append(graph)
+                # A capture that CUDA gave up ends in torch's allocator only by this; before, that gives nothing back.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(stream.device_index, stream.graph_pool)
+                stream.graphs.clear()
+                stream.give_back.detach()
+                if isinstance(error, RuntimeError):
+                    raise CardError(f"a graph can't be captured: {error}") from error
+                raise
+            captured = _CupyGraph(graph, stream)
+            stream.graphs.add(captured)
+        return captured
 
 
 class _Current:
-    """Makes a device the thread's current one for a while, and CUDA's errors ours."""
+    """Makes a device the thread's current one for a while, and CUDA's errors ours; `action` is for the message."""
 
     __slots__ = ("_action", "_index", "_previous")
 
@@ -268,115 +308,17 @@ class _Current:
 
 
 def _cuda_status(error: CardError) -> int | None:
-    """CUDA's number of what went wrong, if it was CUDA's."""
+    """Return CUDA's number of the failure, if it was CUDA's."""
     status = getattr(error.__cause__, "status", None)
     return None if status is None else int(status)
 
 
-class _Device:
-    """One device, shared by its logical cards: kernels, memory, and handles of events and streams that nobody holds.
-
-    Raises:
-        CardError: CUDA failed, or the kernels do not compile.
-    """
-
-    def __init__(self, index: int, switches: KernelSwitches) -> None:
-        self.index = index
-        self.torch_device = torch.device("cuda", index)
-        with self.current("opening it"):
-            self.total_bytes = int(runtime.memGetInfo()[1])
-            if switches.l2_fetch_bytes:
-                runtime.deviceSetLimit(runtime.cudaLimitMaxL2FetchGranularity, switches.l2_fetch_bytes)
-            # Kept, as the code is unloaded with the last of them.
-            self._functions = _compiled(index, _SOURCE, _KERNELS, switches)
-        self.kernels: dict[str, int] = {name: int(function.ptr) for name, function in self._functions.items()}
-        self.spare_events = _SPARE_EVENTS.setdefault(index, deque())
-        self.spare_streams = _SPARE_STREAMS.setdefault(index, {})
-
-    def load_kernels(self, source: Path, kernels: Sequence[str], switches: KernelSwitches) -> None:
-        if not self.kernels.keys() >= set(kernels):
-            with self.current(f"compiling {source.name}"):
-                compiled = _compiled(self.index, source, kernels, switches)
-            self._functions |= compiled
-            self.kernels |= {name: int(function.ptr) for name, function in compiled.items()}
-
-    def current(self, action: str) -> _Current:
-        """Return a context within which the device is current; `action` is for the message of CardError."""
-        return _Current(self.index, action)
-
-    def allocate(self, size_bytes: int) -> _CupyMemory:
-        """By cudaMalloc, outside of every pool, so that peers have access."""
-
-        def make() -> int:
-            with self.current(f"allocating {size_bytes} bytes"):
-                return int(runtime.malloc(size_bytes))
-
-        address = self._address_of_new(make) if size_bytes else 0
-        if address is None:
-            raise MemoryBudgetError(
-                f"{size_bytes} bytes can't be allocated on device {self.index}: {self.free_bytes()} of "
-                f"{self.total_bytes} are free"
-            )
-        return _CupyMemory(_free, self, address, size_bytes)
-
-    def allocate_pinned(self, size_bytes: int) -> _CupyPinnedMemory:
-        """By cudaHostAlloc, for all devices."""
-        flags = runtime.hostAllocPortable | runtime.hostAllocMapped
-
-        def make() -> int:
-            with self.current(f"allocating {size_bytes} bytes of pinned memory"):
-                return int(runtime.hostAlloc(size_bytes, flags))
-
-        address = self._address_of_new(make) if size_bytes else 0
-        if address is None:
-            raise MemoryBudgetError(f"the host can't lock {size_bytes} bytes of memory for cards")
-        return _CupyPinnedMemory(_free_pinned, self, address, size_bytes)
-
-    def _address_of_new(self, make: Callable[[], int]) -> int | None:
-        """Make memory, of what is freed by now and, if that is not enough, of all that is kept; None if it isn't."""
-        _FREES.settle()
-        for again in (False, True):
-            try:
-                return make()
-            except CardError as error:
-                if _cuda_status(error) != _OUT_OF_MEMORY:
-                    raise
-            if not again:
-                self.give_back_unused()
-        return None
-
-    def free_bytes(self) -> int:
-        """Return what torch's allocator keeps for later counts as used."""
-        with self.current("asking for its memory"):
-            return int(runtime.memGetInfo()[0])
-
-    def give_back_unused(self) -> None:
-        """Has torch's allocator let go of what it keeps for later, on all devices. Waits for them, and for captures."""
-        try:
-            with _FREES.alone(), self.current("giving back unused memory"):
-                torch.cuda.empty_cache()
-        except RuntimeError as error:
-            raise CardError(f"device {self.index}: unused memory can't be given back: {error}") from error
-
-
-def _compiled(device: int, source: Path, kernels: Sequence[str], switches: KernelSwitches) -> dict[str, Any]:
-    """Compile the kernels for the current device, or take them from CuPy's cache on disk: objects with a CUfunction."""
-    options = ("-std=c++17", *switches.defines())
-    module = cupy.RawModule(code=source.read_text(encoding="utf-8"), options=options, backend="nvrtc")
-    try:
-        return {name: module.get_function(name).kernel for name in kernels}
-    except (compiler.CompileException, OSError, RuntimeError) as error:
-        raise CardError(f"device {device}: the kernels can't be compiled: {error}") from error
-
-
 class _CupyMemory:
-    """Bytes that are given back by `free`, or when nobody holds them any more. Address 0 for no bytes."""
+    """Bytes that are freed by `free`, or when nobody holds them any more. Address 0 for no bytes."""
 
-    def __init__(
-        self, release: Callable[[_Device, int, int], None], device: _Device, address: int, size_bytes: int
-    ) -> None:
+    def __init__(self, release: Callable[[int], object], device: int, address: int, size_bytes: int) -> None:
         self.address, self.size_bytes = address, size_bytes
-        self._release = weakref.finalize(self, _FREES.free, partial(release, device, address, size_bytes))
+        self._release = weakref.finalize(self, _FREES.free, partial(_free, release, device, address, size_bytes))
         self._release.atexit = False
 
     @property
@@ -387,15 +329,11 @@ class _CupyMemory:
         """Wait for the device, as cudaFree and cudaFreeHost do; but not for a capture, which does this at its end."""
         self._release()
 
-
-class _CupyPinnedMemory(_CupyMemory):
-    """At one address for the host and all cards."""
-
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """It keeps the memory, but no view may be used after `free`."""
+        """Of pinned memory, which has one address for the host and all cards. No view may be used after `free`."""
         if self.freed:
-            raise CardError(f"pinned memory of {self.size_bytes} bytes was given back")
+            raise CardError(f"pinned memory of {self.size_bytes} bytes was freed")
         if not self.size_bytes:
             return np.empty(0, np.uint8)
         held = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
@@ -403,29 +341,19 @@ class _CupyPinnedMemory(_CupyMemory):
         return np.frombuffer(memoryview(held), np.uint8)
 
 
-def _free(device: _Device, address: int, size_bytes: int) -> None:
+def _free(release: Callable[[int], object], device: int, address: int, size_bytes: int) -> None:
     if address:
-        with device.current(f"freeing {size_bytes} bytes"):
-            runtime.free(address)
-
-
-def _free_pinned(device: _Device, address: int, size_bytes: int) -> None:
-    if address:
-        with device.current(f"freeing {size_bytes} bytes of pinned memory"):
-            runtime.freeHost(address)
+        with _Current(device, f"freeing {size_bytes} bytes"):
+            release(address)
 
 
 def _address_within(memory: Memory, first: int, size_bytes: int) -> int:
-    """Return the address of byte `first` of memory with size_bytes from there on. Raises CardError if it has not."""
-    memory = _made_here(memory, _CupyMemory)
+    """Return the address of byte `first` of memory; raise CardError if size_bytes from there on are not within it."""
+    assert isinstance(memory, _CupyMemory)
     if memory.freed or not 0 <= first <= first + size_bytes <= memory.size_bytes:
-        state = "that was given back" if memory.freed else f"of {memory.size_bytes} bytes"
+        state = "that was freed" if memory.freed else f"of {memory.size_bytes} bytes"
         raise CardError(f"bytes {first}..{first + size_bytes} are not within memory {state}")
     return memory.address + first
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Streams, events and graphs
 
 
 class _CupyEvent:
@@ -435,18 +363,18 @@ class _CupyEvent:
     moment that they were put there for (cudaStreamWaitEvent).
     """
 
-    def __init__(self, device: _Device, pointer: int) -> None:
-        self._device, self.pointer = device, pointer
+    def __init__(self, device: int, pointer: int) -> None:
+        self._device, self.pointer, self._spare = device, pointer, _SPARE_EVENTS[device]
 
     def synchronize(self) -> None:
         """Without the interpreter lock, but not without the processor: it spins."""
-        with self._device.current("waiting for an event"):
+        with _Current(self._device, "waiting for an event"):
             runtime.eventSynchronize(self.pointer)
 
     @property
     def done(self) -> bool:
         """Raises CardError if work before it failed."""
-        with self._device.current("asking an event"):
+        with _Current(self._device, "asking an event"):
             status = int(runtime.eventQuery(self.pointer))
             try:
                 runtime.check_status(status)
@@ -458,7 +386,7 @@ class _CupyEvent:
         return status != _NOT_READY
 
     def __del__(self) -> None:
-        self._device.spare_events.append(self.pointer)
+        self._spare.append(self.pointer)
 
 
 class _CupyStream:
@@ -468,48 +396,45 @@ class _CupyStream:
     of the card, by what torch keeps for each.
 
     Attributes:
-        device_index: of its device.
         for_torch: the same stream.
         graphs: that were captured on it and are still there. They share memory.
         graph_pool: where torch's allocator takes it from.
+        give_back: keeps the handle for another stream.
     """
 
-    def __init__(self, device: _Device, priority: int) -> None:
-        self._device, self.device_index = device, device.index
-        spare = device.spare_streams.setdefault(priority, deque())
+    def __init__(self, device: int, priority: int) -> None:
+        self.device_index = device
+        spare = _SPARE_STREAMS[device, priority]
         try:
             self.pointer = spare.popleft()
         except IndexError:
-            with device.current("making a stream"):
+            with _Current(device, "making a stream"):
                 self.pointer = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority))
-        self._give_back = weakref.finalize(self, spare.append, self.pointer)
-        self._give_back.atexit = False
-        self.for_torch: torch.cuda.Stream = torch.cuda.ExternalStream(self.pointer, device.torch_device)  # type: ignore[no-untyped-call]
+        self.give_back = weakref.finalize(self, spare.append, self.pointer)
+        self.give_back.atexit = False
+        self.for_torch: torch.cuda.Stream = torch.cuda.ExternalStream(self.pointer, torch.device("cuda", device))  # type: ignore[no-untyped-call]
         self.graphs: weakref.WeakSet[_CupyGraph] = weakref.WeakSet()
         self.graph_pool: Any = None
 
-    def keep_handle(self) -> None:
-        """Never uses the handle again after this stream: nobody knows what state it is in."""
-        self._give_back.detach()
-
     def synchronize(self) -> None:
         """Raise CardError if work on it failed."""
-        with self._device.current("waiting for a stream"):
+        with _Current(self.device_index, "waiting for a stream"):
             runtime.streamSynchronize(self.pointer)
 
     def record(self) -> _CupyEvent:
-        with self._device.current("recording an event"):
+        with _Current(self.device_index, "recording an event"):
             try:
-                pointer = self._device.spare_events.popleft()
+                pointer = _SPARE_EVENTS[self.device_index].popleft()
             except IndexError:
                 pointer = int(runtime.eventCreateWithFlags(runtime.eventDisableTiming))
-            event = _CupyEvent(self._device, pointer)
+            event = _CupyEvent(self.device_index, pointer)
             runtime.eventRecord(pointer, self.pointer)
         return event
 
     def wait(self, event: CardEvent) -> None:
-        with self._device.current("waiting for another stream"):
-            runtime.streamWaitEvent(self.pointer, _made_here(event, _CupyEvent).pointer, 0)
+        assert isinstance(event, _CupyEvent)
+        with _Current(self.device_index, "waiting for another stream"):
+            runtime.streamWaitEvent(self.pointer, event.pointer, 0)
 
 
 class _CupyGraph:
@@ -526,55 +451,3 @@ class _CupyGraph:
             raise CardError("a graph must be replayed on the stream that it was captured on")
         with torch.cuda.stream(self._captured_on.for_torch):
             self._graph[0].replay()
-
-
-def _capture(on: _CupyStream, work: Callable[[], None]) -> _CupyGraph:
-    """Record what `work` puts on the stream. There is one capture at a time in a process: others wait for it.
-
-    Raises:
-        CardError: `work` did what can't be captured.
-    """
-    with _FREES.alone(), _no_collection(), torch.cuda.stream(on.for_torch):
-        if not on.graphs:  # The allocator does not take up a pool again that no graph uses any more.
-            on.graph_pool = torch.cuda.graph_pool_handle()
-        # Has cuBLAS take new workspaces for what comes, so that those of a graph lie in the graphs' own memory. A graph
-        # knows its workspace's address, and torch gives a stream's workspaces back as soon as one of its graphs ends
-        # (pytorch/pytorch#193402). From the graphs' memory nobody else is given anything while one of them lives.
-        torch._C._cuda_clearCublasWorkspaces()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            graph.capture_begin(pool=on.graph_pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                # The stream must not go on capturing. That the end fails too says no more than the error does.
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        except BaseException as error:
-            # Nobody knows what state it is in: neither this graph nor its pool is used again.
-            _broken_graphs.append(graph)
-            # A capture that CUDA gave up ends in torch's allocator only by this; before, that gives nothing back.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(on.device_index, on.graph_pool)
-            on.graphs.clear()
-            on.keep_handle()
-            if isinstance(error, RuntimeError):
-                raise CardError(f"a graph can't be captured: {error}") from error
-            raise
-        captured = _CupyGraph(graph, on)
-        on.graphs.add(captured)
-    return captured
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is collected within: if it holds things of CUDA, a thread that captures must not free them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -6,17 +6,17 @@ Pointers are addresses in the unified address space, which every card and the ho
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.tables import RowDtype
-from shard_node.errors import DeviceChoiceError, InvalidBagsError
+from shard_node.errors import InvalidBagsError
 
 ByteArray = npt.NDArray[np.uint8]
 UInt8Array = npt.NDArray[np.uint8]
@@ -53,87 +53,6 @@ MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "none": 2}
 POOL_KERNELS: dict[RowDtype, str] = {dtype: f"pool_{dtype}" for dtype in ("int8", "int4", "fp16", "fp32")}
 WRITE_KERNEL = "write_rows"
 
-SWITCH_VALUES: Final[dict[str, tuple[int, ...]]] = {
-    "bags_per_lane_group": (1, 2, 4),
-    "lane_groups_per_bag": (1, 2, 4),
-    "absolute_bases": (0, 1),
-    "l2_fetch_bytes": (0, 32, 64, 128),
-}
-"""What each field of `KernelSwitches` may be; first, what it is if nothing is said."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSwitches:
-    """What kernels can be made to do in another way, to measure whether it is better. The product runs the defaults.
-
-    Attributes:
-        bags_per_lane_group: neighbouring bags of a run that the same threads walk one after the other, with rows of
-            several on their way at a time: for bags of one row or a few.
-        lane_groups_per_bag: how many groups of threads share the rows of a bag, for bags of a hundred and more. Sums
-            are then added in another order.
-        absolute_bases: `ArenaParams.starts` are addresses in place of offsets behind an owner's rows.
-        l2_fetch_bytes: what a miss of the L2 cache reads of memory at the most (a hint), for all that this process does
-            on the device from then on; 0: as it is.
-
-    Raises:
-        DeviceChoiceError: naming the switch and what it may be.
-    """
-
-    bags_per_lane_group: int = 1
-    lane_groups_per_bag: int = 1
-    absolute_bases: bool = False
-    l2_fetch_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, allowed = getattr(self, field.name), SWITCH_VALUES[field.name]
-            if value not in allowed:
-                raise DeviceChoiceError(f"kernel switch {field.name}={value} is none of {', '.join(map(str, allowed))}")
-        if self.bags_per_lane_group > 1 and self.lane_groups_per_bag > 1:
-            raise DeviceChoiceError(
-                f"kernel switches bags_per_lane_group={self.bags_per_lane_group} and lane_groups_per_bag="
-                f"{self.lane_groups_per_bag}: one of them must be 1"
-            )
-
-    @classmethod
-    def of(cls, values: Mapping[str, int]) -> Self:
-        """Turn switches by their names.
-
-        Raises:
-            DeviceChoiceError: naming the switch, and which there are or what it may be.
-        """
-        for name in values:
-            if name not in SWITCH_VALUES:
-                raise DeviceChoiceError(f"kernel switch {name!r} is none of {', '.join(SWITCH_VALUES)}")
-        chosen: dict[str, Any] = dict(values)
-        return cls(**chosen)
-
-    def turned(self) -> dict[str, int]:
-        """Return those that are not as the product has them."""
-        values = {field.name: int(getattr(self, field.name)) for field in fields(self)}
-        return {name: value for name, value in values.items() if value != SWITCH_VALUES[name][0]}
-
-    def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.turned().items()) or "defaults"
-
-    def defines(self) -> tuple[str, ...]:
-        """Return options of a compiler, for those that are not as `kernels.cu` has them by itself."""
-        return tuple(f"-D{name.upper()}={value}" for name, value in self.turned().items() if name != "l2_fetch_bytes")
-
-    def starts(self, offsets: UInt64Array, rows: Sequence[int]) -> UInt64Array:
-        """Return `ArenaParams.starts` of a card, from offsets uint64 [tables, owners] behind its `rows`, by owner."""
-        return offsets + np.array(rows[: offsets.shape[1]], np.uint64) if self.absolute_bases else offsets
-
-    def bags_per_block(self, lanes_log2: int) -> int:
-        """Return how many bags a thread block has, of 2^lanes_log2 threads each, or of several times as many."""
-        return (THREADS_PER_BLOCK >> lanes_log2) * self.bags_per_lane_group // self.lane_groups_per_bag
-
-
-EACH_SWITCH: Final = tuple(
-    KernelSwitches.of({name: value}) for name, values in SWITCH_VALUES.items() for value in values[1:]
-)
-"""One switch turned in each, to be compared with the defaults."""
-
 
 class TableParams(ctypes.Structure):
     """One table of an arena, 32 bytes: how the place of a row is found. Three ways.
@@ -164,8 +83,7 @@ class ArenaParams(ctypes.Structure):
     hot rows, and, at num_cards + 1, the host's pinned rows. 0 where an owner has none.
     places: uint32 [places]: slot << owner_bits | owner, or `NOT_HERE`.
     tables: TableParams [num_tables].
-    starts: uint64 [num_tables, num_cards + 2]: the byte, behind `rows[owner]`, at which a table's slot 0 lies; or its
-    address (`KernelSwitches.starts`).
+    starts: uint64 [num_tables, num_cards + 2]: the byte, behind `rows[owner]`, at which a table's slot 0 lies.
     buckets: uint64 [...], of each bucket of each table with `bucket_after`: the place of a row of it is at
     begin + buckets[bucket] + (row >> slot_shift), modulo 2^64; `NO_BUCKET` for another node's.
     """

@@ -3,15 +3,11 @@
 // What the kernels take, and how rows are laid out, is described, field by field, in kernel_params.py.
 //
 // One thread owns CHUNK_BYTES of the rows of one bag and walks the bag alone, with several rows on their way at a time.
-// Nothing is passed between threads, or only from one to a later one, so the same source also runs on the host
-// (cuda_on_host.h), one thread after the other. Needs no CUDA header: NVRTC compiles it as it is.
+// Nothing is passed between threads, so tests also run the same source on the host, one thread after the other
+// (SHARDRANK_ON_HOST). Needs no CUDA header: NVRTC compiles it as it is.
 //
 // Rows, places and batches are loaded through the read-only path. Nobody writes them while a launch reads them: row
 // writes and uploads are other launches, ordered by events.
-
-#ifdef SHARDRANK_ON_HOST
-#include "cuda_on_host.h"
-#endif
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -24,20 +20,6 @@ constexpr u32 THREADS_PER_BLOCK = 256;
 constexpr u32 CHUNK_BYTES = 16;
 // Of one bag, that a thread has on their way at a time.
 constexpr int ROWS_IN_FLIGHT = 4;
-
-// Switches (KernelSwitches in kernel_params.py says what they do).
-#ifndef BAGS_PER_LANE_GROUP
-#define BAGS_PER_LANE_GROUP 1
-#endif
-#ifndef LANE_GROUPS_PER_BAG
-#define LANE_GROUPS_PER_BAG 1
-#endif
-#ifndef ABSOLUTE_BASES
-#define ABSOLUTE_BASES 0
-#endif
-static_assert(BAGS_PER_LANE_GROUP == 1 || LANE_GROUPS_PER_BAG == 1, "a group has several bags, or shares one");
-// Of a multiprocessor: these two take a few registers more than there are for as many blocks as without them.
-constexpr int FEWER_BLOCKS = BAGS_PER_LANE_GROUP > 1 || LANE_GROUPS_PER_BAG > 1;
 
 constexpr u32 NOT_HERE = 0xFFFFFFFFu;
 // In place of a place, behind the end of a bag.
@@ -115,7 +97,7 @@ struct WriteParams {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Numbers. The conversions to and from 16 bits are instructions of the card; the host's are in cuda_on_host.h.
+// Numbers. The conversions to and from 16 bits are instructions of the card; tests bring the host's.
 
 #ifndef SHARDRANK_ON_HOST
 __device__ __forceinline__ float2 halves_to_floats(u32 pair) {
@@ -432,7 +414,7 @@ __device__ __forceinline__ void rows_at(
         const u32 place = has_row(places[i]) ? places[i] : 0u;
         const u32 owner = owner_at(arena, place);
         const u64 start = __ldg(starts + owner);
-        rows[i] = (ABSOLUTE_BASES ? 0 : reinterpret_cast<u64>(arena.rows[owner])) +
+        rows[i] = reinterpret_cast<u64>(arena.rows[owner]) +
                   (start + static_cast<u64>(place >> arena.owner_bits) * arena.row_stride);
     }
 }
@@ -461,37 +443,6 @@ __device__ __forceinline__ u32 begin_of_bag(const BatchParams& batch, const uint
     return run.w == MODE_NONE ? run.y + bag : __ldg(batch.offsets + run.y + bag);
 }
 
-// Of a bag's values, the first, and the end, of those that a lane group adds up.
-__device__ __forceinline__ uint2 share_of_bag(const BatchParams& batch, const uint4& run, u32 bag, u32 group) {
-    const u32 begin = begin_of_bag(batch, run, bag), end = begin_of_bag(batch, run, bag + 1);
-    if (LANE_GROUPS_PER_BAG == 1) return make_uint2(begin, end);
-    const u32 size = (end - begin + LANE_GROUPS_PER_BAG - 1) / LANE_GROUPS_PER_BAG;
-    const u32 first = min(begin + group % LANE_GROUPS_PER_BAG * size, end);
-    return make_uint2(first, min(first + size, end));
-}
-
-// Adds what the lane groups of a bag have summed, each of its part, to the sums of the last of them, the only one to be
-// told true. A thread takes only what earlier ones have left, so that a host may run one after the other.
-template <int N>
-__device__ __forceinline__ bool join_lane_groups(u32 lanes_log2, u32 group, float (&sums)[N], float& biases) {
-    __shared__ float parts[N + 1][THREADS_PER_BLOCK];
-    const bool is_last = group % LANE_GROUPS_PER_BAG == LANE_GROUPS_PER_BAG - 1;
-    if (!is_last) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) parts[i][threadIdx.x] = sums[i];
-        parts[N][threadIdx.x] = biases;
-    }
-    __syncthreads();  // Threads without a bag or a column have ended, and are not waited for.
-    if (!is_last) return false;
-#pragma unroll
-    for (int other = 1; other < LANE_GROUPS_PER_BAG; ++other) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) sums[i] += parts[i][threadIdx.x - (other << lanes_log2)];
-        biases += parts[N][threadIdx.x - (other << lanes_log2)];
-    }
-    return true;
-}
-
 template <class Rows>
 __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams& batch) {
     u32 block = blockIdx.x + batch.rotation % batch.num_blocks;
@@ -500,17 +451,14 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     if (work.x == NO_RUN) return;
 
     const u32 lane = threadIdx.x & ((1u << batch.lanes_log2) - 1u);
-    const u32 group = threadIdx.x >> batch.lanes_log2;
-    u32 bag = work.y + group / LANE_GROUPS_PER_BAG * BAGS_PER_LANE_GROUP;
+    const u32 bag = work.y + (threadIdx.x >> batch.lanes_log2);
     const u32 chunk_number = (blockIdx.y << batch.lanes_log2) + lane;
     const u32 column = chunk_number * Rows::ELEMENTS;
     const uint4 run = load_run(batch, work.x, 0);
     if (bag >= run.z || column >= arena.embedding_dim) return;
 
-    const u32 end_bag = BAGS_PER_LANE_GROUP == 1 ? bag + 1 : min(bag + BAGS_PER_LANE_GROUP, run.z);
-    uint2 share = share_of_bag(batch, run, bag, group);
-    u32 position = share.x;
-    const u32 end = BAGS_PER_LANE_GROUP == 1 ? share.y : begin_of_bag(batch, run, end_bag);
+    u32 position = begin_of_bag(batch, run, bag);
+    const u32 end = begin_of_bag(batch, run, bag + 1);
 
     const TableParams table = load_table(arena, run.x);
     const u64 begin = keep_whole(begin_of(arena, table));
@@ -522,26 +470,6 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = 0.0f;
     float biases = 0.0f;
     bool is_bad = false;  // whether some value has no row here
-
-    const auto finish_bag = [&] {
-        // Loaded only now, or again: until here they would take registers from the rows in flight.
-        const uint4 run = load_run(batch, work.x, 0), out = load_run(batch, work.x, 1);
-        if (is_bad && chunk_number == 0) count_bad(arena, batch, share_of_bag(batch, run, bag, group), table, begin);
-        if (LANE_GROUPS_PER_BAG > 1 && !join_lane_groups(batch.lanes_log2, group, sums, biases)) return;
-        const u32 length =
-            run.w == MODE_MEAN ? begin_of_bag(batch, run, bag + 1) - begin_of_bag(batch, run, bag) : 0;
-        const float factor = length ? 1.0f / static_cast<float>(length) : 1.0f;
-#pragma unroll
-        for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = (sums[i] + biases) * factor;
-        const i64 out_offset = static_cast<i64>(static_cast<u64>(out.y) << 32 | out.x);
-        const i64 out_stride = static_cast<i64>(static_cast<u64>(out.w) << 32 | out.z);
-        store(batch, out_offset + static_cast<i64>(bag) * out_stride + column, arena.embedding_dim - column, sums);
-        if (++bag == end_bag) return;
-#pragma unroll
-        for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = 0.0f;
-        biases = 0.0f;
-        share = share_of_bag(batch, run, bag, group);
-    };
 
     // Three stages: while rows are on their way, so are the places of the next rows and the values after those.
     u32 values[ROWS_IN_FLIGHT];
@@ -584,19 +512,25 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         load_values(position + 2 * ROWS_IN_FLIGHT);
 #pragma unroll
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
-            if (BAGS_PER_LANE_GROUP > 1) {
-                while (position + i == share.y && bag + 1 < end_bag) finish_bag();
-            }
             if (here[i]) Rows::add(sums, biases, chunks[i], tails[i], __uint_as_float(weights[i]));
         }
     }
 
-    do finish_bag();
-    while (BAGS_PER_LANE_GROUP > 1 && bag < end_bag);
+    // Loaded only now, or again: until here they would take registers from the rows in flight.
+    const uint4 run_again = load_run(batch, work.x, 0), out = load_run(batch, work.x, 1);
+    const u32 first = begin_of_bag(batch, run_again, bag);
+    if (is_bad && chunk_number == 0) count_bad(arena, batch, make_uint2(first, end), table, begin);
+    const u32 length = run_again.w == MODE_MEAN ? end - first : 0;
+    const float factor = length ? 1.0f / static_cast<float>(length) : 1.0f;
+#pragma unroll
+    for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = (sums[i] + biases) * factor;
+    const i64 out_offset = static_cast<i64>(static_cast<u64>(out.y) << 32 | out.x);
+    const i64 out_stride = static_cast<i64>(static_cast<u64>(out.w) << 32 | out.z);
+    store(batch, out_offset + static_cast<i64>(bag) * out_stride + column, arena.embedding_dim - column, sums);
 }
 
 #define POOL_KERNEL(name, Rows)                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Rows::MIN_BLOCKS - FEWER_BLOCKS)     \
+    extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Rows::MIN_BLOCKS)                    \
         name(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {     \
         pool<Rows>(arena, batch);                                                                        \
     }

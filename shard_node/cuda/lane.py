@@ -69,8 +69,8 @@ class Lane:
     def launch(self, work: Callable[[], None]) -> None:
         """Run `work`, in which lookups are put on the stream: `Slot.enqueue`.
 
-        All that one `work` looks up sees every row write whole or not at all. It holds row writes up only while it
-        runs, not while the card does what it was told.
+        All that one `work` looks up sees every row write in full or not at all. It holds row writes up only while it
+        runs, not while the card works.
         """
         self.rows.order.read(self._reader, work)
 
@@ -227,35 +227,33 @@ class HostPool:
 
     def pool(self, bags: KeyedBags, tables: Int64Array) -> list[Float32Array]:
         """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys."""
-        runs, group_elements = block_runs(self._lane.rows.shapes, bags, tables)
-        try:
-            down = self._pool(bags, RunTable(self._lane.rows.shapes, runs), runs.out_bytes)
-        except BaseException:
-            # What was put on the stream may still use the buffers that the next batch is packed into.
-            self._lane.stream.synchronize()
-            raise
-        blocks = []
-        for (first, end), group in zip(group_elements, self._lane.rows.shapes.layout.groups, strict=True):
-            blocks.append(down[first:end].reshape(-1, group.embedding_dim).copy())
-        return blocks
-
-    def _pool(self, bags: KeyedBags, table: RunTable, out_bytes: int) -> Float32Array:
-        lane = self._lane
+        lane, shapes = self._lane, self._lane.rows.shapes
+        runs, group_elements = block_runs(shapes, bags, tables)
+        table = RunTable(shapes, runs)
         blocks = table.blocks(bags)
         layout = BatchLayout.tight(bags, blocks)
-        views = BatchViews(self._upload.reserve(layout.size_bytes), layout)
-        views.write_constant(table)
-        views.pack(bags, blocks)
-        out, down = self._outputs(out_bytes)
+        try:
+            views = BatchViews(self._upload.reserve(layout.size_bytes), layout)
+            views.write_constant(table)
+            views.pack(bags, blocks)
+            out, down = self._outputs(runs.out_bytes)
 
-        def put() -> None:
-            address = self._upload.send(0, 0, layout.size_bytes)
-            lane.put(lane.launches(layout, address, out.address, "fp32"))
+            def put() -> None:
+                address = self._upload.send(0, 0, layout.size_bytes)
+                lane.put(lane.launches(layout, address, out.address, "fp32"))
 
-        lane.launch(put)
-        lane.card.copy_to_host(down, 0, out.address, out_bytes, lane.stream)
-        lane.stream.record().synchronize()
-        return down.array[:out_bytes].view(np.float32)
+            lane.launch(put)
+            lane.card.copy_to_host(down, 0, out.address, runs.out_bytes, lane.stream)
+            lane.stream.record().synchronize()
+        except BaseException:
+            # What was put on the stream may still use the buffers that the next batch is packed into.
+            lane.stream.synchronize()
+            raise
+        sums = down.array[: runs.out_bytes].view(np.float32)
+        return [
+            sums[first:end].reshape(-1, group.embedding_dim).copy()
+            for (first, end), group in zip(group_elements, shapes.layout.groups, strict=True)
+        ]
 
     def _outputs(self, size_bytes: int) -> tuple[Memory, PinnedMemory]:
         # Nothing is under way: every batch before was waited for.

@@ -16,7 +16,6 @@ from shard_node.cuda.kernel_params import ByteArray, round_up
 SMALLEST_BYTES = 1 << 16
 FIRST_CAPACITY_BYTES = 1 << 20
 NUM_UPLOADS = 2
-"""Used in turn, so that the bus is busy while the next rows are packed."""
 
 
 def capacity_for(size_bytes: int) -> int:
@@ -115,30 +114,41 @@ class Upload:
             pinned.free()
 
 
+class Uploads:
+    """`NUM_UPLOADS` of them, used in turn, so that the bus is busy while the next rows are packed. As `Upload`."""
+
+    def __init__(self, cards: Cards, on: Sequence[tuple[Card, Stream]], capacity_bytes: int) -> None:
+        self._uploads: list[Upload] = []
+        try:
+            for _ in range(NUM_UPLOADS):
+                self._uploads.append(Upload(cards, on, capacity_bytes))
+        except BaseException:
+            self.free()
+            raise
+
+    def next(self) -> Upload:
+        """Return the one that was sent the longest ago."""
+        self._uploads.append(self._uploads.pop(0))
+        return self._uploads[-1]
+
+    def free(self) -> None:
+        """Wait for what is under way, and free the buffers. Idempotent."""
+        for upload in self._uploads:
+            upload.free()
+
+
 class RowWriter:
-    """Writes rows of an engine wherever they lie: on one card, on all, or in pinned memory.
+    """Writes rows of an engine wherever they are: on one card, on all, or in pinned memory.
 
     Rows are packed once and sent to all cards, which take those that are theirs: a delta is small, and the host keeps
-    no places.
-
-    Args:
-        rows: of the engine.
-
-    Raises:
-        MemoryBudgetError: no room for the first buffers; nothing is held then.
+    no places. Raises MemoryBudgetError if there is no room for the first buffers; nothing is held then.
     """
 
     def __init__(self, rows: CardRows) -> None:
         self._rows = rows
-        self._one_writer = threading.Lock()
-        self._uploads: list[Upload] = []
+        self._writing = threading.Lock()
         on = list(zip(rows.cards.cards, rows.order.streams, strict=True))
-        try:
-            for _ in range(NUM_UPLOADS):
-                self._uploads.append(Upload(rows.cards, on, FIRST_CAPACITY_BYTES))
-        except BaseException:
-            self.free()
-            raise
+        self._uploads = Uploads(rows.cards, on, FIRST_CAPACITY_BYTES)
 
     def write(self, table: int | tuple[int, ...], rows: Int64Array, stored: ByteArray) -> int:
         """As `Engine.write_rows`."""
@@ -151,15 +161,13 @@ class RowWriter:
             elif here.any():
                 parts.append((number, rows[here], of_table[here]))
         if parts and rows.size:
-            with self._one_writer:
+            with self._writing:
                 self._write(parts)
         return sum(numbers.size for _, numbers, _ in parts)
 
     def free(self) -> None:
-        """Wait for what is under way, and give the buffers back. Idempotent."""
-        uploads, self._uploads = self._uploads, []
-        for upload in uploads:
-            upload.free()
+        """Wait for what is under way, and free the buffers. Idempotent."""
+        self._uploads.free()
 
     def _write(self, parts: list[tuple[int, Int64Array, ByteArray]]) -> None:
         shapes, order = self._rows.shapes, self._rows.order
@@ -171,9 +179,7 @@ class RowWriter:
         ]
         edges = [0, *accumulate(size for pair in sizes for size in pair)]
         starts, size_bytes = list(zip(edges[:-1:2], edges[1::2], strict=True)), edges[-1]
-        # The one that was sent the longest ago.
-        upload = self._uploads.pop(0)
-        self._uploads.append(upload)
+        upload = self._uploads.next()
         array = upload.reserve(size_bytes)
         for arena, (_, rows, stored), (rows_at, stored_at) in zip(arenas, parts, starts, strict=True):
             np.copyto(array[rows_at : rows_at + 4 * rows.size].view(np.uint32), rows, casting="unsafe")

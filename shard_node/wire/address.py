@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shard_node.errors import AddressError
-from shard_node.wire.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Handshake, ReloadingContext, handshake
+from shard_node.wire.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Handshake, TlsContext, handshake
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Listener:
         sockets: Sequence[socket.socket],
         address: Address,
         protocol: Callable[[], asyncio.BaseProtocol],
-        tls: ReloadingContext | None,
+        tls: TlsContext | None,
     ) -> None:
         self._sockets = sockets
         self._protocol = protocol
@@ -163,12 +163,12 @@ class Listener:
                 ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if is_tls else None,
             )
         except OSError:
-            # The context has taken note of a refusal; whoever just leaves is nobody's concern.
+            # The context has counted a refusal; a peer that just leaves is no concern.
             return
 
 
 async def listen(
-    address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: ReloadingContext | None = None
+    address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: TlsContext | None = None
 ) -> Listener:
     """Listen on an address, port 0 for any free one; TCP connections must speak `tls`, if given.
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import Field
 
+from loader.file_backed import FileBacked
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
@@ -40,8 +41,8 @@ from shard_node.wire.messages import (
     encode_info,
     encode_pool,
 )
-from shard_node.wire.roles import NODES
-from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, ReloadingContext, connection_failure
+from shard_node.wire.roles import NODES, CertificateRoles
+from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, TlsContext, connection_failure
 
 logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
@@ -74,7 +75,7 @@ class ClientConnection(FrameConnection):
     """Sends requests and hands each answer to whoever waits for it. Answers that nobody waits for are dropped.
 
     `going_away` is told when the node wants no new requests on this connection; `ended` once when the connection is
-    gone, as what kind of error, and why.
+    gone, with the reason.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class ClientConnection(FrameConnection):
         address: Address,
         limits: ClientLimits,
         going_away: Callable[[ClientConnection], None],
-        ended: Callable[[ClientConnection, type[NodeUnavailableError], str], None],
-        tls: ReloadingContext | None,
+        ended: Callable[[ClientConnection, NodeUnavailableError], None],
+        roles: CertificateRoles | None,
     ) -> None:
         super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
         self._address = address
-        self._tls = tls
+        self._roles = roles
         self._going_away = going_away
         self._ended = ended
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
@@ -140,9 +141,9 @@ class ClientConnection(FrameConnection):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_TIMEOUT_MS)
-        if self._tls is not None and self.certificate:
+        if self._roles is not None and self.certificate:
             try:
-                self._tls.roles.check(self.certificate, str(self._address), NODES)
+                self._roles.check(self.certificate, str(self._address), NODES)
             except CertificateRoleError as error:
                 self._refusal = error
                 self.abort()
@@ -190,12 +191,12 @@ class ClientConnection(FrameConnection):
 
     def connection_ended(self, error: Exception | None) -> None:
         """Fails everything that waits."""
-        kind, reason = connection_failure(self._refusal or error or ConnectionError("closed by the node"))
+        failure = connection_failure(self._refusal or error or ConnectionError("closed by the node"))
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(kind(f"{self._address}: connection lost before the answer came: {reason}"))
+                answer.set_exception(_prefixed(f"{self._address}: connection lost before the answer came", failure))
         self.resume_writing()
-        self._ended(self, kind, reason)
+        self._ended(self, failure)
 
     def _expire(self, request_id: int) -> None:
         answer = self._waiting.get(request_id)
@@ -231,7 +232,7 @@ class ShardClient:
         clock: Callable[[], float] = time.monotonic,
         limits: ClientLimits | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        tls: ReloadingContext | None = None,
+        tls: FileBacked[TlsContext] | None = None,
     ) -> None:
         self.address = address
         self.in_flight = 0
@@ -249,8 +250,7 @@ class ShardClient:
         self._connecting: asyncio.Task[None] | None = None
         self._first_attempt: asyncio.Future[None] | None = None
         self._num_failures = 0
-        self._failure = "not connected yet"
-        self._failed_as = NodeUnavailableError
+        self._failure = NodeUnavailableError("not connected yet")
         self._is_closed = False
 
     @property
@@ -282,11 +282,8 @@ class ShardClient:
         attributes: dict[str, str | int] = {"server.address": str(self.address)}
         if self._told[0] == self.connections:
             attributes["shardrank.shard"] = self._told[1]
-
-        def ask(own: SpanContext) -> Awaitable[Answer]:
-            return self._pool(model, version, bags, deadline, forms, own)
-
-        return await lookup.ask(ask, attributes)
+        with lookup.call_span(attributes) as context:
+            return await self._pool(model, version, bags, deadline, forms, context)
 
     async def _pool(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms, trace: SpanContext | None = None
@@ -333,7 +330,7 @@ class ShardClient:
     async def close(self) -> None:
         """Cuts every connection and makes no new one; calls in flight fail with NodeUnavailableError. Idempotent."""
         self._is_closed = True
-        self._note_failure("the client is closed")
+        self._failure = NodeUnavailableError("the client is closed")
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
@@ -403,7 +400,7 @@ class ShardClient:
             raise DeadlineExceededError(f"{self.address}: deadline passed while connecting") from None
         connection = self._usable()
         if connection is None:
-            raise self._failed_as(f"{self.address}: not connected: {self._failure}")
+            raise _prefixed(f"{self.address}: not connected", self._failure)
         return connection
 
     def _start(self, pause_s: float = 0.0) -> None:
@@ -434,10 +431,12 @@ class ShardClient:
         loop = asyncio.get_running_loop()
         made: ClientConnection | None = None
         connection: ClientConnection | None = None
+        context = None if self._tls is None else self._tls.get()
 
         def make() -> ClientConnection:
             nonlocal made
-            made = ClientConnection(self.address, self._limits, self._going_away, self._ended, self._tls)
+            roles = None if context is None else context.roles
+            made = ClientConnection(self.address, self._limits, self._going_away, self._ended, roles)
             self._open.add(made)
             return made
 
@@ -446,21 +445,20 @@ class ShardClient:
                 host, port = self.address.host, self.address.port
                 if self.address.is_unix:
                     _, connection = await loop.create_unix_connection(make, self.address.path)
-                elif self._tls is None:
+                elif context is None:
                     _, connection = await loop.create_connection(make, host, port)
                 else:
                     _, connection = await loop.create_connection(
-                        make, host, port, ssl=self._tls, ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S
+                        make, host, port, ssl=context, ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S
                     )
         except TimeoutError:
-            self._note_failure(f"no connection within {self._connect_timeout_s} s")
+            self._failure = NodeUnavailableError(f"no connection within {self._connect_timeout_s} s")
         except OSError as error:
-            kind, reason = connection_failure(error)
-            self._note_failure(reason, kind)
+            self._failure = connection_failure(error)
         except Exception as error:
             # Not the network's doing, so not expected here: the log says where it came from.
             logger.exception("connecting to %s failed", self.address)
-            self._note_failure(f"{type(error).__name__}: {error}")
+            self._failure = NodeUnavailableError(f"{type(error).__name__}: {error}")
         else:
             return connection
         finally:
@@ -475,16 +473,16 @@ class ShardClient:
         # Of a node that drains, it stays open until its answers are there, for no new requests.
         if self._connection is connection:
             self._connection = None
-            self._note_failure("the node is draining")
+            self._failure = NodeUnavailableError("the node is draining")
             self._num_failures = 0
             # An idle connection may have been asked to go for that alone: calls wait for the next one.
             self._start(0.0 if connection.is_idle else self._next_pause_s())
 
-    def _ended(self, connection: ClientConnection, kind: type[NodeUnavailableError], reason: str) -> None:
+    def _ended(self, connection: ClientConnection, failure: NodeUnavailableError) -> None:
         self._open.discard(connection)
         # An attempt that goes on while one ends: it was made and lost before the attempt could say so.
         if not self._is_closed and (self._connection is connection or self._connecting is not None):
-            self._note_failure(f"connection lost: {reason}", kind)
+            self._failure = _prefixed("connection lost", failure)
         if self._connection is not connection:
             return
         self._connection = None
@@ -495,9 +493,6 @@ class ShardClient:
         else:
             self._start(self._next_pause_s())
 
-    def _note_failure(self, reason: str, kind: type[NodeUnavailableError] = NodeUnavailableError) -> None:
-        self._failure, self._failed_as = reason, kind
-
     def _next_pause_s(self) -> float:
         pause_s = min(FIRST_BACKOFF_S * 2.0**self._num_failures, self._limits.max_backoff_ms / 1e3)
         self._num_failures = min(self._num_failures + 1, MAX_DOUBLINGS)
@@ -507,3 +502,7 @@ class ShardClient:
         if self._first_attempt is not None:
             self._first_attempt.set_result(None)
             self._first_attempt = None
+
+
+def _prefixed(text: str, failure: NodeUnavailableError) -> NodeUnavailableError:
+    return type(failure)(f"{text}: {failure}", kind=failure.kind)

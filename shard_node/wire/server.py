@@ -19,7 +19,7 @@ from shard_node.wire.frame import HEADER, Frame
 from shard_node.wire.messages import encode_goaway
 from shard_node.wire.requests import Answer, Peer, RequestHandler, RequestWatch, ServerLimits
 from shard_node.wire.roles import CLIENTS
-from shard_node.wire.tls import ReloadingContext
+from shard_node.wire.tls import TlsContext
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class NodeServer:
         self,
         node: ShardNode,
         limits: ServerLimits | None = None,
-        tls: ReloadingContext | None = None,
+        tls: TlsContext | None = None,
         watch: RequestWatch | None = None,
     ) -> None:
         self._limits = limits or ServerLimits()

@@ -1,9 +1,8 @@
 """TLS for everything that listens or connects: contexts that follow their files, and what a failed handshake means.
 
-A live `ssl.SSLContext` can load another certificate but never forgets a CA, and it goes on to take session tickets
-that it gave out before. So `ReloadingContext` makes every new handshake by a context of the files as they are now.
-Connections that are open keep the context that made them. (The callback for SNI can switch contexts too, but tickets
-stay those of the first one; listening again on the same socket drops who waits there.)
+A live `ssl.SSLContext` keeps certificates of other key types and CAs that it has loaded once, so new files make a new
+one: a server's handshakes are switched to it by the callback for SNI, a client asks for it before it connects. Open
+connections keep the context that made them.
 """
 
 from __future__ import annotations
@@ -14,64 +13,55 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from pydantic import model_validator
 
 from loader.file_backed import LOOK_INTERVAL_S, FileBacked
 from loader.snapshot.tables import Frozen
-from shard_node.errors import (
-    ExpiredCertificateError,
-    MissingCertificateError,
-    NodeUnavailableError,
-    PlainTextError,
-    TlsConfigError,
-    TlsHandshakeError,
-    UntrustedCertificateError,
-)
+from shard_node.errors import NodeUnavailableError, TlsConfigError, TlsHandshakeError
 from shard_node.wire.roles import CertificateRoles, RoleUris
-
-if TYPE_CHECKING:
-    from socket import socket
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 SHUTDOWN_TIMEOUT_S: Final = 1.0
-MAX_PEM_BYTES: Final = 1 << 20
-LOG_AGAIN_S: Final = 600.0
-MAX_LINES_PER_MINUTE: Final = 10
-_MAX_SOURCES: Final = 1024
+LOG_INTERVAL_S: Final = 60.0
 
+PLAIN_TEXT: Final = "tls_plain_text"
+UNTRUSTED: Final = "tls_untrusted_certificate"
+EXPIRED: Final = "tls_expired_certificate"
+MISSING: Final = "tls_missing_certificate"
 # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
 _OUTSIDE_ITS_TIME = frozenset({9, 10})
-_PLAIN_TEXT = frozenset({"HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL"})
-_UNTRUSTED_ALERTS = frozenset(
-    {
-        "TLSV1_ALERT_UNKNOWN_CA",
-        "SSLV3_ALERT_BAD_CERTIFICATE",
-        "SSLV3_ALERT_CERTIFICATE_UNKNOWN",
-        "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE",
-    }
-)
+# What OpenSSL's reasons mean; all but the first five are alerts of the other side.
+_KINDS = {
+    "HTTP_REQUEST": PLAIN_TEXT,
+    "HTTPS_PROXY_REQUEST": PLAIN_TEXT,
+    "WRONG_VERSION_NUMBER": PLAIN_TEXT,
+    "UNKNOWN_PROTOCOL": PLAIN_TEXT,
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": MISSING,
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": MISSING,
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": EXPIRED,
+    "TLSV1_ALERT_UNKNOWN_CA": UNTRUSTED,
+    "SSLV3_ALERT_BAD_CERTIFICATE": UNTRUSTED,
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": UNTRUSTED,
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": UNTRUSTED,
+}
 
 
+@dataclass(slots=True)
 class Handshake:
-    """A server's handshake, between who accepts the connection and the context that makes it.
+    """A server's handshake: the address it is with, "" if not known, and why it failed, None if it did not."""
 
-    `address` is whose it is, for logs, "" if that is not known; `refused` says why the other side was refused, or None.
-    """
-
-    __slots__ = ("address", "refused")
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.refused: TlsHandshakeError | None = None
+    address: str = ""
+    refused: TlsHandshakeError | None = None
 
 
 handshake: ContextVar[Handshake | None] = ContextVar("handshake", default=None)
-"""That which begins. Set by who accepts connections himself; `loop.create_server` tells nobody whose it is."""
+"""The one that begins, set by who accepts connections: event loops do not tell a context whose connection it is."""
 
 
 class TlsConfig(Frozen):
@@ -112,94 +102,45 @@ class TlsClientConfig(Frozen):
 
 
 class Refusals:
-    """Failed handshakes: all are counted by kind, few are logged.
-
-    An address gets one line in ten minutes for each kind, and all addresses together ten a minute.
-    """
+    """Failed handshakes, counted by kind; of each kind one a minute is logged."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
         self._clock = clock
-        self._logged_at: dict[tuple[str, str], float] = {}
-        self._minute = 0.0
-        self._lines = 0
+        self._logged_at: dict[str, float] = {}
 
     def add(self, address: str, error: TlsHandshakeError) -> None:
         """Count one; `address` is empty if it is not known."""
         self.counts[error.kind] += 1
-        now, source = self._clock(), (address, error.kind)
-        if now - self._logged_at.get(source, -LOG_AGAIN_S) < LOG_AGAIN_S:
-            return
-        if now - self._minute >= 60.0:
-            self._minute, self._lines = now, 0
-        self._lines += 1
-        if self._lines > MAX_LINES_PER_MINUTE:
-            return
-        if len(self._logged_at) >= _MAX_SOURCES:
-            self._logged_at.clear()
-        self._logged_at[source] = now
-        told = f" from {address}" if address else ""
-        logger.warning("refused a connection%s: %s: %s (%d so far)", told, error.kind, error, self.counts[error.kind])
+        now = self._clock()
+        if now - self._logged_at.get(error.kind, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
+            self._logged_at[error.kind] = now
+            source, count = f" from {address}" if address else "", self.counts[error.kind]
+            logger.warning("refused a connection%s: %s: %s (%d so far)", source, error.kind, error, count)
 
 
-class ReloadingContext(ssl.SSLContext):
-    """An `ssl.SSLContext` that makes each handshake by the certificates that lie in their files then.
+class TlsContext(ssl.SSLContext):
+    """A context, the refusals of its handshakes, if it is a server's, and the roles in its peers' certificates."""
 
-    Settings of this object itself have no effect: they are those that it was made with. `refusals` has what failed, if
-    it is a server's; `roles` reads those in peers' certificates.
-    """
-
-    def __init__(
-        self, protocol: int, made: FileBacked[ssl.SSLContext], refusals: Refusals, roles: CertificateRoles
-    ) -> None:
-        del protocol  # taken by __new__
-        self._made = made
-        self.refusals = refusals
-        self.roles = roles
-
-    def wrap_bio(
-        self,
-        incoming: ssl.MemoryBIO,
-        outgoing: ssl.MemoryBIO,
-        server_side: bool = False,
-        server_hostname: str | bytes | None = None,
-        session: ssl.SSLSession | None = None,
-    ) -> ssl.SSLObject:
-        """As `ssl.SSLContext.wrap_bio`; asyncio and uvloop call it for each connection."""
-        wrapped = self._made.get().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
-        if isinstance(wrapped, _ServerHandshake):
-            wrapped.outgoing, wrapped.refusals = outgoing, self.refusals
-            wrapped.handshake = handshake.get() or Handshake("")
-        return wrapped
-
-    def wrap_socket(
-        self,
-        sock: socket,
-        server_side: bool = False,
-        do_handshake_on_connect: bool = True,
-        suppress_ragged_eofs: bool = True,
-        server_hostname: str | bytes | None = None,
-        session: ssl.SSLSession | None = None,
-    ) -> ssl.SSLSocket:
-        """As `ssl.SSLContext.wrap_socket`, for sockets that block."""
-        made = self._made.get()
-        return made.wrap_socket(
-            sock, server_side, do_handshake_on_connect, suppress_ragged_eofs, server_hostname, session
-        )
+    refusals: Refusals
+    roles: CertificateRoles
 
 
 class _ServerHandshake(ssl.SSLObject):
-    """Takes note of a handshake that fails, and lets its alert out.
+    """Counts a handshake that fails, and lets its alert out.
 
-    Event loops close a connection at once when the handshake fails and drop the alert that lies ready then, so that a
-    client could never tell that its certificate was refused from a broken connection. Here the loop is first told that
-    the handshake waits for more, whereupon it sends what lies ready; the client closes, or the handshake's time ends.
+    Event loops close a connection at once when the handshake fails and drop the alert that is ready then, so that a
+    client could never tell that its certificate was refused from a broken connection. So the loop is first told that
+    the handshake waits for more, whereupon it sends what is ready; the client closes, or the handshake's time ends.
     """
 
-    outgoing: ssl.MemoryBIO
-    refusals: Refusals
-    handshake: Handshake
+    _handshake: Handshake
     _failure: ssl.SSLError | None = None
+
+    def __new__(cls) -> Self:
+        made = super().__new__(cls)
+        made._handshake = handshake.get() or Handshake()
+        return made
 
     def do_handshake(self) -> None:
         if self._failure is not None:
@@ -209,11 +150,11 @@ class _ServerHandshake(ssl.SSLObject):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError, ssl.SSLSyscallError, ssl.SSLEOFError):
             raise
         except ssl.SSLError as error:
-            failure = tls_error(error)
-            self.handshake.refused = failure
-            self.refusals.add(self.handshake.address, failure)
-            # Whoever speaks another protocol does not read alerts.
-            if not self.outgoing.pending or isinstance(failure, PlainTextError):
+            refused = self._handshake.refused = tls_error(error)
+            assert isinstance(self.context, TlsContext)
+            self.context.refusals.add(self._handshake.address, refused)
+            # A peer that speaks another protocol does not read alerts.
+            if refused.kind == PLAIN_TEXT:
                 raise
             # Without the traceback, whose frames hold this object.
             self._failure = error.with_traceback(None)
@@ -224,24 +165,20 @@ class _ServerHandshake(ssl.SSLObject):
 def server_context(
     config: TlsConfig,
     alpn: Sequence[str] = (),
-    clock: Callable[[], float] = time.monotonic,
     interval_s: float = LOOK_INTERVAL_S,
     verify: ssl.VerifyMode = ssl.CERT_REQUIRED,
-) -> ReloadingContext:
+) -> TlsContext:
     """Return a server's context, TLS 1.2 and later, which offers `alpn` and follows its files.
 
     With CERT_OPTIONAL in `verify` a client that shows no certificate is let in too, and has to be told apart.
-    The files are looked at no more often than every `interval_s`. Raises TlsConfigError, naming a file that can't be
-    read or does not fit.
+    The files are checked at most every `interval_s`. Raises TlsConfigError, naming a file that can't be read or used.
     """
+    refusals, roles, files = Refusals(), CertificateRoles(config.role_uris), (config.client_ca, config.cert, config.key)
 
-    def make() -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.sslobject_class = _ServerHandshake
-        _load_chain(context, config.cert, config.key)
+    def make() -> TlsContext:
+        context = _new_context(ssl.PROTOCOL_TLS_SERVER, *files)
+        context.refusals, context.roles, context.sslobject_class = refusals, roles, _ServerHandshake
         if config.client_ca is not None:
-            _load_ca(context, config.client_ca)
             context.verify_mode = verify
             # A ticket would let a client in again without its certificate being looked at.
             context.num_tickets = 0
@@ -250,102 +187,76 @@ def server_context(
             context.set_alpn_protocols(list(alpn))
         return context
 
-    paths = [path for path in (config.cert, config.key, config.client_ca) if path is not None]
-    made = FileBacked(paths, make, clock, interval_s)
-    return ReloadingContext(ssl.PROTOCOL_TLS_SERVER, made, Refusals(clock), CertificateRoles(config.role_uris))
+    def switch(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = current.get()
+
+    current = FileBacked([path for path in files if path is not None], make, interval_s=interval_s)
+    first = current.get()
+    first.sni_callback = switch
+    return first
 
 
-def client_context(
-    config: TlsClientConfig,
-    alpn: Sequence[str] = (),
-    clock: Callable[[], float] = time.monotonic,
-    interval_s: float = LOOK_INTERVAL_S,
-) -> ReloadingContext:
-    """Return a client's context, as `server_context`: servers are verified, their host names too."""
+def client_context(config: TlsClientConfig, interval_s: float = LOOK_INTERVAL_S) -> FileBacked[TlsContext]:
+    """Return what gives a client's context for each connection; servers are verified, their host names too.
 
-    def make() -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        _load_ca(context, config.ca)
-        if config.cert is not None and config.key is not None:
-            _load_chain(context, config.cert, config.key)
-        if alpn:
-            context.set_alpn_protocols(list(alpn))
+    The files are checked at most every `interval_s`. Raises TlsConfigError, naming a file that can't be read or used.
+    """
+    roles, files = CertificateRoles(config.role_uris), (config.ca, config.cert, config.key)
+
+    def make() -> TlsContext:
+        context = _new_context(ssl.PROTOCOL_TLS_CLIENT, *files)
+        context.roles = roles
         return context
 
-    paths = [path for path in (config.ca, config.cert, config.key) if path is not None]
-    made = FileBacked(paths, make, clock, interval_s)
-    return ReloadingContext(ssl.PROTOCOL_TLS_CLIENT, made, Refusals(clock), CertificateRoles(config.role_uris))
+    return FileBacked([path for path in files if path is not None], make, interval_s=interval_s)
 
 
 def tls_error(error: ssl.SSLError) -> TlsHandshakeError:
-    """Return what a failed handshake, or the alert that ended a connection, means, as the class of its kind."""
+    """Return what a failed handshake, or the alert that ended a connection, means."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        expired = error.verify_code in _OUTSIDE_ITS_TIME
-        kind = ExpiredCertificateError if expired else UntrustedCertificateError
-        return kind(f"the other side's certificate is refused: {error.verify_message}")
-    reason = error.reason or ""
-    if reason in _PLAIN_TEXT:
-        return PlainTextError("the other side does not speak TLS here")
-    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return MissingCertificateError("the other side shows no certificate")
-    if reason == "TLSV13_ALERT_CERTIFICATE_REQUIRED":
-        return MissingCertificateError("the other side asks for a certificate, and this one shows none")
-    if reason == "SSLV3_ALERT_CERTIFICATE_EXPIRED":
-        return ExpiredCertificateError("the other side refuses this one's certificate: it has expired")
-    if reason in _UNTRUSTED_ALERTS:
-        return UntrustedCertificateError(f"the other side refuses this one's certificate: {reason}")
-    return TlsHandshakeError(reason or str(error))
+        kind = EXPIRED if error.verify_code in _OUTSIDE_ITS_TIME else UNTRUSTED
+        return TlsHandshakeError(f"the other side's certificate is refused: {error.verify_message}", kind=kind)
+    reason = error.reason or str(error)
+    if reason not in _KINDS:
+        return TlsHandshakeError(reason)
+    texts = {PLAIN_TEXT: "the other side does not speak TLS", MISSING: "no certificate is shown"}
+    text = texts.get(_KINDS[reason], "the other side refuses this one's certificate")
+    return TlsHandshakeError(f"{text} ({reason})", kind=_KINDS[reason])
 
 
-def connection_failure(error: BaseException) -> tuple[type[NodeUnavailableError], str]:
-    """Tell what ended a connection, or kept it from being made: the error's class for callers, and the reason."""
+def connection_failure(error: BaseException) -> NodeUnavailableError:
+    """Return what ended a connection, or kept it from being made, as an error for callers."""
     if isinstance(error, ssl.SSLError):
-        error = tls_error(error)
-    if isinstance(error, TlsHandshakeError):
-        return type(error), str(error)
-    return NodeUnavailableError, str(error) or type(error).__name__
+        return tls_error(error)
+    return error if isinstance(error, TlsHandshakeError) else NodeUnavailableError(str(error) or type(error).__name__)
 
 
-def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    # Alone at first, so that what fails afterwards is the key's fault.
-    _load_certificates(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert)
-    _check_readable(key)
+def _new_context(protocol: int, ca: Path | None, cert: Path | None, key: Path | None) -> TlsContext:
+    context = TlsContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if cert is not None and key is not None:
+        # Alone at first, so that what fails afterwards is the key's fault.
+        _load(cert, "certificate", ssl.SSLContext(protocol).load_verify_locations)
 
-    def no_password() -> str:
-        raise TlsConfigError(f"{key}: the key is encrypted; allowed is a PEM file without a password")
+        def no_password() -> str:
+            raise TlsConfigError(f"{key}: the key is encrypted; allowed is a PEM file without a password")
 
+        _load(key, "private key", lambda path: context.load_cert_chain(cert, path, no_password))
+    if ca is not None:
+        _load(ca, "certificate", context.load_verify_locations)
+        if not context.cert_store_stats()["x509_ca"]:
+            raise TlsConfigError(f"{ca}: none of its certificates is of a CA")
+    return context
+
+
+def _load(path: Path, content: str, load: Callable[[Path], None]) -> None:
+    """Load a PEM file; raise TlsConfigError, naming it."""
     try:
-        context.load_cert_chain(cert, key, no_password)
+        path.open("rb").close()
+        load(path)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise TlsConfigError(f"{key}: the key does not belong to the certificate in {cert}") from None
-        raise TlsConfigError(f"{key}: no usable private key in PEM ({error.reason or error})") from None
-    except OSError as error:
-        raise TlsConfigError(f"{key} or {cert}: {error.strerror or error}") from None
-
-
-def _load_ca(context: ssl.SSLContext, path: Path) -> None:
-    _load_certificates(context, path)
-    if not context.cert_store_stats()["x509_ca"]:
-        raise TlsConfigError(f"{path}: none of its certificates is of a CA")
-
-
-def _load_certificates(context: ssl.SSLContext, path: Path) -> None:
-    _check_readable(path)
-    try:
-        context.load_verify_locations(cafile=path)
-    except ssl.SSLError as error:
-        raise TlsConfigError(f"{path}: no usable certificate in PEM ({error.reason or error})") from None
+            raise TlsConfigError(f"{path}: the key does not belong to the certificate") from None
+        raise TlsConfigError(f"{path}: no usable {content} in PEM ({error.reason or error})") from None
     except OSError as error:
         raise TlsConfigError(f"{path}: {error.strerror or error}") from None
-
-
-def _check_readable(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            size = len(file.read(MAX_PEM_BYTES + 1))
-    except OSError as error:
-        raise TlsConfigError(f"{path}: {error.strerror or error}") from None
-    if size > MAX_PEM_BYTES:
-        raise TlsConfigError(f"{path}: longer than {MAX_PEM_BYTES} bytes")

@@ -71,7 +71,9 @@ class Papers:
 
     def context(self, shown: Pair | None, alpn: str = "http/1.1") -> ssl.SSLContext:
         pair = {} if shown is None else {"cert": shown.cert, "key": shown.key}
-        return client_context(TlsClientConfig(ca=self.ca.cert, **pair), alpn=(alpn,))
+        context = client_context(TlsClientConfig(ca=self.ca.cert, **pair)).get()
+        context.set_alpn_protocols([alpn])
+        return context
 
     def https(self, port: int, shown: Pair | None = None, **options: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=self.context(shown), **options)

@@ -98,7 +98,7 @@ def test_every_port_needs_a_certificate_and_a_token(
         assert url.startswith("https://")
         if command == "serve":
             program.read_until(f"probes and metrics: https://127.0.0.1:{admin}/metrics")
-        context = client_context(TlsClientConfig(**files))
+        context = client_context(TlsClientConfig(**files)).get()
         wait_until(lambda: httpx.get(f"{url}/readyz", verify=context).status_code == 200, "a version that is live")
         for address in (url, grpc_url):
             with Client(address, token=token, timeout_ms=20_000, **files) as client:
@@ -139,9 +139,9 @@ def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_
             node_program.read_until("refused a connection from 127.0.0.1: tls_certificate_role")
             wrong_url = redis.url.replace(password, f"{password}-wrong")
             told += shardrank("versions", "--registry", wrong_url, code=1).output
-            context = client_context(TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key))
+            context = client_context(TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key)).get()
             told += httpx.get(metrics_url, verify=context).text
-            nameless = client_context(TlsClientConfig(ca=ca.cert))
+            nameless = client_context(TlsClientConfig(ca=ca.cert)).get()
             ready = httpx.get(metrics_url.replace("/metrics", "/readyz"), verify=nameless)
             assert (ready.status_code, ready.json()) == (200, {"ready": True})
             assert httpx.get(metrics_url, verify=nameless).json()["error"]["kind"] == "tls_missing_certificate"
@@ -158,7 +158,7 @@ def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_
 def test_a_file_that_can_t_be_used_is_named(store: Path, node: Pair, router: Pair, ca: Authority, command: str) -> None:
     more = ("--shard", "0/1", "--listen", "127.0.0.1:0") if command == "shard-node" else ANY_PORTS
     done = shardrank(command, "--store", store, *more, *tls_flags(Pair(node.cert, router.key), ca), code=1)
-    assert f"error: {router.key}: the key does not belong to the certificate in {node.cert}" in done.output
+    assert f"error: {router.key}: the key does not belong to the certificate" in done.output
 
 
 @needs_openssl

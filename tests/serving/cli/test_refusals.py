@@ -76,7 +76,7 @@ REFUSALS = [
         for command in ("serve --snapshot {model}", "up --store s")
         for name, value in (("nosuch", 1), ("failures", 0), ("budget_share", 2))
     ),
-    ("serve --snapshot {model} --trace-endpoint collector:4317", ERROR, "'collector:4317' is not http://host:port"),
+    ("serve --snapshot {model} --trace-endpoint collector:4317", USAGE, "scheme should be 'http' or 'https'"),
     ("serve --snapshot {model} --trace-protocol grpc", USAGE, "need --trace-endpoint"),
     ("serve --snapshot {model} --trace-endpoint http://c:1 --trace-sample-share 1.5", USAGE, "1.5 is not in the range"),
     # TLS.
@@ -157,3 +157,9 @@ def test_a_command_line_is_refused(
     assert problem in result.output
     assert "secret" not in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sampler_of_opentelemetry_is_refused_by_name(api_model, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_on")
+    line = ("serve", "--snapshot", api_model.path, "--trace-endpoint", "http://c:4317")
+    assert "OTEL_TRACES_SAMPLER is not read any more" in shardrank(*line, code=USAGE).output

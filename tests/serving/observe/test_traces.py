@@ -19,8 +19,8 @@ from serving.observe.traces import Parent, Tracer, batch_spans, call_span, read_
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.errors import NodeOverloadedError
-from shard_node.trace_export import TraceConfig, open_sink
-from shard_node.tracing import TRACED_LOOKUP, SpanContext
+from shard_node.otlp import OtlpSink
+from shard_node.tracing import TRACED_LOOKUP, SpanContext, TraceConfig
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.inference_requests import json_body, tensors_of
@@ -45,7 +45,7 @@ async def traced_api(model, folder: Path, url: str) -> AsyncIterator[tuple[Api, 
     """An API over two shard nodes behind sockets; all of them send their spans to a collector."""
     snapshot, plan = Snapshot.open(model.path), Plan.make(model.spec, 2, "hash", 1, 0)
     config = TraceConfig(endpoint=url)
-    sinks = [open_sink(config.model_copy(update={"service_name": name})) for name in ("serve", "node")]
+    sinks = [OtlpSink(config.model_copy(update={"service_name": name})) for name in ("serve", "node")]
     servers, addresses = [], []
     for shard in range(2):
         node = make_node(snapshot, plan, shard)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet, DeviceChoice, devices_of_cards, open_cards
-from shard_node.errors import CardsUnavailableError, DeviceChoiceError, MemoryBudgetError, PeerAccessError
+from shard_node.errors import CardsUnavailableError, DeviceChoiceError, MemoryBudgetError
 from shardrank_testing.emulated_cards import EmulatedCards
 
 MIB = 1 << 20
@@ -96,8 +96,9 @@ def test_cards_without_peer_access_warn_or_are_refused(caplog):
     with caplog.at_level(logging.WARNING, logger="shard_node.cuda.card_set"):
         CardSet(cards)
     assert "2 x emulated card can read the memory of every other" in caplog.text
-    with pytest.raises(PeerAccessError, match=r"2 x emulated card .* require_peer_access is set"):
+    with pytest.raises(CardsUnavailableError, match=r"2 x emulated card .* require_peer_access is set") as refused:
         CardSet(cards, CardOptions(require_peer_access=True))
+    assert (refused.value.kind, refused.value.http_status) == ("peer_access", 409)
     CardSet(EmulatedCards(2), CardOptions(require_peer_access=True))
 
 

@@ -14,14 +14,13 @@ from shard_node.cuda import kernel_params
 from shard_node.cuda.kernel_params import (
     ArenaParams,
     BatchParams,
-    KernelSwitches,
     RowFormat,
     RunParams,
     TableParams,
     WriteParams,
     pointers_to,
 )
-from shard_node.errors import DeviceChoiceError, InvalidBagsError
+from shard_node.errors import InvalidBagsError
 from shardrank_testing.card_bytes import restored
 from shardrank_testing.card_plans import DTYPES
 from shardrank_testing.device_compilers import ARCHITECTURES, resources
@@ -68,20 +67,6 @@ def test_rows_of_another_shape_or_dtype_are_refused(bad):
         fmt.relay(bad)
     with pytest.raises(InvalidBagsError, match=r"out must be uint8 \[2, 80\], got"):
         fmt.relay(np.zeros((2, 72), np.uint8), bad)
-
-
-def test_kernel_switches_are_checked_and_passed_to_the_compiler():
-    assert KernelSwitches().defines() == KernelSwitches(l2_fetch_bytes=64).defines() == ()
-    switches = KernelSwitches.of({"bags_per_lane_group": 4, "absolute_bases": True})
-    assert switches.defines() == ("-DBAGS_PER_LANE_GROUP=4", "-DABSOLUTE_BASES=1")
-    assert switches.bags_per_block(2) == 4 * KernelSwitches().bags_per_block(2) == 256
-    for values, message in (
-        ({"bags": 2}, "kernel switch 'bags' is none of bags_per_lane_group, lane_groups_per"),
-        ({"bags_per_lane_group": 3}, "kernel switch bags_per_lane_group=3 is none of 1, "),
-        ({"bags_per_lane_group": 2, "lane_groups_per_bag": 4}, "one of them must be 1"),
-    ):
-        with pytest.raises(DeviceChoiceError, match=message):
-            KernelSwitches.of(values)
 
 
 KINDS = (ArenaParams, BatchParams, WriteParams)

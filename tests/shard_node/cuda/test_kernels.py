@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
-from shard_node.cuda.kernel_params import EACH_SWITCH, NOT_HERE, KernelSwitches, slots_of
+from shard_node.cuda.kernel_params import NOT_HERE, slots_of
 from shardrank_testing.card_engines import CardFactory, card_factory
 from shardrank_testing.kernel_arena import KernelArena, LaunchShape, Run
 
@@ -174,21 +174,6 @@ def test_any_batch_over_any_cards_pools_as_numpy_does(data):
         narrow = arena.pool(card, runs, replace(shape, out_dtype=out_dtype))
         rounded = torch.from_numpy(pooled.out).to(torch.float16 if out_dtype == "fp16" else torch.bfloat16).float()
         np.testing.assert_array_equal(narrow.out, rounded.numpy())
-
-
-@pytest.mark.parametrize("switches", [switches for switches in EACH_SWITCH if switches.defines()], ids=str)
-def test_a_switch_changes_only_the_order_of_sums(switches):
-    answers = []
-    for compiled in (KernelSwitches(), switches, switches):
-        rng = np.random.default_rng(3)
-        arena = make_arena(card_factory("emulated", compiled)(3), "int8", 64, rng, lost=0.1)
-        lengths = np.minimum(rng.integers(0, 81, 1023), 40)
-        runs = [Run(table, [rng.integers(0, 200, size) for size in lengths], "mean") for table in (2, 3)]
-        answers.append(arena.pool(1, runs, LaunchShape(rotation=5)))
-    default, once, again = answers
-    np.testing.assert_array_equal(once.raw, again.raw)
-    assert (once.outside, once.not_here) == (default.outside, default.not_here)
-    np.testing.assert_allclose(once.out, default.out, rtol=1e-5, atol=1e-5)
 
 
 def with_rows(arena: KernelArena, before: np.ndarray, owner: int, table: int, rows: np.ndarray, relaid: np.ndarray):

@@ -15,7 +15,7 @@ from router.plan import Plan
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet, DeviceChoice, open_cards
 from shard_node.cuda.cards import Cards
-from shard_node.cuda.kernel_params import KernelSwitches, RowFormat
+from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
 from shard_node.errors import CardsUnavailableError, DeviceChoiceError
@@ -30,19 +30,19 @@ CardFactory = Callable[[int], Cards]
 """Makes so many cards, or skips the test if there are none such here."""
 
 
-def card_factory(kind: Kind, switches: KernelSwitches | None = None) -> CardFactory:
+def card_factory(kind: Kind) -> CardFactory:
     """Return what makes cards of this kind."""
-    return partial(_make, kind, switches)
+    return partial(_make, kind)
 
 
-def _make(kind: Kind, switches: KernelSwitches | None, num_cards: int) -> Cards:
+def _make(kind: Kind, num_cards: int) -> Cards:
     if kind not in ("logical", "devices"):
         deferred, peer_access = kind == "as late as can be", kind != "no peer access"
-        return EmulatedCards(num_cards, peer_access, deferred=deferred, switches=switches)
+        return EmulatedCards(num_cards, peer_access, deferred=deferred)
     if kind == "devices" and num_cards == 1:
         pytest.skip("one card on a device of its own is the one logical card of device 0")
     try:
-        cards = open_cards(DeviceChoice.parse("cuda:0" if kind == "logical" else "cuda"), num_cards, switches)
+        cards = open_cards(DeviceChoice.parse("cuda:0" if kind == "logical" else "cuda"), num_cards)
     except (CardsUnavailableError, DeviceChoiceError) as reason:
         pytest.skip(str(reason))
     assert cards is not None

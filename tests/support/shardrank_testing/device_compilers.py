@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from shard_node.cuda.kernel_params import KernelSwitches
-
 ARCHITECTURES = ("sm_80", "sm_90")
 OPTIONS_OF_CUPY = (b"-ftz=true", b"--device-as-default-execution-space")
 """That CuPy adds to those which it is given."""
@@ -36,7 +34,7 @@ class Resources:
     local_bytes: int
 
 
-def resources(source: Path, architecture: str, switches: KernelSwitches | None = None) -> dict[str, Resources]:
+def resources(source: Path, architecture: str) -> dict[str, Resources]:
     """Compiles for `sm_..` and reads the resource report, by kernel. Skips the test where there is no NVRTC.
 
     Raises:
@@ -46,11 +44,11 @@ def resources(source: Path, architecture: str, switches: KernelSwitches | None =
         found["kernel"]: Resources(
             int(found["registers"]), sum(int(found[name]) for name in ("stack", "stores", "loads"))
         )
-        for found in _REPORT.finditer(_log(source, architecture, (switches or KernelSwitches()).defines()))
+        for found in _REPORT.finditer(_log(source, architecture))
     }
 
 
-def _log(source: Path, architecture: str, defines: tuple[str, ...]) -> str:
+def _log(source: Path, architecture: str) -> str:
     # NVRTC opens its other library by name, which is found only if it has been opened by path before.
     libraries = _nvrtc_libraries()
     held = ctypes.CDLL(str(libraries["libnvrtc-builtins"]), mode=ctypes.RTLD_GLOBAL)
@@ -62,7 +60,6 @@ def _log(source: Path, architecture: str, defines: tuple[str, ...]) -> str:
         b"-std=c++17",
         b"--ptxas-options=-v",
         *OPTIONS_OF_CUPY,
-        *map(str.encode, defines),
     )
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()

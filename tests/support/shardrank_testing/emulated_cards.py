@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from shard_node.cuda.kernel_params import MAX_CARDS, KernelSwitches
+from shard_node.cuda.kernel_params import MAX_CARDS
 from shard_node.errors import CardError
 from shardrank_testing.emulated_memory import AddressSpace, EmulatedMemory, EmulationError
 from shardrank_testing.host_kernels import HostKernels, host_kernels
@@ -300,7 +300,6 @@ class EmulatedCards:
         num_devices: over which cards are dealt round; None: each card is a device of its own.
         pinned_bytes: pinned memory of the host.
         deferred: work runs only when it is waited for.
-        switches: of the kernels.
 
     Attributes:
         kept_for_later: by device, what stands for memory that torch keeps.
@@ -317,13 +316,11 @@ class EmulatedCards:
         num_devices: int | None = None,
         pinned_bytes: int = 1 << 30,
         deferred: bool = False,
-        switches: KernelSwitches | None = None,
     ) -> None:
         if not 1 <= num_cards <= MAX_CARDS:
             raise ValueError(f"num_cards must be 1..{MAX_CARDS}, got {num_cards}")
         devices = num_cards if num_devices is None else num_devices
-        self.switches = switches or KernelSwitches()
-        self.kernels: HostKernels = host_kernels(self.switches)
+        self.kernels: HostKernels = host_kernels()
         self._loaded: dict[str, HostKernels] = {}
         self.peer_access = peer_access
         self._deferred = deferred
@@ -344,7 +341,7 @@ class EmulatedCards:
         return [*(card.free_bytes() for card in self.cards), self.space.free_bytes(None)]
 
     def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
-        loaded = host_kernels(self.switches, source, tuple(kernels))
+        loaded = host_kernels(source, tuple(kernels))
         self._loaded |= dict.fromkeys(kernels, loaded)
 
     def kernels_with(self, kernel: str) -> HostKernels:

@@ -1,4 +1,4 @@
-"""`kernels.cu` compiled by g++, so that it runs where there is no GPU. See shard_node/cuda/cuda_on_host.h.
+"""`kernels.cu` compiled by g++, so that it runs where there is no GPU. See cuda_on_host.h.
 
 SHARDRANK_EMULATION=address compiles with AddressSanitizer and UndefinedBehaviorSanitizer; Python must then run with
 libasan preloaded. SHARDRANK_EMULATION_KERNELS names another source, to prove that a fault in it is found.
@@ -19,11 +19,10 @@ from pathlib import Path
 import pytest
 
 import shard_node.cuda
-from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL, KernelSwitches
+from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL
 
-SOURCE_FOLDER = Path(shard_node.cuda.__file__).parent
-KERNEL_SOURCE = SOURCE_FOLDER / "kernels.cu"
-HOST_HEADER = SOURCE_FOLDER / "cuda_on_host.h"
+KERNEL_SOURCE = Path(shard_node.cuda.__file__).with_name("kernels.cu")
+HOST_HEADER = Path(__file__).with_name("cuda_on_host.h")
 KERNELS = (*POOL_KERNELS.values(), WRITE_KERNEL)
 # The kernels' own pragmas mean nothing to g++.
 FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-Wno-unknown-pragmas")
@@ -64,26 +63,20 @@ def host_compiler() -> str:
     return compiler
 
 
-def host_kernels(
-    switches: KernelSwitches | None = None, source: Path | None = None, kernels: tuple[str, ...] = KERNELS
-) -> HostKernels:
-    """The kernels for this process, compiled at most once for each state of the source, and each way to compile it.
+def host_kernels(source: Path | None = None, kernels: tuple[str, ...] = KERNELS) -> HostKernels:
+    """The kernels for this process, compiled at most once for each state of the source, with a sanitizer or without.
 
     source: of other kernels than the engine's.
     """
     source = source or Path(os.environ.get("SHARDRANK_EMULATION_KERNELS") or KERNEL_SOURCE)
-    defines = (switches or KernelSwitches()).defines()
-    return _loaded(host_compiler(), source, kernels, os.environ.get("SHARDRANK_EMULATION") == "address", defines)
+    return _loaded(host_compiler(), source, kernels, os.environ.get("SHARDRANK_EMULATION") == "address")
 
 
 @functools.cache
-def _loaded(
-    compiler: str, source: Path, kernels: tuple[str, ...], sanitized: bool, defines: tuple[str, ...]
-) -> HostKernels:
+def _loaded(compiler: str, source: Path, kernels: tuple[str, ...], sanitized: bool) -> HostKernels:
     entries = "".join(f"CUDA_ON_HOST_KERNEL({kernel})\n" for kernel in kernels)
-    unit = f'#define SHARDRANK_ON_HOST\n#include "{source}"\n{entries}'
-    command = [compiler, *FLAGS, *defines, *(SANITIZER_FLAGS if sanitized else ()), "-I", str(SOURCE_FOLDER)]
-    command += ["-x", "c++", "-"]
+    unit = f'#define SHARDRANK_ON_HOST\n#include "{HOST_HEADER}"\n#include "{source}"\n{entries}'
+    command = [compiler, *FLAGS, *(SANITIZER_FLAGS if sanitized else ()), "-x", "c++", "-"]
     # Not the sanitizer that this process may run under: the compiler is not to be checked.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     run = functools.partial(subprocess.run, env=environment, capture_output=True, timeout=COMPILE_TIMEOUT_S)

@@ -28,6 +28,7 @@ from shard_node.cuda.kernel_params import (
     NOT_HERE,
     OUT_DTYPES,
     POOL_KERNELS,
+    THREADS_PER_BLOCK,
     ArenaParams,
     BatchParams,
     Mode,
@@ -187,7 +188,7 @@ def pool_bags(
     if lanes_log2 is None:
         lanes_log2 = min((fmt.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
     storage, stride = np.dtype(_OUT_STORAGE[shape.out_dtype]), fmt.embedding_dim + shape.gap
-    params, blocks, written = _runs(runs, shape.first, stride, cards.switches.bags_per_block(lanes_log2))
+    params, blocks, written = _runs(runs, shape.first, stride, THREADS_PER_BLOCK >> lanes_log2)
     blocks += [(NO_RUN, 0)] * max(shape.idle_blocks, 0 if blocks else 1)
     bags = [bag for run in runs for bag in run.bags]
     weights: list[Float32Array] = []

@@ -2,7 +2,7 @@
 //
 // For tests without a GPU. Kernels in which no thread takes anything from a later one give the same answer so. Vector
 // types have the card's alignment, so that -fsanitize=undefined finds a load that would be misaligned there. Compile
-// kernels.cu after `#define SHARDRANK_ON_HOST`, and name after it each kernel that is to be launched:
+// kernels.cu after `#define SHARDRANK_ON_HOST` and this file, and name after it each kernel that is to be launched:
 // CUDA_ON_HOST_KERNEL(pool_int8)
 
 #pragma once
@@ -18,8 +18,6 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
-// One block runs at a time in a thread of the host.
-#define __shared__ static thread_local
 
 struct alignas(8) uint2 {
     unsigned int x, y;
@@ -91,9 +89,6 @@ void launch(void (*kernel)(Params...), unsigned int blocks_x, unsigned int block
 // Intrinsics
 
 using std::min;
-
-// Earlier threads have come by, and later ones leave nothing that is waited for.
-inline void __syncthreads() {}
 
 template <class T>
 inline T __ldg(const T* address) {
