@@ -265,12 +265,12 @@ class Router:
     @property
     def hot_lookups(self) -> int:
         """Rows that were looked up where hot rows are held; 0 without such."""
-        return 0 if self._hot is None else int(self._hot.counts.lookups.sum())
+        return 0 if self._hot is None else int(self._hot.counts()[0].sum())
 
     @property
     def hot_hits(self) -> int:
         """How many of these were hot."""
-        return 0 if self._hot is None else int(self._hot.counts.hits.sum())
+        return 0 if self._hot is None else int(self._hot.counts()[1].sum())
 
     def local_sequence(self, model: str, version: int) -> int:
         """Tell the last delta that is applied to rows that are all in this process."""

@@ -175,7 +175,7 @@ class Pruned(NamedTuple):
         Args:
             path: of the description, named in errors.
             described: what it says.
-            counts: files or folders that `read_access_counts` takes, added up.
+            counts: files that `read_access_counts` takes, added up.
             ids: traces of raw ids that `read_traces` takes, which size tables and count as well.
             prune: whether rows are left out.
             keep_share: of lookups; with None all rows that were looked up stay.
@@ -185,8 +185,9 @@ class Pruned(NamedTuple):
         Raises:
             ExportError: counts are missing or do not fit, nothing would be left of a table, or as `compiled`.
         """
+        from loader.access_counts import merged_by_table, read_access_counts
         from loader.errors import ExportError
-        from loader.id_counts import read_traces
+        from loader.traces import read_traces
         from router.fitting import count_rows, fitted
 
         if not prune and (keep or keep_share is not None):
@@ -197,12 +198,11 @@ class Pruned(NamedTuple):
         if ids:
             described = fitted(described, traced)
         spec = compiled(path, described)
-        found, also = read_counts(counts, spec), read_counts(keep, spec)
+        counted, also = read_access_counts(counts, spec), read_access_counts(keep, spec)
         of_ids = count_rows(described.tables, traced)
         if prune:
-            _check_traced(described, traced, of_ids.keys() - found.keys())
-        for name, own in of_ids.items():
-            _add_counts(found, name, own)
+            _check_traced(described, traced, of_ids.keys() - counted.keys())
+        found = {name: one[:] for name, one in merged_by_table([counted, of_ids]).items()}
         if missing := sorted(set(also) - set(found)):
             raise ExportError(f"--keep: rows of {missing}, of which there are no --counts")
         kept: dict[str, npt.NDArray[np.bool_]] = {}
@@ -212,7 +212,9 @@ class Pruned(NamedTuple):
             if table.name in found:
                 reason = _why_whole(table, is_trained_so=table.name in blocks)
                 if not reason:
-                    chosen = _rows_kept(table, found[table.name], keep_share, also.get(table.name))
+                    chosen = _rows_kept(
+                        table, found[table.name], keep_share, also[table.name][:] if table.name in also else None
+                    )
             elif not traced.keys().isdisjoint(table.feature_names):
                 reason = "--ids do not tell which rows a vocabulary's ids have"
             else:
@@ -273,36 +275,11 @@ def _why_whole(table: TableDescription, *, is_trained_so: bool) -> str:
     return "it is stored in slices of its columns" if table.column_dims else ""
 
 
-def read_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, npt.NDArray[np.uint32]]:
-    """Return how often rows are looked up, [num_embeddings] by table as `read_access_counts` has it, of all files.
-
-    Raises ExportError for counts of what is no table, or of another size.
-    """
-    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, read_access_counts
-
-    tables = {table.name: table for table in (*spec.tables, *spec.logical_tables)}
-    found: dict[str, npt.NDArray[np.uint32]] = {}
-    for path in paths:
-        for name, counts in read_access_counts(path, spec).items():
-            _add_counts(found, name, access_count_tensors(tables[name], counts)[COUNTS_TENSOR])
-    return found
-
-
-def _add_counts(found: dict[str, npt.NDArray[np.uint32]], name: str, counts: npt.NDArray[np.uint32]) -> None:
-    """Add a table's counts to those that were found; what a counter can't hold is as hot as what it can just hold."""
-    import numpy as np
-
-    from loader.snapshot.per_row import MAX_ACCESS_COUNT
-
-    before = found.get(name)
-    found[name] = counts if before is None else before + np.minimum(counts, MAX_ACCESS_COUNT - before)
-
-
 def _row_classes(spec: ModelSpec, table: str, path: Path) -> RowClasses:
     """Return the classes of a table's rows that a file says. Raises ExportError."""
     from loader.errors import ExportError
-    from loader.snapshot.per_row import map_npy
     from loader.snapshot.row_classes import RowClasses
+    from loader.traces import map_npy
 
     divided = {one.name: one for one in spec.divided if one.num_classes > 1}
     if table not in divided:
