@@ -68,6 +68,7 @@ _BUILD_BYTES: Final = 40
 """For each row, while an index is built."""
 _LEARN_BYTES: Final = 240
 """For each row that fits: of its candidates' counts, of what is queued, and of counting it."""
+_MIN_COUNTED: Final = 64
 _HIT_BYTES: Final = 84
 """For each row whose hits are counted, likewise."""
 
@@ -107,7 +108,7 @@ class HotBudget:
         widths = [group.row_bytes for group in layout.groups for _ in range(group.first_table, group.end_table)]
         self._row_bytes = np.array(widths, np.int64)
         self.learns = config.policy == "learning"
-        self.max_counted = min(max(config.size_bytes // 16 // _HIT_BYTES, MIN_EPOCH), MAX_ROWS)
+        self.max_counted = min(max(config.size_bytes // 16 // _HIT_BYTES, _MIN_COUNTED), MAX_ROWS)
         self._limit = config.size_bytes - self.max_counted * _HIT_BYTES
         mean = int(self._row_bytes.mean())
         self.capacity, self.max_rows = self._count(mean), self._count(int(self._row_bytes.min()))

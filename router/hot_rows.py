@@ -20,7 +20,7 @@ from pydantic import Field
 
 from loader.access_counts import AccessCounter
 from loader.snapshot.tables import Frozen
-from shard_node.access_counts import HALF_LIFE, MAX_ROWS, MIN_QUEUED, TABLE_SHIFT, LookupSampler
+from shard_node.access_counts import HALF_LIFE, MAX_ROWS, MAX_VALUES, MIN_QUEUED, TABLE_SHIFT, LookupSampler
 from shard_node.answer import Answer, Forms
 from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
@@ -269,7 +269,7 @@ class HotRows:
 
     def __init__(self, layout: TableLayout, max_counted: int = MAX_ROWS, learned: AccessCounter | None = None) -> None:
         self.layout, self.learned = layout, learned
-        counter = AccessCounter(max_counted, min(MIN_QUEUED, max_counted), HALF_LIFE)
+        counter = AccessCounter(max_counted, min(max(max_counted, MAX_VALUES), MIN_QUEUED), HALF_LIFE)
         self.access = LookupSampler(layout, counter=counter)
         self.deltas = DeltaPosition()
         self._lock = threading.Lock()

@@ -140,8 +140,9 @@ class LookupSampler:
 
     def estimated_lookups(self) -> dict[str, AccessCounts]:
         """Return how often each row was looked up, by table, as far as the sample says it."""
+        counted = self.counts()
         scale = self._lookups / max(self._counter.total, 1.0)
-        return {name: table.scaled(scale) for name, table in self.counts().items()}
+        return {name: table.scaled(scale) for name, table in counted.items()}
 
     def part(self, table: int, first_row: int, max_rows: int = MAX_PART_ROWS) -> CountedPart:
         """Return what was counted of at most so many rows of a table, by its number.
