@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from loader.access_counts import AccessCounts
     from loader.description import ModelDescription, TableDescription
     from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.manifest import ModelSpec
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 @opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i.")
 @opts.option(
     "--counts",
-    "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. A "
-    "folder of <table>.npy, or a safetensors file, for any of the tables. Repeatable: counts are added.",
+    "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. As "
+    "`shardrank counts` writes it, for any of the tables. Repeatable: counts are added.",
     opts.EXISTING,
     multiple=True,
     also="--access-counts",
@@ -248,12 +249,12 @@ def _rows_kept(
     table: TableDescription,
     counts: npt.NDArray[np.uint32],
     keep_share: float | None,
-    keep: npt.NDArray[np.uint32] | None,
+    keep: AccessCounts | None,
 ) -> npt.NDArray[np.bool_]:
     """Choose the rows of a table that stay, bool [num_embeddings]."""
     from loader.divided_rows import choose_rows
 
-    chosen = choose_rows(table.name, counts, keep_share or 1.0, keep)
+    chosen = choose_rows(table.name, counts, keep_share or 1.0, None if keep is None else keep[:])
     # What unknown ids get was trained, however few of them came.
     chosen[table.default_row] |= table.unknown_id == "default_row"
     return chosen

@@ -301,7 +301,7 @@ def test_the_learned_rows_are_nearly_the_hottest(exponent):
     rng, capacity = np.random.default_rng(1), 500
     counter, chance = learning_counter(capacity), np.arange(1, ROWS + 1) ** -exponent
     ends = np.cumsum(chance / chance.sum())
-    for epochs in (200, 400):
+    for epochs in (200, 100):
         row_of_rank, share_of_row = rng.permutation(ROWS), np.empty(ROWS)
         share_of_row[row_of_rank] = chance / chance.sum()
         for _ in range(epochs):
