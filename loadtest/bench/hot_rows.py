@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 SHARDS, BAGS, BATCHES = 2, 100, 10
 ZIPF = (1.1, 0.6)
 HIT_RATES = (0.0, 0.5, 0.9)
-LEARNED_FOR, SHIFTED_FOR = (200,), (5, 20, 50, 100)
+LEARNED_FOR, SHIFTED_FOR = (200,), (5, 20, 50, 200)
 """Lookups before and after all rows change places, in multiples of the rows held."""
 POLICY_MEASURES = (
     measure("hit rate", "%", "higher"),

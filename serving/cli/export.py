@@ -213,9 +213,7 @@ class Pruned(NamedTuple):
             if table.name in found:
                 reason = _why_whole(table, is_trained_so=table.name in blocks)
                 if not reason:
-                    chosen = _rows_kept(
-                        table, found[table.name], keep_share, also[table.name][:] if table.name in also else None
-                    )
+                    chosen = _rows_kept(table, found[table.name], keep_share, also.get(table.name))
             elif not traced.keys().isdisjoint(table.feature_names):
                 reason = "--ids do not tell which rows a vocabulary's ids have"
             else:

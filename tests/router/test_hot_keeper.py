@@ -301,10 +301,10 @@ def test_the_learned_rows_are_nearly_the_hottest(exponent):
     rng, capacity = np.random.default_rng(1), 500
     counter, chance = learning_counter(capacity), np.arange(1, ROWS + 1) ** -exponent
     ends = np.cumsum(chance / chance.sum())
-    for epochs in (200, 100):
+    for _ in range(2):
         row_of_rank, share_of_row = rng.permutation(ROWS), np.empty(ROWS)
         share_of_row[row_of_rank] = chance / chance.sum()
-        for _ in range(epochs):
+        for _ in range(200):
             counter.add(row_of_rank[np.searchsorted(ends, rng.random(capacity))])
             if counter.is_full:
                 counter.fold()
