@@ -101,7 +101,7 @@ class HotBudget:
         learns: whether the policy is `learning`.
         max_counted: rows whose hits are counted.
         capacity: how many rows of mean width fit.
-        max_rows: how many of the narrowest rows fit.
+        max_rows: more than fit of the narrowest rows.
     """
 
     def __init__(self, config: HotRowsConfig, layout: TableLayout) -> None:
@@ -110,8 +110,9 @@ class HotBudget:
         self.learns = config.policy == "learning"
         self.max_counted = min(max(config.size_bytes // 16 // _HIT_BYTES, _MIN_COUNTED), MAX_ROWS)
         self._limit = config.size_bytes - self.max_counted * _HIT_BYTES
+        self.max_rows = max(1, self._limit // int(self._row_bytes.min()))
         mean = int(self._row_bytes.mean())
-        self.capacity, self.max_rows = self._count(mean), self._count(int(self._row_bytes.min()))
+        self.capacity = self._num_fitting(range(mean, (self.max_rows + 1) * mean, mean))
         if not self.capacity:
             needed = self._bytes(1, mean) + config.size_bytes - self._limit
             raise HotRowsError(f"hot rows: {config.size_bytes} bytes have no room for one row; {needed} have")
@@ -119,8 +120,7 @@ class HotBudget:
     def fitting(self, hottest_first: Int64Array) -> Int64Array:
         """Return as many of these keys as fit, ascending."""
         total = np.cumsum(self._row_bytes.take(hottest_first >> TABLE_SHIFT))
-        count = bisect_right(range(1, total.size + 1), self._limit, key=lambda n: self._bytes(n, int(total[n - 1])))
-        return np.sort(hottest_first[:count])
+        return np.sort(hottest_first[: self._num_fitting(total)])
 
     def hottest_counted(self, snapshot: Snapshot, layout: TableLayout) -> Int64Array:
         """Choose rows by the snapshot's access counts: int64 keys, most lookups for a byte first; none without."""
@@ -135,9 +135,10 @@ class HotBudget:
                 hottest = hottest.plus(AccessCounts(keys, per_byte)).most_frequent(self.max_rows)
         return hottest.hottest_first()
 
-    def _count(self, row_bytes: int) -> int:
-        most = max(1, self._limit // row_bytes)
-        return bisect_right(range(1, most + 1), self._limit, key=lambda n: self._bytes(n, n * row_bytes))
+    def _num_fitting(self, total: Sequence[int] | Int64Array) -> int:
+        """Return how many rows fit whose bytes are, of the first n, `total[n - 1]`."""
+        numbers = range(1, len(total) + 1)
+        return bisect_right(numbers, self._limit, key=lambda number: self._bytes(number, int(total[number - 1])))
 
     def _bytes(self, num_rows: int, rows_bytes: int) -> int:
         size_bytes = set_bytes(num_rows, rows_bytes)
@@ -236,11 +237,10 @@ class HotRowsKeeper:
     async def _keep(self, shards: Sequence[ReplicatedShard], registry: Registry | None) -> None:
         sequence = await self._check_sequence(shards, follows=registry is not None)
         self.rows.deltas = DeltaPosition(self._delta_base, sequence)
-        if registry is None:
-            following = self._watch(shards)
-        else:
-            following = DeltaFollower(registry, self._model, self._version, self.rows).run()
-        tasks = [asyncio.create_task(work) for work in (following, self._choose(shards), self._report_often())]
+        work = [self._choose(shards), self._report_often(shards, follows=registry is not None)]
+        if registry is not None:
+            work.append(DeltaFollower(registry, self._model, self._version, self.rows).run())
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -269,16 +269,13 @@ class HotRowsKeeper:
                 )
         return min(reached)
 
-    async def _watch(self, shards: Sequence[ReplicatedShard]) -> None:
-        """Check, where there is no registry, that no node begins to apply deltas."""
-        while True:
-            await self._sleep(STATUS_EVERY_S)
-            await self._check_sequence(shards, follows=False)
-
-    async def _report_often(self) -> None:
+    async def _report_often(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> None:
+        """Report the tier, and check where there is no registry that no node begins to apply deltas."""
         while True:
             self.report()
             await self._sleep(STATUS_EVERY_S)
+            if not follows:
+                await self._check_sequence(shards, follows=False)
 
     def report(self) -> None:
         """Report what the tier is, and what it counted since the last report."""
@@ -410,7 +407,8 @@ class HotKeepers:
         budget, before = HotBudget(self._config, layout), self._last.get(model)
 
         def first() -> Int64Array:
-            if budget.learns and before is not None and _same_rows(before.layout, layout) and before.current.keys.size:
+            has_learned = budget.learns and before is not None and before.current.keys.size > 0
+            if has_learned and _rows_of(before.layout) == _rows_of(layout):
                 return before.current.keys
             keys = budget.hottest_counted(snapshot, layout)
             if not budget.learns and not keys.size:
@@ -429,10 +427,6 @@ class HotKeepers:
         return keeper
 
 
-def _same_rows(layout: TableLayout, other: TableLayout) -> bool:
-    """Return whether keys of one are keys of the other, of rows that take as many bytes."""
-    rows, others = (
-        [(table.name, table.num_embeddings, table.embedding_dim, table.dtype) for table in each.tables]
-        for each in (layout, other)
-    )
-    return rows == others
+def _rows_of(layout: TableLayout) -> list[tuple[object, ...]]:
+    """Return what must be equal for keys of one layout to be keys of another, of rows that take as many bytes."""
+    return [(table.name, table.num_embeddings, table.embedding_dim, table.dtype) for table in layout.tables]

@@ -207,7 +207,7 @@ class HotSet:
             numbers = self._index.numbers(at[is_here]).astype(np.int64)
             self.is_filled[numbers] = True
             writes.append((table, numbers - self._starts[table], stored[is_here]))
-        return self._engine.write_together(writes) if any(one[1].size for one in writes) else 0
+        return self._engine.write_together(writes) if any(rows.size for _, rows, _ in writes) else 0
 
     def take(self, group: int, numbers: Int64Array) -> StoredRows:
         """Copy rows of one group by the numbers of their keys, int64 [m]: uint8 [m, row_bytes]. Nobody may write."""
@@ -335,10 +335,10 @@ class HotRows:
         with self._writing:
             self._pending = pending
         numbers = np.flatnonzero(np.isin(keys, current.keys, assume_unique=True))
-        for group, own in pending.groups_of(numbers):
+        for group, of_group in pending.groups_of(numbers):
             step = max(1, COPY_BYTES // self.layout.groups[group].row_bytes)
-            for first in range(0, own.size, step):
-                piece = own[first : first + step]
+            for first in range(0, of_group.size, step):
+                piece = of_group[first : first + step]
                 with self._writing:
                     stored = current.take(group, current.keys.searchsorted(keys.take(piece)))
                     pending.put(group, piece, stored)
