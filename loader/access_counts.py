@@ -28,6 +28,7 @@ FORMAT = "shardrank-access-counts/1"
 MAX_ACCESS_COUNT = 2**32 - 1
 MAX_IDS = 2**63
 """Raw ids, and keys made of a table and a row, are below it."""
+_TENSORS = "rows", "counts", "num_embeddings"
 _HOW_TO_MAKE = "`shardrank counts` and `shardrank fit --counts-out` write one; docs/snapshot-format.md has its tensors"
 
 
@@ -174,30 +175,25 @@ def merged_by_table(parts: Iterable[Mapping[str, AccessCounts]]) -> dict[str, Ac
     return merged
 
 
-def _file_tensors(lookups: Mapping[str, AccessCounts]) -> dict[str, npt.NDArray[Any]]:
-    """Make the tensors of a file. Counts are rounded, to 1 at least; if one is too large, all are divided alike."""
+def encode_access_counts(lookups: Mapping[str, AccessCounts]) -> bytes:
+    """Return a file of access counts, by table.
+
+    Counts are rounded, to 1 at least. If one is too large for uint32, all of all tables are divided by the same.
+    """
     highest = max((float(table.counts.max()) for table in lookups.values() if table.counts.size), default=1.0)
     scale = min(1.0, MAX_ACCESS_COUNT / highest)
     tensors: dict[str, npt.NDArray[Any]] = {}
     for name, table in lookups.items():
         counts = np.clip(np.rint(np.multiply(table.counts, scale, dtype=np.float64)), 1, MAX_ACCESS_COUNT)
-        tensors |= {
-            f"{name}/rows": table.keys.astype(np.uint32),
-            f"{name}/counts": counts.astype(np.uint32),
-            f"{name}/num_embeddings": np.array([table.limit], np.int64),
-        }
-    return tensors
-
-
-def encode_access_counts(lookups: Mapping[str, AccessCounts]) -> bytes:
-    """Return a file of access counts, by table."""
-    return safetensors.numpy.save(_file_tensors(lookups), {"format": FORMAT})
+        arrays = table.keys.astype(np.uint32), counts.astype(np.uint32), np.array([table.limit], np.int64)
+        tensors |= {f"{name}/{kind}": array for kind, array in zip(_TENSORS, arrays, strict=True)}
+    return safetensors.numpy.save(tensors, {"format": FORMAT})
 
 
 def write_access_counts(path: Path, lookups: Mapping[str, AccessCounts]) -> None:
     """Write a file of access counts, by table; whole or not at all. Raises OSError if it can't be written."""
     part = path.with_name(f"{path.name}.part")
-    safetensors.numpy.save_file(_file_tensors(lookups), part, {"format": FORMAT})
+    part.write_bytes(encode_access_counts(lookups))
     part.replace(path)
 
 
@@ -217,16 +213,16 @@ def load_access_counts(path: Path) -> dict[str, AccessCounts]:
             was = "no format: of an earlier release, or no access counts" if found is None else f"format {cut(found)}"
             raise ExportError(f"{path}: its metadata has {was}; {FORMAT!r} is read: {_HOW_TO_MAKE}")
         tensors = load_numpy(path, header)
-    except SnapshotCorruptError as error:
-        raise ExportError(str(error)) from error
+    except (SnapshotCorruptError, safetensors.SafetensorError) as error:
+        raise ExportError(f"{path}: no file of access counts: {cut(error)}") from error
     names = sorted({name.rpartition("/")[0] for name in tensors})
-    if tensors.keys() != {f"{name}/{kind}" for name in names for kind in ("rows", "counts", "num_embeddings")}:
+    if tensors.keys() != {f"{name}/{kind}" for name in names for kind in _TENSORS}:
         raise ExportError(f"{path}: has the tensors {cut(sorted(tensors))}, which are not three for each table")
     return {name: _table_counts(path, name, tensors) for name in names}
 
 
 def _table_counts(path: Path, name: str, tensors: Mapping[str, npt.NDArray[Any]]) -> AccessCounts:
-    rows, counts, size = (tensors[f"{name}/{kind}"] for kind in ("rows", "counts", "num_embeddings"))
+    rows, counts, size = (tensors[f"{name}/{kind}"] for kind in _TENSORS)
     if rows.dtype != np.uint32 or counts.dtype != np.uint32 or rows.ndim != 1 or rows.shape != counts.shape:
         raise ExportError(f"{path}: table {cut(repr(name))}: rows and counts are not uint32 [n] and uint32 [n]")
     if size.dtype != np.int64 or size.shape != (1,) or size[0] < 1:

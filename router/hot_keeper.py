@@ -405,11 +405,12 @@ class HotKeepers:
         """
         model, layout = snapshot.spec.model, plan.layout
         budget, before = HotBudget(self._config, layout), self._last.get(model)
+        inherits = budget.learns and before is not None and _rows_of(before.layout) == _rows_of(layout)
+        learned = before.current.keys if before is not None and inherits else np.empty(0, np.int64)
 
         def first() -> Int64Array:
-            has_learned = budget.learns and before is not None and before.current.keys.size > 0
-            if has_learned and _rows_of(before.layout) == _rows_of(layout):
-                return before.current.keys
+            if learned.size:
+                return learned
             keys = budget.hottest_counted(snapshot, layout)
             if not budget.learns and not keys.size:
                 logger.warning("version %d of %s has no access counts: no row is hot", snapshot.version, model)

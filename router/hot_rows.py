@@ -248,10 +248,6 @@ class HotLookup:
     at: Int64Array
     is_hit: BoolArray
 
-    def answer(self, part: Part, forms: Forms) -> Answer:
-        """Pool the part of the batch that has the hits, in the forms that the caller takes."""
-        return self.hot.answer(part, self.at.take(part.positions), forms)
-
 
 class HotRows:
     """The hot rows of one served version. Thread-safe; one keeper changes what it holds.
@@ -274,7 +270,7 @@ class HotRows:
         self.deltas = DeltaPosition()
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._current = HotSet(layout, np.empty(0, np.int64))
+        self.current = HotSet(layout, np.empty(0, np.int64))
         self._pending: HotSet | None = None
         self._counts = np.zeros((2, len(layout.tables)), np.int64)
 
@@ -282,11 +278,6 @@ class HotRows:
     def engine(self) -> HotRows:
         """Itself: where a follower of deltas writes rows."""
         return self
-
-    @property
-    def current(self) -> HotSet:
-        """The set that is in use."""
-        return self._current
 
     def counts(self) -> tuple[Int64Array, Int64Array]:
         """Return all lookups of each table, int64 [tables], and those that found their row, int64 [tables]."""
@@ -301,7 +292,7 @@ class HotRows:
         Both are of one moment: of deltas that are applied after another set is in use, this one never hears.
         """
         with self._lock:
-            hot, sequence = self._current, self.deltas.sequence
+            hot, sequence = self.current, self.deltas.sequence
             hot.users += 1
         try:
             yield hot, sequence
@@ -327,11 +318,11 @@ class HotRows:
         with self._writing:
             if self._pending is not None:
                 self._pending.write_rows(rows, of_tables)
-            return self._current.write_rows(rows, of_tables)
+            return self.current.write_rows(rows, of_tables)
 
     def begin(self, keys: Int64Array) -> HotSet:
         """Begin to fill a set with rows, int64 [n] keys, ascending. What the set in use has of them is copied."""
-        pending, current = HotSet(self.layout, keys), self._current
+        pending, current = HotSet(self.layout, keys), self.current
         with self._writing:
             self._pending = pending
         numbers = np.flatnonzero(np.isin(keys, current.keys, assume_unique=True))
@@ -352,7 +343,7 @@ class HotRows:
     def use(self, pending: HotSet) -> HotSet:
         """Put a set that is filled in use. Returns the one before, which must be closed once it has no users."""
         with self._writing, self._lock:
-            before, self._current, self._pending = self._current, pending, None
+            before, self.current, self._pending = self.current, pending, None
         return before
 
     def drop(self) -> None:

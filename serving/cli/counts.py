@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -125,6 +124,9 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
     """Return how often rows were looked up, by table, and how many processes counted it."""
     from loader.access_counts import merged_by_table
     from loader.errors import cut
+    from shard_node.wire.address import Address
+    from shard_node.wire.client import ShardClient
+    from shard_node.wire.tls import client_context
 
     async with AsyncExitStack() as stack:
         model, version = options["model"], options["version"]
@@ -133,12 +135,16 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
         if options["registry"] is not None:
             async with opened_registry(options["registry"]) as fleet:
                 model, version, shards, servers = await _of_fleet(fleet, model, version, not options["no_servers"])
-        clients = await stack.enter_async_context(_connected(shards, options))
+        config, timeout_s = Protection.of(options).node_tls, options["timeout_s"]
+        tls = None if config is None else client_context(config)
+        clients = [ShardClient(Address.parse(one), connect_timeout_s=timeout_s, tls=tls) for one in shards]
+        for client in clients:
+            stack.push_async_callback(client.close)
         if clients and (model is None or version is None):
             model, version = await _live(clients[0], model, version)
         if model is None:
             raise click.UsageError("--server needs --model.")
-        key, timeout_s = (model, version or 0), options["timeout_s"]
+        key = model, version or 0
         counted = await asyncio.gather(
             *(_node_counts(client, *key, timeout_s) for client in clients),
             *(_server_counts(url, *key, options) for url in servers),
@@ -172,24 +178,6 @@ async def _of_fleet(
     if not shards and not servers:
         raise click.UsageError(f"--registry: no process of the fleet has version {version} of {model!r}.")
     return model, version, shards, [url if url.startswith(_SCHEMES) else f"http://{url}" for url in servers]
-
-
-@asynccontextmanager
-async def _connected(addresses: Sequence[str], options: Options) -> AsyncIterator[list[ShardClient]]:
-    from shard_node.wire.address import Address
-    from shard_node.wire.client import ShardClient
-    from shard_node.wire.tls import client_context
-
-    config = Protection.of(options).node_tls
-    tls = None if config is None else client_context(config)
-    clients = [
-        ShardClient(Address.parse(address), connect_timeout_s=options["timeout_s"], tls=tls) for address in addresses
-    ]
-    try:
-        yield clients
-    finally:
-        for client in clients:
-            await client.close()
 
 
 async def _live(client: ShardClient, model: str | None, version: int | None) -> tuple[str, int]:
