@@ -29,7 +29,6 @@ MAX_DISTINCT_TEXTS = 20_000_000
 """Of one column of a CSV file, whose cells are texts until all are seen: about 2 GB."""
 _PIECE_VALUES = 1 << 22
 _PIECE_LINES = 1 << 16
-_MAX_CELL_CHARACTERS = MAX_STRING_ID_BYTES
 _PARQUET_ROWS = 1 << 18
 # What programs write for ids that they took for floats, and, among whole numbers, for those that are missing: as
 # strings all of a column would be other ids.
@@ -58,8 +57,7 @@ class _IdCounter:
         """Return what was counted. Raises TraceError if there are more than `MAX_DISTINCT_IDS` different ids."""
         counts = self._counter.fold()
         if not self._counter.is_exact:
-            limit = MAX_DISTINCT_IDS
-            raise TraceError(f"{self._where}: more than {limit} different ids; count a sample of the trace")
+            raise TraceError(f"{self._where}: more than {MAX_DISTINCT_IDS} different ids; count a sample of the trace")
         return counts
 
 
@@ -152,8 +150,8 @@ def _of_texts(where: str, seen: Counter[str]) -> AccessCounts:
     """Count ids by their texts; an empty one is no id."""
     seen.pop("", None)
     texts, counts = list(seen), np.fromiter(seen.values(), np.int64, len(seen))
-    if texts and len(longest := max(texts, key=len)) > _MAX_CELL_CHARACTERS:
-        raise TraceError(f"{where}: an id of {len(longest)} characters; at most {_MAX_CELL_CHARACTERS} are allowed")
+    if texts and len(longest := max(texts, key=len)) > MAX_STRING_ID_BYTES:
+        raise TraceError(f"{where}: an id of {len(longest)} characters; at most {MAX_STRING_ID_BYTES} are allowed")
     counter = _IdCounter(where)
     numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
     if all(numbers):
@@ -197,8 +195,7 @@ def _arrow_counts(pyarrow: Any, where: str, column: Any) -> tuple[npt.NDArray[An
         column = column.flatten()
     column = column.drop_null()
     if types.is_integer(column.type):
-        ids, counts = np.unique(column.to_numpy(zero_copy_only=False), return_counts=True)
-        return ids, counts.astype(np.int64)
+        return np.unique(column.to_numpy(zero_copy_only=False), return_counts=True)
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if not (types.is_string(column.type) or types.is_large_string(column.type)):

@@ -262,16 +262,6 @@ class Router:
         """Whether a lookup may have to wait for a shard that is not in this process."""
         return self._all_rows is None
 
-    @property
-    def hot_lookups(self) -> int:
-        """Rows that were looked up where hot rows are held; 0 without such."""
-        return 0 if self._hot is None else int(self._hot.counts()[0].sum())
-
-    @property
-    def hot_hits(self) -> int:
-        """How many of these were hot."""
-        return 0 if self._hot is None else int(self._hot.counts()[1].sum())
-
     def local_sequence(self, model: str, version: int) -> int:
         """Tell the last delta that is applied to rows that are all in this process."""
         assert self._all_rows is not None
