@@ -10,11 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from loader.access_counts import MAX_ACCESS_COUNT
 from loader.errors import ExportError
-from loader.id_counts import rows_with_share
 from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.per_row import MAX_ACCESS_COUNT
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.tables import DividedTable, TableSpec
@@ -34,6 +33,14 @@ def _check_counts(table: str, counts: npt.NDArray[Any], rows: int) -> None:
         raise ExportError(f"table {table!r}: counts are {found}, expected whole numbers [{rows}]")
     if counts.dtype.kind == "i" and int(counts.min()) < 0:
         raise ExportError(f"table {table!r}: row {int(counts.argmin())} has count {counts.min()}, which is below 0")
+
+
+def rows_with_share(lookups: npt.NDArray[np.integer[Any]], share: float) -> int:
+    """Return how many of the first rows have at least so much of all lookups [r]; all, of a share of 1."""
+    if share >= 1 or not lookups.size:
+        return lookups.size
+    passed = np.cumsum(lookups, dtype=np.uint64)
+    return min(int(np.searchsorted(passed, share * int(passed[-1]))) + 1, lookups.size)
 
 
 def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: float = 1.0) -> int:

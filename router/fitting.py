@@ -10,18 +10,17 @@ Sevastyanov and Chistyakov, "Random Allocations", 1978):
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.access_counts import AccessCounts
 from loader.description import ModelDescription, TableDescription
-from loader.id_counts import IdCounts
-from loader.snapshot.per_row import MAX_ACCESS_COUNT
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, VocabularyMapping
 from router.errors import FittingError
 from router.id_mapping import hashed_rows
@@ -52,7 +51,7 @@ class TableIds:
     seeds: UInt64Array
 
     @classmethod
-    def of(cls, table: TableDescription, by_feature: Mapping[str, IdCounts]) -> TableIds | None:
+    def of(cls, table: TableDescription, by_feature: Mapping[str, AccessCounts]) -> TableIds | None:
         """Gather what a table's features were asked for; None if there is no trace of any of them.
 
         Raises:
@@ -64,31 +63,28 @@ class TableIds:
         mapping = table.id_mapping
         if isinstance(mapping, HashMapping) and mapping.salt == "per_feature":
             seeds = np.array([mapping.seed_of(name) for name in asked], np.uint64)
-            sizes = [one.ids.size for one in asked.values()]
-            ids = np.concatenate([one.ids for one in asked.values()])
+            sizes = [one.keys.size for one in asked.values()]
+            ids = np.concatenate([one.keys for one in asked.values()])
             counts = np.concatenate([one.counts for one in asked.values()])
             return cls(ids, counts, np.repeat(seeds, sizes))
-        merged = next(iter(asked.values()))
-        if len(asked) > 1:
-            merged = IdCounts.merged(f"table {table.name!r}", asked.values())
+        merged = functools.reduce(AccessCounts.plus, asked.values())
         seed = mapping.seed if isinstance(mapping, HashMapping) else 0
         rows, is_row = table.num_embeddings, not isinstance(mapping, HashMapping | VocabularyMapping)
-        if is_row and isinstance(rows, int) and merged.ids.size and int(merged.ids[-1]) >= rows:
+        if is_row and isinstance(rows, int) and merged.keys.size and int(merged.keys[-1]) >= rows:
             if table.unknown_id == "reject":
                 raise FittingError(
-                    f"table {table.name!r}: id {int(merged.ids[-1])} of features {sorted(asked)} is not below "
+                    f"table {table.name!r}: id {int(merged.keys[-1])} of features {sorted(asked)} is not below "
                     f"num_embeddings {rows}: is the trace of another table?"
                 )
-            known = merged.ids < rows
+            known = merged.keys < rows
             unknown = int(merged.counts[~known].sum())
-            merged = IdCounts(merged.ids[known], merged.counts[known])
+            merged = AccessCounts(merged.keys[known], merged.counts[known])
             if table.unknown_id == "default_row":
                 # Unknown ids read this row: it is as if they were its id.
-                default = IdCounts(np.array([table.default_row]), np.array([unknown]))
-                merged = IdCounts.merged(f"table {table.name!r}", [merged, default])
-        return cls(merged.ids, merged.counts, np.array([seed], np.uint64))
+                merged = merged.plus(AccessCounts(np.array([table.default_row]), np.array([unknown])))
+        return cls(merged.keys, merged.counts, np.array([seed], np.uint64))
 
-    @cached_property
+    @functools.cached_property
     def _by_hash(self) -> tuple[UInt64Array, Int64Array]:
         """Return the upper 32 bits of ids' hashes, ascending, and the ids' counts: by one sort, 24 bytes an id."""
         if self.ids.size >= _HASHES:
@@ -109,16 +105,15 @@ class TableIds:
         hashes, counts = self._by_hash
         return (hashes * np.uint64(num_embeddings)) >> np.uint64(32), counts
 
-    def row_counts(self, table: TableDescription) -> tuple[Int64Array, Int64Array] | None:
-        """Return rows that were asked for, int64 [r], ascending, and how often each; None of a vocabulary's table."""
+    def row_counts(self, table: TableDescription) -> AccessCounts | None:
+        """Return how often rows were asked for; None of a vocabulary's table."""
         if isinstance(table.id_mapping, VocabularyMapping):
             return None
         rows, counts = self.ids, self.counts
         if isinstance(table.id_mapping, HashMapping):
             hashed, counts = self.hashed_to(int(table.num_embeddings))
             rows = hashed.view(np.int64)
-        counted = IdCounts.merged(f"table {table.name!r}", [IdCounts(rows, counts)])
-        return counted.ids, counted.counts
+        return AccessCounts.from_lookups(rows, counts, int(table.num_embeddings))
 
     def rows(self, table: TableDescription) -> RowLookups:
         """Find how often each row is looked up: hashed, or a row for each id, as identity and vocabulary have it."""
@@ -332,10 +327,8 @@ def measure(
     )
 
 
-def count_rows(
-    tables: Iterable[TableDescription], by_feature: Mapping[str, IdCounts]
-) -> dict[str, npt.NDArray[np.uint32]]:
-    """Return how often each row is looked up by a trace of ids, uint32 [num_embeddings], by table.
+def count_rows(tables: Iterable[TableDescription], by_feature: Mapping[str, AccessCounts]) -> dict[str, AccessCounts]:
+    """Return how often rows are looked up by a trace of ids, by table.
 
     Tables without a trace are left out, and those of a vocabulary, whose rows a description does not tell. Raises
     FittingError as `TableIds.of`.
@@ -344,13 +337,11 @@ def count_rows(
     for table in tables:
         asked = TableIds.of(table, by_feature)
         if asked is not None and (counted := asked.row_counts(table)) is not None:
-            dense = np.zeros(int(table.num_embeddings), np.uint32)
-            dense[counted[0]] = np.minimum(counted[1], MAX_ACCESS_COUNT)
-            found[table.name] = dense
+            found[table.name] = counted
     return found
 
 
-def fitted(description: ModelDescription, by_feature: Mapping[str, IdCounts]) -> ModelDescription:
+def fitted(description: ModelDescription, by_feature: Mapping[str, AccessCounts]) -> ModelDescription:
     """Give each table whose `num_embeddings` is auto the smallest size for its ids and its `max_collision_share`.
 
     Raises:

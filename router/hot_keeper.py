@@ -14,28 +14,28 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from loader.access_counts import AccessCounter, AccessCounts
 from loader.errors import ShardrankError
 from loader.progress import ended
 from loader.registry.registry import Registry
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
-from router.hot_rows import TABLE_SHIFT, HotRows, HotRowsConfig, HotSet, index_bytes, set_bytes
+from router.hot_rows import HotRows, HotRowsConfig, HotSet, index_bytes, set_bytes
 from router.plan import BucketOwners, Plan
-from router.popularity import Popularity
 from router.replicas import ReplicatedShard
 from router.router import Cutter
-from shard_node.access_counts import MAX_BYTES, MIN_SKETCH_COUNTERS
+from shard_node.access_counts import MAX_ROWS, TABLE_SHIFT
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.answer import Answer, group_keys
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.engine.memory import MemoryClaim, RowMemory
-from shard_node.node import DeltaPosition, ServedVersion
+from shard_node.node import DeltaPosition
 from shard_node.split import split
 
 logger = logging.getLogger(__name__)
@@ -46,35 +46,42 @@ RETRY_S: Final = 2.0
 STATUS_EVERY_S: Final = 1.0
 FETCH_TIMEOUT_S: Final = 5.0
 FETCH_PIECE_BYTES: Final = 2 << 20
-FETCH_SHARE: Final = 0.5
+FETCH_FRACTION: Final = 0.5
 """Of the time, at most, in which a node is busy with rows for a tier."""
 FETCH_KEYS: Final = 1 << 18
 """Whose owners are worked out at a time."""
 LEARN_EVERY_S: Final = 0.1
-LEARN_SHARE: Final = 0.1
+LEARN_FRACTION: Final = 0.1
 """Of the time, at most, that goes into learning and into new sets; what is looked up meanwhile is a sample the less."""
-LEAST_CHANGE: Final = 1 / 32
+MIN_CHANGE: Final = 1 / 32
 """Of the rows of a set: fewer new ones are not worth another set."""
-MAX_SAMPLE_BYTES: Final = 8 << 20
+CANDIDATES: Final = 3
+"""Rows that have a count, x the rows that fit."""
+HALF_LIFE: Final = 32
+"""Lookups after which a count weighs half, x the rows that fit."""
+MIN_EPOCH: Final = 256
+"""Lookups that are counted together, at least."""
 CLOSE_TIMEOUT_S: Final = 10.0
-_LOOK_S: Final = 0.02
-_COUNTED_ROWS: Final = 1 << 20
-_COUNTER_BYTES: Final = 4
-_BUILD_BYTES = 40
+_POLL_S: Final = 0.02
+_PIECE_ROWS: Final = 1 << 20
+_BUILD_BYTES: Final = 40
 """For each row, while an index is built."""
-_LEARN_BYTES = 180
-"""For each row of capacity: what `Popularity` takes at most."""
+_LEARN_BYTES: Final = 240
+"""For each row that fits: of its candidates' counts, of what is queued, and of counting it."""
+_MIN_COUNTED: Final = 64
+_HIT_BYTES: Final = 84
+"""For each row whose hits are counted, likewise."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HotStatus:
-    """What a keeper tells of its tier now and then.
+    """What a keeper reports of its tier, about every second.
 
     Attributes:
         tables: their names, in layout order.
         rows, size_bytes: of the set in use.
         sequence: the last delta that is applied; 0 for none.
-        lookups, hits: int64 [tables], since the keeper told last.
+        lookups, hits: int64 [tables], since the last report.
     """
 
     model: str
@@ -88,71 +95,62 @@ class HotStatus:
 
 
 class HotBudget:
-    """How many rows fit into the memory of one tier. Raises HotRowsError if there is not even room for one."""
+    """How many rows fit into the memory of one tier. Raises HotRowsError if there is not even room for one.
+
+    Attributes:
+        learns: whether the policy is `learning`.
+        max_counted: rows whose hits are counted.
+        capacity: how many rows of mean width fit.
+        max_rows: more than fit of the narrowest rows.
+    """
 
     def __init__(self, config: HotRowsConfig, layout: TableLayout) -> None:
-        self._config = config
         widths = [group.row_bytes for group in layout.groups for _ in range(group.first_table, group.end_table)]
         self._row_bytes = np.array(widths, np.int64)
-        learns = config.policy == "learning"
-        self.sample_bytes = min(MAX_SAMPLE_BYTES, config.size_bytes // 8) if learns else 0
-        self.access_bytes = min(max(config.size_bytes // 16, 4 * _COUNTER_BYTES * MIN_SKETCH_COUNTERS), MAX_BYTES)
-        """Of counters of what is looked up."""
-        self.capacity = self._most(int(self._row_bytes.mean()))
-        """How many rows of mean width fit."""
+        self.learns = config.policy == "learning"
+        self.max_counted = min(max(config.size_bytes // 16 // _HIT_BYTES, _MIN_COUNTED), MAX_ROWS)
+        self._limit = config.size_bytes - self.max_counted * _HIT_BYTES
+        self.max_rows = max(1, self._limit // int(self._row_bytes.min()))
+        mean = int(self._row_bytes.mean())
+        self.capacity = self._num_fitting(range(mean, (self.max_rows + 1) * mean, mean))
         if not self.capacity:
-            needed = self._bytes(1, int(self._row_bytes.mean())) + config.size_bytes - self._limit
+            needed = self._bytes(1, mean) + config.size_bytes - self._limit
             raise HotRowsError(f"hot rows: {config.size_bytes} bytes have no room for one row; {needed} have")
-
-    @property
-    def most_rows(self) -> int:
-        """How many of the narrowest rows fit."""
-        return self._most(int(self._row_bytes.min()))
 
     def fitting(self, hottest_first: Int64Array) -> Int64Array:
         """Return as many of these keys as fit, ascending."""
         total = np.cumsum(self._row_bytes.take(hottest_first >> TABLE_SHIFT))
-        count = bisect_right(range(1, total.size + 1), self._limit, key=lambda n: self._bytes(n, int(total[n - 1])))
-        return np.sort(hottest_first[:count])
+        return np.sort(hottest_first[: self._num_fitting(total)])
 
-    def per_byte(self, table: int) -> float:
-        """Return what one byte of a table's row is worth, of one lookup."""
-        return 1.0 / float(self._row_bytes[table] + index_bytes(1))
+    def hottest_counted(self, snapshot: Snapshot, layout: TableLayout) -> Int64Array:
+        """Choose rows by the snapshot's access counts: int64 keys, most lookups for a byte first; none without."""
+        hottest = AccessCounts(np.empty(0, np.int64), np.empty(0))
+        for number, table in enumerate(layout.tables):
+            counts = snapshot.access_counts(table.name)
+            step = max(_PIECE_ROWS, self.max_rows)
+            for first in range(0, 0 if counts is None else table.num_embeddings, step):
+                piece = AccessCounts.from_rows(counts[first : first + step])  # type: ignore[index]
+                per_byte = piece.counts / float(self._row_bytes[number] + index_bytes(1))
+                keys = piece.keys + (first + (number << TABLE_SHIFT))
+                hottest = hottest.plus(AccessCounts(keys, per_byte)).most_frequent(self.max_rows)
+        return hottest.hottest_first()
 
-    @property
-    def _limit(self) -> int:
-        return self._config.size_bytes - self.sample_bytes - self.access_bytes
-
-    def _most(self, row_bytes: int) -> int:
-        most = max(1, self._limit // row_bytes)
-        return bisect_right(range(1, most + 1), self._limit, key=lambda n: self._bytes(n, n * row_bytes))
+    def _num_fitting(self, total: Sequence[int] | Int64Array) -> int:
+        """Return how many rows fit whose bytes are, of the first n, `total[n - 1]`."""
+        numbers = range(1, len(total) + 1)
+        return bisect_right(numbers, self._limit, key=lambda number: self._bytes(number, int(total[number - 1])))
 
     def _bytes(self, num_rows: int, rows_bytes: int) -> int:
-        own = set_bytes(num_rows, rows_bytes)
-        if self._config.policy == "static":
-            return own + _BUILD_BYTES * num_rows
-        # The set in use, the one that is built, and what is known of more rows than are held.
-        return 2 * own + (_BUILD_BYTES + _LEARN_BYTES) * num_rows
+        size_bytes = set_bytes(num_rows, rows_bytes)
+        if not self.learns:
+            return size_bytes + _BUILD_BYTES * num_rows
+        # The set in use, the one that is built, and what is known of more rows than fit.
+        return 2 * size_bytes + (_BUILD_BYTES + _LEARN_BYTES) * num_rows
 
 
-def hottest_counted(snapshot: Snapshot, layout: TableLayout, budget: HotBudget) -> Int64Array:
-    """Choose rows by the snapshot's access counts: int64 keys, most lookups for a byte first; none without counts."""
-    most = budget.most_rows
-    keys, worth = np.empty(0, np.int64), np.empty(0, np.float32)
-    for number, table in enumerate(layout.tables):
-        counts = snapshot.access_counts(table.name)
-        if counts is None:
-            continue
-        step = max(_COUNTED_ROWS, most)
-        for first in range(0, table.num_embeddings, step):
-            piece = counts[first : first + step]
-            seen = piece.nonzero()[0]
-            keys = np.concatenate([keys, seen + (first + (number << TABLE_SHIFT))])
-            worth = np.concatenate([worth, piece.take(seen) * np.float32(budget.per_byte(number))])
-            if keys.size > most:
-                kept = np.argpartition(worth, keys.size - most)[keys.size - most :]
-                keys, worth = keys.take(kept), worth.take(kept)
-    return keys[np.argsort(-worth, kind="stable")]
+def learning_counter(capacity: int) -> AccessCounter:
+    """Return what counts lookups for a tier that learns which of them are the hottest, as many as `capacity`."""
+    return AccessCounter(CANDIDATES * capacity, MIN_EPOCH, HALF_LIFE * capacity)
 
 
 class HotRowsKeeper:
@@ -167,28 +165,25 @@ class HotRowsKeeper:
         snapshot: Snapshot,
         plan: Plan,
         connect: Callable[[], Sequence[ReplicatedShard]],
-        config: HotRowsConfig,
-        first: Callable[[HotBudget], Int64Array],
+        budget: HotBudget,
+        first: Callable[[], Int64Array],
         registry: Callable[[], Registry] | None,
         claim: MemoryClaim,
         on_status: Callable[[HotStatus], None],
-        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._model, self._version = snapshot.spec.model, snapshot.version
-        self._where = f"hot rows of version {self._version} of model {self._model!r}"
+        self._name = f"hot rows of version {self._version} of model {self._model!r}"
         self._delta_base = snapshot.manifest.delta_start[0]
         self._layout, self._num_shards = plan.layout, plan.num_shards
         self._owners, self._cutter = BucketOwners(plan), Cutter(plan.layout, FETCH_PIECE_BYTES)
         self._connect, self._first, self._registry = connect, first, registry
-        self._learns = config.policy == "learning"
-        self._budget = HotBudget(config, plan.layout)
-        self._claim, self._on_status = claim, on_status
-        self._sleep, self._clock = sleep, clock
-        self.rows = HotRows(plan.layout, self._budget.sample_bytes, self._budget.access_bytes)
-        self._told = self.rows.counts
+        self._budget, self._claim, self._on_status, self._sleep = budget, claim, on_status, sleep
+        learned = learning_counter(budget.capacity) if budget.learns else None
+        self.rows = HotRows(plan.layout, budget.max_counted, learned)
+        self._reported = self.rows.counts()
         self._used: list[HotSet] = []
-        self._said = ""
+        self._problem = ""
         self._loop = asyncio.new_event_loop()
         self._begun = threading.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -202,13 +197,9 @@ class HotRowsKeeper:
     def close(self) -> None:
         """End it and free the rows. The version's routers must be closed. Idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
+            self._loop.call_soon_threadsafe(lambda: self._keeping and self._keeping.cancel())
             self._thread.join(CLOSE_TIMEOUT_S)
         self._claim.give_back()
-
-    def _stop(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
 
     def _run(self) -> None:
         try:
@@ -230,9 +221,9 @@ class HotRowsKeeper:
                 try:
                     await self._keep(shards, registry)
                 except ShardrankError as error:
-                    self._say(f"{type(error).__name__}: {error}")
+                    self._warn(f"{type(error).__name__}: {error}")
                 except Exception:
-                    logger.exception("%s: none are held, since keeping them failed", self._where)
+                    logger.exception("%s: none are held, since keeping them failed", self._name)
                 # What can't be kept up to date must not be looked up: the nodes have all rows.
                 await self._replace(HotSet(self._layout, np.empty(0, np.int64)))
                 self._begun.set()
@@ -244,12 +235,12 @@ class HotRowsKeeper:
                 await registry.close()
 
     async def _keep(self, shards: Sequence[ReplicatedShard], registry: Registry | None) -> None:
-        self.rows.deltas = DeltaPosition(self._delta_base, await self._sequence(shards, follows=registry is not None))
-        if registry is None:
-            following = self._watch(shards)
-        else:
-            following = DeltaFollower(registry, self._model, self._version, self.rows).run()
-        tasks = [asyncio.create_task(one) for one in (following, self._choose(shards), self._tell())]
+        sequence = await self._check_sequence(shards, follows=registry is not None)
+        self.rows.deltas = DeltaPosition(self._delta_base, sequence)
+        work = [self._choose(shards), self._report_often(shards, follows=registry is not None)]
+        if registry is not None:
+            work.append(DeltaFollower(registry, self._model, self._version, self.rows).run())
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -259,76 +250,62 @@ class HotRowsKeeper:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _sequence(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> int:
+    async def _check_sequence(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> int:
         """Return the last delta that a node of each shard has.
 
-        Raises HotRowsError if a shard has no node with the version, or deltas are applied that nobody follows here.
+        Raises HotRowsError if a shard has no node with the version, or deltas are applied that are not followed here.
         """
-        told = await asyncio.gather(*(shard.infos() for shard in shards))
         reached: list[int] = []
-        for shard, infos in enumerate(told):
-            here = [one for _, info in infos for one in info.versions if self._is_own(one)]
-            if not here:
-                raise HotRowsError(f"{self._where}: no node of shard {shard} that answers has the version")
-            reached.append(max(one.delta_sequence for one in here))
-            if not follows and any(one.delta_sequence > one.last_delta for one in here):
+        key = (self._model, self._version)
+        for shard, infos in enumerate(await asyncio.gather(*(shard.infos() for shard in shards))):
+            served = [each for _, info in infos for each in info.versions if (each.model, each.version) == key]
+            if not served:
+                raise HotRowsError(f"{self._name}: no node of shard {shard} that answers has the version")
+            reached.append(max(each.delta_sequence for each in served))
+            if not follows and any(each.delta_sequence > each.last_delta for each in served):
                 raise HotRowsError(
-                    f"{self._where}: nodes of shard {shard} apply row updates, which copies here would not get without "
-                    "--registry"
+                    f"{self._name}: nodes of shard {shard} apply row updates, which copies here would not "
+                    "get without --registry"
                 )
         return min(reached)
 
-    def _is_own(self, one: ServedVersion) -> bool:
-        return (one.model, one.version) == (self._model, self._version)
-
-    async def _watch(self, shards: Sequence[ReplicatedShard]) -> None:
-        """Look, where there is no registry, that nobody begins to apply deltas."""
+    async def _report_often(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> None:
+        """Report the tier, and check where there is no registry that no node begins to apply deltas."""
         while True:
+            self.report()
             await self._sleep(STATUS_EVERY_S)
-            await self._sequence(shards, follows=False)
+            if not follows:
+                await self._check_sequence(shards, follows=False)
 
-    async def _tell(self) -> None:
-        while True:
-            self.tell()
-            await self._sleep(STATUS_EVERY_S)
-
-    def tell(self) -> None:
-        """Tell what the tier is, and what it counted since this was told last."""
-        now, hot = self.rows.counts, self.rows.current
-        lookups, hits = now.lookups - self._told.lookups, now.hits - self._told.hits
-        self._told = now
-        names = tuple(table.name for table in self._layout.tables)
+    def report(self) -> None:
+        """Report what the tier is, and what it counted since the last report."""
+        before, self._reported = self._reported, self.rows.counts()
+        lookups, hits = (now - then for now, then in zip(self._reported, before, strict=True))
+        names, hot = tuple(table.name for table in self._layout.tables), self.rows.current
         sequence = self.rows.deltas.sequence
-        status = HotStatus(self._model, self._version, names, hot.keys.size, hot.size_bytes, sequence, lookups, hits)
-        self._on_status(status)
+        self._on_status(
+            HotStatus(self._model, self._version, names, hot.keys.size, hot.size_bytes, sequence, lookups, hits)
+        )
 
     async def _choose(self, shards: Sequence[ReplicatedShard]) -> None:
-        """Hold the first rows; then, if this tier learns, those that are looked up most of late."""
-        wanted = self._budget.fitting(await asyncio.to_thread(self._first, self._budget))
-        while not await self._built(shards, wanted):
+        """Hold the first rows; then, if this tier learns, those with the most lookups in the last epochs."""
+        keys = self._budget.fitting(await asyncio.to_thread(self._first))
+        while not await self._built(shards, keys):
             self._begun.set()
             await self._sleep(RETRY_S)
         self._begun.set()
-        if not self._learns:
-            await asyncio.Event().wait()
-        popularity = Popularity(self._budget.capacity)
         while True:
-            began = self._clock()
-            wanted = await asyncio.to_thread(self._learned, popularity)
-            if wanted.size:
-                await self._built(shards, wanted)
-            await self._sleep(max(LEARN_EVERY_S, (self._clock() - began) * (1 / LEARN_SHARE - 1)))
+            began = time.monotonic()
+            learned = self.rows.learned
+            if learned is not None and learned.is_full:
+                keys = await asyncio.to_thread(self._learned_keys, learned)
+                is_new = ~np.isin(keys, self.rows.current.keys, assume_unique=True)
+                if np.count_nonzero(is_new) > MIN_CHANGE * keys.size:
+                    await self._built(shards, keys)
+            await self._sleep(max(LEARN_EVERY_S, (time.monotonic() - began) * (1 / LEARN_FRACTION - 1)))
 
-    def _learned(self, popularity: Popularity) -> Int64Array:
-        """Learn from what was looked up. Returns the rows to hold, ascending keys; none if they are hardly others."""
-        epochs = popularity.epochs
-        for keys in self.rows.take_samples():
-            popularity.observe(keys)
-        if popularity.epochs == epochs:
-            return np.empty(0, np.int64)
-        wanted = self._budget.fitting(popularity.top(self._budget.capacity))
-        held = int(np.isin(wanted, self.rows.current.keys, assume_unique=True).sum())
-        return wanted if wanted.size - held > LEAST_CHANGE * wanted.size else wanted[:0]
+    def _learned_keys(self, learned: AccessCounter) -> Int64Array:
+        return self._budget.fitting(learned.fold().most_frequent(self._budget.capacity).hottest_first())
 
     async def _built(self, shards: Sequence[ReplicatedShard], keys: Int64Array) -> bool:
         """Fill a set with these rows, ascending keys, and use it. False, and why in the log, if they can't be read."""
@@ -337,25 +314,25 @@ class HotRowsKeeper:
             pending = await asyncio.shield(beginning)
             until = await self._fill(shards, pending)
             while self.rows.deltas.sequence < until:
-                await self._sleep(_LOOK_S)
+                await self._sleep(_POLL_S)
         except ShardrankError as error:
             self.rows.drop()
-            self._say(f"rows can't be read: {error}")
+            self._warn(f"rows can't be read: {error}")
             return False
         except BaseException:
             await ended(beginning)
             self.rows.drop()
             raise
         await self._replace(pending)
-        logger.info("%s: %d rows, %d bytes", self._where, keys.size, pending.size_bytes)
-        self._said = ""
+        logger.info("%s: %d rows, %d bytes", self._name, keys.size, pending.size_bytes)
+        self._problem = ""
         return True
 
     async def _replace(self, hot: HotSet) -> None:
         """Use a set, and free the one before once the last batch that uses it has ended."""
         self._used.append(self.rows.use(hot))
         while self._used[-1].users:
-            await self._sleep(_LOOK_S)
+            await self._sleep(_POLL_S)
         self._used.pop().close()
 
     async def _fill(self, shards: Sequence[ReplicatedShard], pending: HotSet) -> int:
@@ -372,30 +349,30 @@ class HotRowsKeeper:
             owners = self._owners.of(bags, lambda every=every: every, first)  # type: ignore[misc]
             for part in split(bags, owners, range(self._num_shards)):
                 for piece in self._cutter.cut(part):
-                    began = self._clock()
+                    began = time.monotonic()
                     # Deltas that are applied here from now on are kept: what is read need not have them.
-                    answer, told = await shards[piece.owner].pool_at(
+                    answer, sequence = await shards[piece.owner].pool_at(
                         self._model, self._version, piece.bags, began + FETCH_TIMEOUT_S, self.rows.deltas.sequence
                     )
-                    until = max(until, told)
+                    until = max(until, sequence)
                     self._put(pending, numbers.take(piece.positions), piece.bags, answer)
-                    await self._sleep((self._clock() - began) * (1 / FETCH_SHARE - 1))
+                    await self._sleep((time.monotonic() - began) * (1 / FETCH_FRACTION - 1))
         return until
 
     def _put(self, pending: HotSet, numbers: Int64Array, bags: KeyedBags, answer: Answer) -> None:
         starts = bags.value_starts()
         for group, (_, first, end) in enumerate(group_keys(self._layout, bags)):
-            own = numbers[int(starts[first]) : int(starts[end])]
-            stored = () if answer.stored is None else answer.stored[group]
-            if len(stored) != own.size:
-                raise HotRowsError(f"{self._where}: a node sends sums in place of rows; it must be upgraded")
-            if own.size:
-                self.rows.put(pending, group, own, answer.stored[group])  # type: ignore[index]
+            of_group = numbers[int(starts[first]) : int(starts[end])]
+            stored = np.empty(0, np.uint8) if answer.stored is None else answer.stored[group]
+            if len(stored) != of_group.size:
+                raise HotRowsError(f"{self._name}: a node sends sums in place of rows; it must be upgraded")
+            if of_group.size:
+                self.rows.put(pending, group, of_group, stored)
 
-    def _say(self, reason: str) -> None:
-        if reason != self._said:
-            logger.warning("%s: %s", self._where, reason)
-        self._said = reason
+    def _warn(self, reason: str) -> None:
+        if reason != self._problem:
+            logger.warning("%s: %s", self._name, reason)
+        self._problem = reason
 
 
 class HotKeepers:
@@ -427,20 +404,21 @@ class HotKeepers:
         Raises MemoryBudgetError if there is no room for its tier, and HotRowsError if that has none for a row.
         """
         model, layout = snapshot.spec.model, plan.layout
-        before = self._last.get(model)
-        inherits = self._config.policy == "learning" and before is not None and _same_rows(before.layout, layout)
+        budget, before = HotBudget(self._config, layout), self._last.get(model)
+        inherits = budget.learns and before is not None and _rows_of(before.layout) == _rows_of(layout)
+        learned = before.current.keys if before is not None and inherits else np.empty(0, np.int64)
 
-        def first(budget: HotBudget) -> Int64Array:
-            if inherits and before is not None and (learned := before.current.keys).size:
+        def first() -> Int64Array:
+            if learned.size:
                 return learned
-            keys = hottest_counted(snapshot, layout, budget)
-            if self._config.policy == "static" and not keys.size:
+            keys = budget.hottest_counted(snapshot, layout)
+            if not budget.learns and not keys.size:
                 logger.warning("version %d of %s has no access counts: no row is hot", snapshot.version, model)
             return keys
 
         claim = self._memory.take(self._config.size_bytes)
         try:
-            keeper = HotRowsKeeper(snapshot, plan, connect, self._config, first, self._registry, claim, self._on_status)
+            keeper = HotRowsKeeper(snapshot, plan, connect, budget, first, self._registry, claim, self._on_status)
         except BaseException:
             claim.give_back()
             raise
@@ -450,10 +428,6 @@ class HotKeepers:
         return keeper
 
 
-def _same_rows(one: TableLayout, other: TableLayout) -> bool:
-    """Tell whether keys of one are keys of the other, of rows that take as many bytes."""
-
-    def told(layout: TableLayout) -> list[tuple[object, ...]]:
-        return [(table.name, table.num_embeddings, table.embedding_dim, table.dtype) for table in layout.tables]
-
-    return told(one) == told(other)
+def _rows_of(layout: TableLayout) -> list[tuple[object, ...]]:
+    """Return what must be equal for keys of one layout to be keys of another, of rows that take as many bytes."""
+    return [(table.name, table.num_embeddings, table.embedding_dim, table.dtype) for table in layout.tables]

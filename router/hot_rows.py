@@ -8,7 +8,6 @@ filled, and what was counted. `router.hot_keeper` decides which rows there are, 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from loader.access_counts import AccessCounter
 from loader.snapshot.tables import Frozen
-from shard_node.access_counts import MAX_BYTES, AccessCounts
+from shard_node.access_counts import HALF_LIFE, MAX_ROWS, MAX_VALUES, MIN_QUEUED, TABLE_SHIFT, LookupSampler
 from shard_node.answer import Answer, Forms
 from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
@@ -33,8 +33,6 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 StoredRows: TypeAlias = npt.NDArray[np.uint8]
 HotPolicy: TypeAlias = Literal["learning", "static"]
 
-TABLE_SHIFT: Final = 32
-"""A key is table << 32 | row; no table has more rows."""
 COPY_BYTES: Final = 512 << 10
 """Of rows that are copied while row updates wait."""
 ROW_OVERHEAD_BYTES: Final = 13
@@ -164,7 +162,7 @@ class HotSet:
                 places.append(TablePlace(ALL_BITS, 0, arena, np.full((1, 1), start - first, np.int64)))
         # An engine of tables that have these rows alone, whole and in order: a row's number there counts those below.
         counts = np.diff(self._starts).tolist()
-        self._own = replace(
+        self._layout = replace(
             layout,
             tables=tuple(
                 table.model_copy(update={"num_embeddings": max(1, count)})
@@ -173,7 +171,7 @@ class HotSet:
         )
         arenas = [range(number, number + 1) for number in range(len(layout.groups))]
         tiers = ["ram"] * len(places)
-        self._engine = CpuEngine(self._own, self._arenas, arenas, Placement(self._own, places), tiers)  # type: ignore[arg-type]
+        self._engine = CpuEngine(self._layout, self._arenas, arenas, Placement(self._layout, places), tiers)  # type: ignore[arg-type]
         self._first_of_group = self._starts[[group.first_table for group in layout.groups]]
 
     @property
@@ -189,8 +187,8 @@ class HotSet:
         at, is_hit = self._index.find(keys)
         return HotLookup(self, keys, at, is_hit)
 
-    def bags_of(self, part: Part, at: Int64Array) -> CheckedBags:
-        """Return a part's bags for `answer`; `at` are the places of its values in the index."""
+    def answer(self, part: Part, at: Int64Array, forms: Forms) -> Answer:
+        """Pool a part of a batch, in the forms that the caller takes; `at` are its values' places in the index."""
         bags = part.bags
         numbers = self._index.numbers(at)
         firsts = self._starts.take(bags.keys).astype(np.int32)
@@ -198,11 +196,8 @@ class HotSet:
             numbers -= np.repeat(firsts, bags.values_per_key())
         # Numbers and offsets have one dtype.
         offsets = bags.offsets.astype(np.int32, copy=False)
-        return CheckedBags(bags.keys, bags.bags_per_key, offsets, numbers, bags.weights, layout=self._own)  # type: ignore[arg-type]
-
-    def answer(self, bags: KeyedBags, forms: Forms) -> Answer:
-        """Pool what `bags_of` gave, in the forms that whoever asks takes."""
-        return self._engine.answer(bags) if forms.stored else Answer(self._engine.pool(bags))
+        checked = CheckedBags(bags.keys, bags.bags_per_key, offsets, numbers, bags.weights, layout=self._layout)  # type: ignore[arg-type]
+        return self._engine.answer(checked) if forms.stored else Answer(self._engine.pool(checked))
 
     def write_rows(self, rows: Int64Array, of_tables: Sequence[tuple[int, StoredRows]]) -> int:
         """Replace those rows that are here, of several tables together: tables, each with the rows as stored."""
@@ -212,7 +207,7 @@ class HotSet:
             numbers = self._index.numbers(at[is_here]).astype(np.int64)
             self.is_filled[numbers] = True
             writes.append((table, numbers - self._starts[table], stored[is_here]))
-        return self._engine.write_together(writes) if any(one[1].size for one in writes) else 0
+        return self._engine.write_together(writes) if any(rows.size for _, rows, _ in writes) else 0
 
     def take(self, group: int, numbers: Int64Array) -> StoredRows:
         """Copy rows of one group by the numbers of their keys, int64 [m]: uint8 [m, row_bytes]. Nobody may write."""
@@ -220,10 +215,9 @@ class HotSet:
 
     def put(self, group: int, numbers: Int64Array, stored: StoredRows) -> None:
         """Fill in rows of one group that are not written yet. Nobody may pool from it, or write."""
-        open_ones = (~self.is_filled.take(numbers)).nonzero()[0]
-        if open_ones.size < numbers.size:
-            numbers, stored = numbers.take(open_ones), stored.take(open_ones, axis=0)
-        self._arenas[group].write(numbers - self._first_of_group[group], np.ascontiguousarray(stored))
+        is_open = ~self.is_filled.take(numbers)
+        numbers, stored = numbers[is_open], stored[is_open]
+        self._arenas[group].write(numbers - self._first_of_group[group], stored)
         self.is_filled[numbers] = True
 
     def groups_of(self, numbers: Int64Array) -> Iterator[tuple[int, Int64Array]]:
@@ -254,61 +248,42 @@ class HotLookup:
     at: Int64Array
     is_hit: BoolArray
 
-    def answer(self, part: Part, forms: Forms) -> Answer:
-        """Pool the part of the batch that has the hits, in the forms that whoever asks takes."""
-        return self.hot.answer(self.hot.bags_of(part, self.at.take(part.positions)), forms)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HotCounts:
-    """What a tier has counted since it was made, by table in layout order: int64 [tables]."""
-
-    lookups: Int64Array
-    hits: Int64Array
-
 
 class HotRows:
     """The hot rows of one served version. Thread-safe; one keeper changes what it holds.
 
     Args:
         layout: the model's tables.
-        max_sample_bytes: of keys that wait to be learned from; 0 if nobody learns.
-        max_access_bytes: of `access`.
+        max_counted: rows whose hits are counted.
+        learned: counts all lookups, for a keeper that learns; None if nobody does.
 
     Attributes:
         access: how often each row was looked up here; nodes never hear of these lookups.
+        learned: as given.
         deltas: how far its rows are along their stream of deltas.
     """
 
-    def __init__(self, layout: TableLayout, max_sample_bytes: int = 0, max_access_bytes: int = MAX_BYTES) -> None:
-        self.layout = layout
-        self.access = AccessCounts(layout, max_bytes=max_access_bytes)
+    def __init__(self, layout: TableLayout, max_counted: int = MAX_ROWS, learned: AccessCounter | None = None) -> None:
+        self.layout, self.learned = layout, learned
+        counter = AccessCounter(max_counted, min(max(max_counted, MAX_VALUES), MIN_QUEUED), HALF_LIFE)
+        self.access = LookupSampler(layout, counter=counter)
         self.deltas = DeltaPosition()
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._current = HotSet(layout, np.empty(0, np.int64))
+        self.current = HotSet(layout, np.empty(0, np.int64))
         self._pending: HotSet | None = None
         self._counts = np.zeros((2, len(layout.tables)), np.int64)
-        self._samples: deque[Int64Array] = deque()
-        self._sample_bytes = 0
-        self._max_sample_bytes = max_sample_bytes
 
     @property
     def engine(self) -> HotRows:
         """Itself: where a follower of deltas writes rows."""
         return self
 
-    @property
-    def current(self) -> HotSet:
-        """The set that is in use."""
-        return self._current
-
-    @property
-    def counts(self) -> HotCounts:
-        """Lookups of the tier, and those that found their row."""
+    def counts(self) -> tuple[Int64Array, Int64Array]:
+        """Return all lookups of each table, int64 [tables], and those that found their row, int64 [tables]."""
         with self._lock:
             lookups, hits = self._counts.copy()
-        return HotCounts(lookups, hits)
+        return lookups, hits
 
     @contextmanager
     def used(self) -> Iterator[tuple[HotSet, int]]:
@@ -317,7 +292,7 @@ class HotRows:
         Both are of one moment: of deltas that are applied after another set is in use, this one never hears.
         """
         with self._lock:
-            hot, sequence = self._current, self.deltas.sequence
+            hot, sequence = self.current, self.deltas.sequence
             hot.users += 1
         try:
             yield hot, sequence
@@ -326,25 +301,16 @@ class HotRows:
                 hot.users -= 1
 
     def looked_up(self, bags: KeyedBags, found: HotLookup, hits: Part | None) -> None:
-        """Count a batch that was answered, and keep its keys for whoever learns if there is room for them."""
+        """Count a batch that was answered, and queue its keys to be learned from if there is room for them."""
         values_per_key = bags.values_per_key()
         with self._lock:
             self._counts[0, bags.keys] += values_per_key
             if hits is not None:
                 self._counts[1, hits.bags.keys] += hits.bags.values_per_key()
-            if self._sample_bytes + found.keys.nbytes <= self._max_sample_bytes:
-                self._samples.append(found.keys)
-                self._sample_bytes += found.keys.nbytes
+        if self.learned is not None and not self.learned.is_full:
+            self.learned.add(found.keys)
         if hits is not None:
             self.access.observe(hits.bags.keys, hits.bags.values_per_key(), hits.bags.values)
-
-    def take_samples(self) -> list[Int64Array]:
-        """Return the keys, int64 [n], of whole batches that were looked up since the last call, or of some of them."""
-        with self._lock:
-            samples = list(self._samples)
-            self._samples.clear()
-            self._sample_bytes = 0
-        return samples
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: StoredRows) -> int:
         """As `Engine.write_rows`, to the rows in use and to those that are being filled in."""
@@ -352,18 +318,18 @@ class HotRows:
         with self._writing:
             if self._pending is not None:
                 self._pending.write_rows(rows, of_tables)
-            return self._current.write_rows(rows, of_tables)
+            return self.current.write_rows(rows, of_tables)
 
     def begin(self, keys: Int64Array) -> HotSet:
         """Begin to fill a set with rows, int64 [n] keys, ascending. What the set in use has of them is copied."""
-        pending, current = HotSet(self.layout, keys), self._current
+        pending, current = HotSet(self.layout, keys), self.current
         with self._writing:
             self._pending = pending
         numbers = np.flatnonzero(np.isin(keys, current.keys, assume_unique=True))
-        for group, own in pending.groups_of(numbers):
+        for group, of_group in pending.groups_of(numbers):
             step = max(1, COPY_BYTES // self.layout.groups[group].row_bytes)
-            for first in range(0, own.size, step):
-                piece = own[first : first + step]
+            for first in range(0, of_group.size, step):
+                piece = of_group[first : first + step]
                 with self._writing:
                     stored = current.take(group, current.keys.searchsorted(keys.take(piece)))
                     pending.put(group, piece, stored)
@@ -377,11 +343,11 @@ class HotRows:
     def use(self, pending: HotSet) -> HotSet:
         """Put a set that is filled in use. Returns the one before, which must be closed once it has no users."""
         with self._writing, self._lock:
-            before, self._current, self._pending = self._current, pending, None
+            before, self.current, self._pending = self.current, pending, None
         return before
 
     def drop(self) -> None:
-        """Give up what is being filled."""
+        """Free the set that is being filled, if there is one."""
         with self._writing:
             pending, self._pending = self._pending, None
         if pending is not None:

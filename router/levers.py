@@ -25,8 +25,9 @@ from itertools import count
 from math import ceil, isqrt
 from typing import Any, Literal, TypeAlias, get_args
 
+from loader.access_counts import AccessCounts
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
-from loader.id_counts import IdCounts, rows_with_share
+from loader.divided_rows import rows_with_share
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.row_classes import classes_bytes
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, DividedTable, Frozen, HashMapping, RowDtype, TableSpec
@@ -86,7 +87,7 @@ class LeveredTable:
 
     table: TableDescription
     first: TableDescription
-    traced: Mapping[str, IdCounts]
+    traced: Mapping[str, AccessCounts]
     asked: TableIds | None = None
     observed: RowLookups | None = None
     keep_share: float | None = None
@@ -201,7 +202,7 @@ class LeveredTable:
 
 
 def levered(
-    tables: Sequence[TableDescription], traced: Mapping[str, IdCounts], observed: Mapping[str, RowLookups]
+    tables: Sequence[TableDescription], traced: Mapping[str, AccessCounts], observed: Mapping[str, RowLookups]
 ) -> tuple[LeveredTable, ...]:
     """Return a model's tables with no lever on.
 

@@ -410,7 +410,7 @@ class Router:
                 if part is not parts[0]:
                     # Shards are at work meanwhile: a call to one of several replicas begins in the loop's next turn.
                     await asyncio.sleep(0)
-                return found.answer(part, forms)
+                return found.hot.answer(part, found.at.take(part.positions), forms)
             try:
                 return await self._shards[part.owner].pool(model, version, part.bags, deadline, forms)
             except (ShardUnavailableError, NodeUnavailableError) as error:

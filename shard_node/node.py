@@ -233,7 +233,7 @@ class ShardNode:
         return Answer(sums, answer.stored, sequence=sequence)
 
     def counts(self, model: str, version: int, table: int, first_row: int, max_rows: int) -> CountedPart:
-        """Return how often rows of a table were looked up. Raises as `AccessCounts.part`, GenerationNotFoundError."""
+        """Return how often rows of a table were looked up. Raises as `LookupSampler.part`, GenerationNotFoundError."""
         return self.generations.payload(model, version).engine.access.part(table, first_row, max_rows)
 
     def info(

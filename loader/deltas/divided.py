@@ -5,7 +5,6 @@ The stream has rows of stored tables only, so that who follows it needs to know 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,12 +12,13 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from loader.access_counts import AccessCounter
 from loader.deltas.batch import Int64Array, checked_rows, encode_checked, encode_rows
 from loader.errors import DeltaFormatError
 from loader.snapshot.codecs import ByteArray
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.tables import TableSpec
+from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, TableSpec
 
 _MERGED_ROWS: Final = 1 << 20
 _NONE: Final = np.zeros(0, np.int64)
@@ -89,39 +89,21 @@ class PrunedRows:
 
 
 class PrunedUpdates:
-    """Counts the updates of pruned rows, by table. Thread-safe; takes 16 bytes for each row that was named."""
+    """Counts the updates of pruned rows, by table. Takes 16 bytes for each row that was named."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[str, PrunedRows] = {}
-        self._new: dict[str, list[Int64Array]] = {}
+        self._counters: dict[str, AccessCounter] = {}
 
     def add(self, table: str, rows: Int64Array) -> bool:
-        """Count rows, none twice. Returns whether they are the table's first."""
-        with self._lock:
-            new = self._new.setdefault(table, [])
-            is_first = not new and table not in self._found
-            new.append(rows)
-            known = self._found[table].rows.size if table in self._found else 0
-            # So that each row is sorted a few times only, however many updates come.
-            if sum(one.size for one in new) > max(_MERGED_ROWS, known):
-                self._merge(table)
-            return is_first
+        """Count rows. Returns whether they are the table's first."""
+        is_first = table not in self._counters
+        counter = self._counters.setdefault(table, AccessCounter(MAX_NUM_EMBEDDINGS, _MERGED_ROWS))
+        counter.add(rows)
+        if counter.is_full:
+            counter.fold()
+        return is_first
 
     def by_table(self) -> Mapping[str, PrunedRows]:
         """Return what was counted, of tables of which anything was."""
-        with self._lock:
-            for table in self._new:
-                self._merge(table)
-            return MappingProxyType(dict(self._found))
-
-    def _merge(self, table: str) -> None:
-        before = self._found.get(table, PrunedRows(_NONE, _NONE))
-        new = self._new[table]
-        if not new:
-            return
-        rows, of_each = np.unique(np.concatenate([before.rows, *new]), return_inverse=True)
-        added = np.bincount(of_each[before.rows.size :], minlength=rows.size)
-        added[of_each[: before.rows.size]] += before.counts
-        self._found[table] = PrunedRows(rows, added)
-        new.clear()
+        counted = {table: counter.fold() for table, counter in list(self._counters.items())}
+        return MappingProxyType({table: PrunedRows(one.keys, one.counts) for table, one in counted.items()})

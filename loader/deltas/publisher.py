@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
+from loader.access_counts import AccessCounts, write_access_counts
 from loader.deltas.batch import DeltaBatch, rows_per_batch
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
 from loader.deltas.divided import PrunedRows, PrunedUpdates, stored_updates
@@ -33,7 +34,6 @@ from loader.registry.fleet import DenseStep, FleetRegistry, delta_stream, parse_
 from loader.registry.registry import MAX_VALUE_BYTES, Registry, StreamEntry
 from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.per_row import write_access_counts
 from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_classes import RowClasses
@@ -184,7 +184,8 @@ class AsyncDeltaPublisher:
         found = self.pruned_updates
         if self._spec is not None and found:
             sizes = {one.name: one.num_embeddings for one in self._spec.divided if one.name in found}
-            write_access_counts(Path(path), {table: (one.rows, one.counts) for table, one in found.items()}, sizes)
+            counted = {table: AccessCounts(one.rows, one.counts, sizes[table]) for table, one in found.items()}
+            write_access_counts(Path(path), counted)
         return sum(one.rows.size for one in found.values())
 
     async def publish_dense(

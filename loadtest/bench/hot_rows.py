@@ -14,10 +14,11 @@ from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
 from loadtest.bench.tables import MODEL, UniformTables, make_router, node_process
 from loadtest.load.loops import cpu_seconds
-from router.hot_rows import TABLE_SHIFT, HotRows
+from router.hot_keeper import learning_counter
+from router.hot_rows import HotRows
 from router.plan import Plan
-from router.popularity import Popularity
 from router.router import Router
+from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import EXACT
 from shard_node.bags import Int64Array, KeyedBags
 
@@ -25,7 +26,7 @@ TIMEOUT_S = 60.0
 SHARDS, BAGS, BATCHES = 2, 100, 10
 ZIPF = (1.1, 0.6)
 HIT_RATES = (0.0, 0.5, 0.9)
-LEARNED_FOR, SHIFTED_FOR = (200,), (1, 5, 10, 20)
+LEARNED_FOR, SHIFTED_FOR = (200,), (5, 20, 50, 200)
 """Lookups before and after all rows change places, in multiples of the rows held."""
 POLICY_MEASURES = (
     measure("hit rate", "%", "higher"),
@@ -58,7 +59,24 @@ class Lru:
         return held[self._last[held] >= 0]
 
 
-def hit_rates(policy: Lru | Popularity, seed: int, num_rows: int, exponent: float, capacity: int) -> Values:
+class Learning:
+    """The rows that a tier with policy `learning` holds."""
+
+    def __init__(self, capacity: int) -> None:
+        self._counter = learning_counter(capacity)
+
+    def observe(self, rows: Int64Array) -> None:
+        """Look rows up."""
+        self._counter.add(rows)
+        if self._counter.is_full:
+            self._counter.fold()
+
+    def top(self, count: int) -> Int64Array:
+        """Return the rows held."""
+        return self._counter.fold().most_frequent(count).keys
+
+
+def hit_rates(policy: Lru | Learning, seed: int, num_rows: int, exponent: float, capacity: int) -> Values:
     """Return percents of lookups by Zipf's law that go to the rows that a policy holds.
 
     They are computed from the law, not counted, so they have no noise of their own.
@@ -83,7 +101,7 @@ def policy_table(num_rows: int, exponent: float, capacity: int) -> BenchTable:
     subjects: dict[str, Subject] = {
         "top rows": lambda seed: {each.name: best for each in POLICY_MEASURES},
         "LRU": lambda seed: hit_rates(Lru(num_rows), seed, num_rows, exponent, capacity),
-        "learning": lambda seed: hit_rates(Popularity(capacity), seed, num_rows, exponent, capacity),
+        "learning": lambda seed: hit_rates(Learning(capacity), seed, num_rows, exponent, capacity),
     }
     return BenchTable(f"policies, zipf {exponent:g}, {capacity} of {num_rows} rows", POLICY_MEASURES, subjects)
 

@@ -1,91 +1,71 @@
-"""Access counts over HTTP: what a serving process tells of the rows in its own memory, and how it is asked.
-
-An answer is a COUNTS_ANSWER frame of docs/wire-protocol.md for each place in the process that answers lookups: its own
-rows, hot rows; none where shard nodes have them all.
-"""
+"""Access counts over HTTP: what a serving process has counted of the rows in its memory, as one file of counts."""
 
 from __future__ import annotations
 
 import ssl
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from urllib.parse import quote, urlencode
+from pathlib import Path
+from urllib.parse import quote
 
-import numpy as np
-
+from loader.access_counts import AccessCounts, encode_access_counts, load_access_counts, merged_by_table
+from loader.errors import ExportError
 from serving.errors import InvalidFieldError, printable
-from shard_node.access_counts import MAX_PART_ROWS, AccessCounts, CountedPart
-from shard_node.errors import NodeUnavailableError, RemoteError, WireError
-from shard_node.wire.frame import HEADER, Frame, FrameType, unpack_header
-from shard_node.wire.messages import CountsRequest, decode_counts_answer, encode_counts_answer
+from shard_node.access_counts import LookupSampler
+from shard_node.errors import NodeUnavailableError, RemoteError
 
-MAX_PLACES = 16
-"""Of one process, more than there are."""
 _MAX_DIGITS = 18
-_MAX_ANSWER_BYTES = MAX_PLACES * (4 * MAX_PART_ROWS + 1024)
+_MAX_ANSWER_BYTES = 1 << 28
+"""Of one process: more than the rows that all of its samplers count."""
 _MAX_SHOWN = 200
 
 
-def counts_asked(model: str, query: Mapping[str, str]) -> CountsRequest:
-    """Read the parameters version (0: the live one), table, first_row and max_rows. Raises InvalidFieldError."""
-    numbers = {"version": 0, "table": 0, "first_row": 0, "max_rows": MAX_PART_ROWS}
-    if unknown := sorted(query.keys() - numbers.keys()):
-        raise InvalidFieldError(printable(unknown[0], 64), f"there is no such parameter, only {', '.join(numbers)}")
-    for name, text in query.items():
-        if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-            problem = f"{printable(text, 64)!r} is no whole number of at most {_MAX_DIGITS} digits"
-            raise InvalidFieldError(name, problem)
-        numbers[name] = int(text)
-    return CountsRequest(model, **numbers)
+def requested_version(query: Mapping[str, str]) -> int | None:
+    """Read the parameter version; None, the live one, without it. Raises InvalidFieldError."""
+    if gone := sorted(query.keys() & {"table", "first_row", "max_rows"}):
+        raise InvalidFieldError(gone[0], "is gone: an answer has all rows of all tables")
+    if unknown := sorted(query.keys() - {"version"}):
+        raise InvalidFieldError(printable(unknown[0], 64), "there is no such parameter, only version")
+    text = query.get("version", "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+        problem = f"{printable(text, 64)!r} is no whole number of at most {_MAX_DIGITS} digits"
+        raise InvalidFieldError("version", problem)
+    return int(text) or None
 
 
-def told_counts(places: Sequence[AccessCounts], asked: CountsRequest) -> bytes:
-    """Return the frames of an answer, of all places. Raises as `AccessCounts.part`."""
-    parts = (access.part(asked.table, asked.first_row, asked.max_rows) for access in places)
-    return b"".join(buffer for part in parts for buffer in encode_counts_answer(0, part))
+def encode_counts(places: Sequence[LookupSampler]) -> bytes:
+    """Return a file of all that was looked up in the places of a process that answer lookups."""
+    return encode_access_counts(merged_by_table(place.estimated_lookups() for place in places))
 
 
-def ask_counts(
-    url: str, request: CountsRequest, timeout_s: float, token: str | None = None, tls: ssl.SSLContext | None = None
-) -> list[CountedPart]:
-    """Ask a serving process at `http(s)://host:port`. Blocks.
+def fetch_counts(
+    url: str, model: str, version: int, timeout_s: float, token: str | None = None, tls: ssl.SSLContext | None = None
+) -> dict[str, AccessCounts]:
+    """Return what a serving process at `http(s)://host:port` has counted, by table. Blocks.
 
     Raises:
         NodeUnavailableError: it can't be reached, or did not answer in time.
         RemoteError: it answered something else.
     """
-    asked = {name: getattr(request, name) for name in ("version", "table", "first_row", "max_rows")}
-    path = f"{url.rstrip('/')}/v1/models/{quote(request.model, safe='')}/access-counts?{urlencode(asked)}"
+    path = f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}/access-counts?version={version}"
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(path, headers=headers)
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(path, headers=headers), timeout=timeout_s, context=tls
-        ) as answer:
+        with urllib.request.urlopen(request, timeout=timeout_s, context=tls) as answer:
             data = answer.read(_MAX_ANSWER_BYTES + 1)
     except urllib.error.HTTPError as error:
-        told = printable(error.read(4 * _MAX_SHOWN).decode(errors="replace"), _MAX_SHOWN)
-        raise RemoteError(f"{url}: HTTP status {error.code}: {told}") from error
+        text = printable(error.read(4 * _MAX_SHOWN).decode(errors="replace"), _MAX_SHOWN)
+        raise RemoteError(f"{url}: HTTP status {error.code}: {text}") from error
     except (OSError, ValueError) as error:
         raise NodeUnavailableError(f"{url}: {error}") from error
     if len(data) > _MAX_ANSWER_BYTES:
         raise RemoteError(f"{url}: the answer has more than {_MAX_ANSWER_BYTES} bytes")
-    try:
-        return _parts(data)
-    except WireError as error:
-        raise RemoteError(f"{url}: malformed answer: {error}") from error
-
-
-def _parts(data: bytes) -> list[CountedPart]:
-    parts = []
-    while data:
-        if len(data) < HEADER.size:
-            raise WireError(f"a header has {len(data)} bytes, {HEADER.size} are needed")
-        header = unpack_header(memoryview(data))
-        end = HEADER.size + header.body_bytes
-        if header.frame_type != FrameType.COUNTS_ANSWER or end > len(data):
-            raise WireError(f"a frame of type {header.frame_type} with {header.body_bytes} bytes")
-        body = np.frombuffer(bytearray(data[HEADER.size : end]), np.uint8)
-        parts.append(decode_counts_answer(Frame(header, body)))
-        data = data[end:]
-    return parts
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "access-counts"
+        file.write_bytes(data)
+        try:
+            return load_access_counts(file)
+        except ExportError as error:
+            raise RemoteError(f"{url}: malformed answer: {error}") from error

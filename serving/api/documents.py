@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api.access_counts import counts_asked, told_counts
+from serving.api.access_counts import encode_counts, requested_version
 from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
@@ -304,11 +304,11 @@ class _Documents:
         add(_MODEL, model, what, response_model=ModelInfo, responses=responses)
 
         async def counts(request: Request) -> Response:
-            asked = counts_asked(request.path_params["model"], request.query_params)
-            with service.lease(asked.model, asked.version or None) as lease:
-                return Response(await asyncio.to_thread(told_counts, lease.payload.access, asked), media_type=BINARY)
+            version = requested_version(request.query_params)
+            with service.lease(request.path_params["model"], version) as lease:
+                return Response(await asyncio.to_thread(encode_counts, lease.payload.access), media_type=BINARY)
 
-        what = "How often rows were looked up in this process's own memory, as frames of docs/wire-protocol.md"
+        what = "How often rows were looked up in this process's memory, as a file of docs/snapshot-format.md"
         add(f"{_MODEL}/access-counts", counts, what, takes_body=True, right="admin", response_class=Response)
 
     def add_inference(self) -> None:

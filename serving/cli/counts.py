@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,26 +14,10 @@ from serving.cli import options as opts
 from serving.cli.settings import Options, Protection, opened_registry
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
+    from loader.access_counts import AccessCounts
     from loader.registry.fleet import FleetRegistry
     from loader.snapshot.reader import Snapshot
-    from shard_node.access_counts import CountedPart
     from shard_node.wire.client import ShardClient
-    from shard_node.wire.messages import CountsRequest
-
-Ask: TypeAlias = "Callable[[CountsRequest], Awaitable[Sequence[CountedPart]]]"
-"""Asks one process: what each place in it that answers lookups has counted."""
-
-
-class Counted(NamedTuple):
-    """Rows of a table that were looked up, uint32 [n] and ascending, how often each, float32 [n], by estimate."""
-
-    rows: npt.NDArray[np.uint32]
-    lookups: npt.NDArray[np.float32]
-    num_embeddings: int
-
 
 TOKEN_VARIABLE = "SHARDRANK_TOKEN"
 _SCHEMES = ("http://", "https://")
@@ -88,99 +70,64 @@ def counts(**options: Any) -> None:
       shardrank counts --shard 10.0.0.7:7000,10.0.0.8:7000 --shard 10.0.0.9:7000 --out films-counts.safetensors
       shardrank counts --server http://127.0.0.1:8080 --model films --out films-counts.safetensors
     """
-    from loader.snapshot.per_row import write_access_counts
+    from loader.access_counts import write_access_counts
 
     is_named = bool(options["shards"] or options["servers"])
     if is_named == (options["registry"] is not None):
         raise click.UsageError("Name who has counted: either --registry, or --shard and --server.")
     found, num_processes = asyncio.run(_gathered(options))
-    if not any(one.rows.size for one in found.values()):
+    if not any(table.keys.size for table in found.values()):
         raise click.ClickException("no lookup was counted yet: a process counts one batch in some hundred")
     if options["snapshot"] is not None:
         from loader.snapshot.reader import Snapshot
 
-        found = of_tables(Snapshot.open(options["snapshot"], verify=False), found)
-    write_access_counts(
-        options["out"],
-        {table: (one.rows, one.lookups) for table, one in found.items()},
-        {table: one.num_embeddings for table, one in found.items()},
-    )
-    for table, one in found.items():
-        click.echo(f"{table}: {one.rows.size} rows, about {one.lookups.sum(dtype=float):.3g} lookups")
+        found = join_parts(Snapshot.open(options["snapshot"], verify=False), found)
+    write_access_counts(options["out"], found)
+    for name, table in found.items():
+        click.echo(f"{name}: {table.keys.size} rows, about {table.total:.3g} lookups")
     click.echo(f"wrote {options['out']}: what {num_processes} process{'es' * (num_processes > 1)} counted")
 
 
-def of_tables(snapshot: Snapshot, found: dict[str, Counted]) -> dict[str, Counted]:
+def join_parts(snapshot: Snapshot, found: dict[str, AccessCounts]) -> dict[str, AccessCounts]:
     """Return counts by the tables that features see, of those that a version has in parts by popularity.
 
-    Lookups of pruned rows are left out and told: all of them read one row, so which they were is not known.
+    Lookups of pruned rows are left out and printed: all of them read one row, so which they were is not known.
 
     Raises:
         ExportError: they are not of this version.
     """
     import numpy as np
 
+    from loader.access_counts import AccessCounts
     from loader.errors import ExportError, cut
 
     spec = snapshot.spec
     sizes = {table.name: table.num_embeddings for table in spec.stored_tables}
-    if (told := {name: one.num_embeddings for name, one in found.items()}) != sizes:
-        raise ExportError(f"--snapshot {snapshot.path}: rows by table are {cut(sizes)}, counted were {cut(told)}")
-    named = dict(found)
+    if (counted := {name: table.limit for name, table in found.items()}) != sizes:
+        raise ExportError(f"--snapshot {snapshot.path}: rows by table are {cut(sizes)}, counted were {cut(counted)}")
+    joined = dict(found)
     for table in (one for one in spec.divided if one.by == "popularity"):
-        counted = [named.pop(part) for part in table.parts]
         classes = snapshot.row_classes(table.name).classes() if table.num_classes > 1 else None
-        lookups = np.zeros(table.num_embeddings, np.float32)
-        for number, part in enumerate(counted):
-            own = np.arange(table.num_embeddings) if classes is None else np.flatnonzero(classes == number)
-            is_own = part.rows < own.size
-            lookups[own[part.rows[is_own]]] = part.lookups[is_own]
-            if not is_own.all():
-                lost = part.lookups[~is_own].sum(dtype=float)
+        lookups = np.zeros(table.num_embeddings)
+        for number, part in enumerate([joined.pop(name) for name in table.parts]):
+            rows = np.arange(table.num_embeddings) if classes is None else np.flatnonzero(classes == number)
+            is_known = part.keys < rows.size
+            lookups[rows[part.keys[is_known]]] = part.counts[is_known]
+            if not is_known.all():
+                lost = part.counts[~is_known].sum()
                 click.echo(f"{table.name}: about {lost:.3g} more lookups of pruned rows, not known of which")
-        rows = np.flatnonzero(lookups)
-        named[table.name] = Counted(rows.astype(np.uint32), lookups[rows], table.num_embeddings)
-    return named
+        joined[table.name] = AccessCounts.from_rows(lookups)
+    return joined
 
 
-async def merged_counts(ask: Sequence[Ask], model: str, version: int) -> dict[str, Counted]:
-    """Add what processes have counted, a part of a table's rows after the other.
+async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
+    """Return how often rows were looked up, by table, and how many processes counted it."""
+    from loader.access_counts import merged_by_table
+    from loader.errors import cut
+    from shard_node.wire.address import Address
+    from shard_node.wire.client import ShardClient
+    from shard_node.wire.tls import client_context
 
-    Returns:
-        By stored table.
-
-    Raises:
-        ShardNodeError: one of them does not answer, or has other tables than the others.
-    """
-    import numpy as np
-
-    from shard_node.access_counts import MAX_PART_ROWS, merged_lookups
-    from shard_node.wire.messages import CountsRequest
-
-    found: dict[str, Counted] = {}
-    table, num_tables = 0, 1
-    while table < num_tables:
-        rows, lookups = [np.empty(0, np.uint32)], [np.empty(0, np.float32)]
-        first_row, num_rows, name = 0, 1, ""
-        while first_row < num_rows:
-            request = CountsRequest(model, version, table, first_row, MAX_PART_ROWS)
-            answers = await asyncio.gather(*(one(request) for one in ask))
-            parts = [part for answer in answers for part in answer]
-            if not parts:
-                return found
-            merged = merged_lookups(parts)
-            at = np.flatnonzero(merged)
-            rows.append((first_row + at).astype(np.uint32))
-            lookups.append(merged[at].astype(np.float32))
-            first_row += merged.size
-            name, num_rows, num_tables = parts[0].table, parts[0].num_embeddings, parts[0].num_tables
-        found[name] = Counted(np.concatenate(rows), np.concatenate(lookups), num_rows)
-        table += 1
-    return found
-
-
-async def _gathered(options: Options) -> tuple[dict[str, Counted], int]:
-    """Return what was counted, and by how many processes."""
     async with AsyncExitStack() as stack:
         model, version = options["model"], options["version"]
         shards = [address for given in options["shards"] for address in given.split(",")]
@@ -188,14 +135,24 @@ async def _gathered(options: Options) -> tuple[dict[str, Counted], int]:
         if options["registry"] is not None:
             async with opened_registry(options["registry"]) as fleet:
                 model, version, shards, servers = await _of_fleet(fleet, model, version, not options["no_servers"])
-        clients = await stack.enter_async_context(_connected(shards, options))
+        config, timeout_s = Protection.of(options).node_tls, options["timeout_s"]
+        tls = None if config is None else client_context(config)
+        clients = [ShardClient(Address.parse(one), connect_timeout_s=timeout_s, tls=tls) for one in shards]
+        for client in clients:
+            stack.push_async_callback(client.close)
         if clients and (model is None or version is None):
             model, version = await _live(clients[0], model, version)
         if model is None:
             raise click.UsageError("--server needs --model.")
-        ask: list[Ask] = [partial(_ask_node, client, options["timeout_s"]) for client in clients]
-        ask += [_server(url, options) for url in servers]
-        return await merged_counts(ask, model, version or 0), len(ask)
+        key = model, version or 0
+        counted = await asyncio.gather(
+            *(_node_counts(client, *key, timeout_s) for client in clients),
+            *(_server_counts(url, *key, options) for url in servers),
+        )
+        sizes = [{name: table.limit for name, table in by_table.items()} for by_table in counted if by_table]
+        if any(size != sizes[0] for size in sizes):
+            raise click.ClickException(f"counts of different tables can't be added: {cut(sizes)}")
+        return merged_by_table(counted), len(counted)
 
 
 async def _of_fleet(
@@ -223,24 +180,6 @@ async def _of_fleet(
     return model, version, shards, [url if url.startswith(_SCHEMES) else f"http://{url}" for url in servers]
 
 
-@asynccontextmanager
-async def _connected(addresses: Sequence[str], options: Options) -> AsyncIterator[list[ShardClient]]:
-    from shard_node.wire.address import Address
-    from shard_node.wire.client import ShardClient
-    from shard_node.wire.tls import client_context
-
-    config = Protection.of(options).node_tls
-    tls = None if config is None else client_context(config)
-    clients = [
-        ShardClient(Address.parse(address), connect_timeout_s=options["timeout_s"], tls=tls) for address in addresses
-    ]
-    try:
-        yield clients
-    finally:
-        for client in clients:
-            await client.close()
-
-
 async def _live(client: ShardClient, model: str | None, version: int | None) -> tuple[str, int]:
     """Return the model, and its live version unless one is named, that a node tells of."""
     told = await client.info()
@@ -256,22 +195,38 @@ async def _live(client: ShardClient, model: str | None, version: int | None) -> 
     return model, live[model] if version is None else version
 
 
-async def _ask_node(client: ShardClient, timeout_s: float, request: CountsRequest) -> list[CountedPart]:
-    return [await client.counts(request, time.monotonic() + timeout_s)]
+async def _node_counts(client: ShardClient, model: str, version: int, timeout_s: float) -> dict[str, AccessCounts]:
+    """Return what a node has counted, a part of a table's rows after the other. Raises ShardNodeError."""
+    import numpy as np
+
+    from loader.access_counts import AccessCounts
+    from shard_node.access_counts import MAX_PART_ROWS
+    from shard_node.wire.messages import CountsRequest
+
+    counted: dict[str, AccessCounts] = {}
+    num_tables = 1
+    while len(counted) < num_tables:
+        keys, lookups, first_row, num_rows, name = [], [], 0, 1, ""
+        while first_row < num_rows:
+            request = CountsRequest(model, version, len(counted), first_row, MAX_PART_ROWS)
+            part = await client.counts(request, time.monotonic() + timeout_s)
+            rows = np.flatnonzero(part.counts)
+            keys.append(first_row + rows)
+            # Places count different fractions of their batches: each count is taken for the lookups it stands for.
+            lookups.append(part.counts[rows] * (part.lookups / max(part.total, 1)))
+            first_row += part.counts.size
+            name, num_rows, num_tables = part.table, part.num_embeddings, part.num_tables
+        counted[name] = AccessCounts(np.concatenate(keys), np.concatenate(lookups), num_rows)
+    return counted
 
 
-def _server(url: str, options: Options) -> Ask:
-    """Return who asks a serving process."""
+async def _server_counts(url: str, model: str, version: int, options: Options) -> dict[str, AccessCounts]:
+    """Return what a serving process has counted. Raises UsageError, ShardNodeError."""
     import ssl
 
-    from serving.api.access_counts import ask_counts
+    from serving.api.access_counts import fetch_counts
 
     if not url.startswith(_SCHEMES):
         raise click.UsageError(f"--server {url}: expected http://host:port or https://host:port.")
-    ca = options["server_ca"]
-    tls = None if ca is None else ssl.create_default_context(cafile=str(ca))
-
-    async def ask(request: CountsRequest) -> list[CountedPart]:
-        return await asyncio.to_thread(ask_counts, url, request, options["timeout_s"], options["token"], tls)
-
-    return ask
+    tls = None if options["server_ca"] is None else ssl.create_default_context(cafile=str(options["server_ca"]))
+    return await asyncio.to_thread(fetch_counts, url, model, version, options["timeout_s"], options["token"], tls)

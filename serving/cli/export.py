@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from loader.access_counts import AccessCounts
     from loader.description import ModelDescription, TableDescription
     from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.manifest import ModelSpec
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 @opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i.")
 @opts.option(
     "--counts",
-    "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. A "
-    "folder of <table>.npy, or a safetensors file, for any of the tables. Repeatable: counts are added.",
+    "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. As "
+    "`shardrank counts` writes it, for any of the tables. Repeatable: counts are added.",
     opts.EXISTING,
     multiple=True,
     also="--access-counts",
@@ -175,7 +176,7 @@ class Pruned(NamedTuple):
         Args:
             path: of the description, named in errors.
             described: what it says.
-            counts: files or folders that `read_access_counts` takes, added up.
+            counts: files that `read_access_counts` takes, added up.
             ids: traces of raw ids that `read_traces` takes, which size tables and count as well.
             prune: whether rows are left out.
             keep_share: of lookups; with None all rows that were looked up stay.
@@ -185,8 +186,9 @@ class Pruned(NamedTuple):
         Raises:
             ExportError: counts are missing or do not fit, nothing would be left of a table, or as `compiled`.
         """
+        from loader.access_counts import merged_by_table, read_access_counts
         from loader.errors import ExportError
-        from loader.id_counts import read_traces
+        from loader.traces import read_traces
         from router.fitting import count_rows, fitted
 
         if not prune and (keep or keep_share is not None):
@@ -197,12 +199,11 @@ class Pruned(NamedTuple):
         if ids:
             described = fitted(described, traced)
         spec = compiled(path, described)
-        found, also = read_counts(counts, spec), read_counts(keep, spec)
+        counted, also = read_access_counts(counts, spec), read_access_counts(keep, spec)
         of_ids = count_rows(described.tables, traced)
         if prune:
-            _check_traced(described, traced, of_ids.keys() - found.keys())
-        for name, own in of_ids.items():
-            _add_counts(found, name, own)
+            _check_traced(described, traced, of_ids.keys() - counted.keys())
+        found = {name: one[:] for name, one in merged_by_table([counted, of_ids]).items()}
         if missing := sorted(set(also) - set(found)):
             raise ExportError(f"--keep: rows of {missing}, of which there are no --counts")
         kept: dict[str, npt.NDArray[np.bool_]] = {}
@@ -246,12 +247,12 @@ def _rows_kept(
     table: TableDescription,
     counts: npt.NDArray[np.uint32],
     keep_share: float | None,
-    keep: npt.NDArray[np.uint32] | None,
+    keep: AccessCounts | None,
 ) -> npt.NDArray[np.bool_]:
     """Choose the rows of a table that stay, bool [num_embeddings]."""
     from loader.divided_rows import choose_rows
 
-    chosen = choose_rows(table.name, counts, keep_share or 1.0, keep)
+    chosen = choose_rows(table.name, counts, keep_share or 1.0, None if keep is None else keep[:])
     # What unknown ids get was trained, however few of them came.
     chosen[table.default_row] |= table.unknown_id == "default_row"
     return chosen
@@ -273,36 +274,11 @@ def _why_whole(table: TableDescription, *, is_trained_so: bool) -> str:
     return "it is stored in slices of its columns" if table.column_dims else ""
 
 
-def read_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, npt.NDArray[np.uint32]]:
-    """Return how often rows are looked up, [num_embeddings] by table as `read_access_counts` has it, of all files.
-
-    Raises ExportError for counts of what is no table, or of another size.
-    """
-    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, read_access_counts
-
-    tables = {table.name: table for table in (*spec.tables, *spec.logical_tables)}
-    found: dict[str, npt.NDArray[np.uint32]] = {}
-    for path in paths:
-        for name, counts in read_access_counts(path, spec).items():
-            _add_counts(found, name, access_count_tensors(tables[name], counts)[COUNTS_TENSOR])
-    return found
-
-
-def _add_counts(found: dict[str, npt.NDArray[np.uint32]], name: str, counts: npt.NDArray[np.uint32]) -> None:
-    """Add a table's counts to those that were found; what a counter can't hold is as hot as what it can just hold."""
-    import numpy as np
-
-    from loader.snapshot.per_row import MAX_ACCESS_COUNT
-
-    before = found.get(name)
-    found[name] = counts if before is None else before + np.minimum(counts, MAX_ACCESS_COUNT - before)
-
-
 def _row_classes(spec: ModelSpec, table: str, path: Path) -> RowClasses:
     """Return the classes of a table's rows that a file says. Raises ExportError."""
     from loader.errors import ExportError
-    from loader.snapshot.per_row import map_npy
     from loader.snapshot.row_classes import RowClasses
+    from loader.traces import map_npy
 
     divided = {one.name: one for one in spec.divided if one.num_classes > 1}
     if table not in divided:

@@ -16,8 +16,8 @@ from serving.cli.output import human_bytes, print_json, print_table
 from serving.cli.settings import Options
 
 if TYPE_CHECKING:
+    from loader.access_counts import AccessCounts
     from loader.description import ModelDescription
-    from loader.id_counts import IdCounts
     from loader.snapshot.tables import RowDtype
     from router.fitting import RowLookups, TableMeasures
     from router.levers import LeveredTable, Proposal
@@ -57,7 +57,7 @@ def _levers(text: str) -> tuple[str, ...]:
 )
 @opts.option(
     "--counts",
-    "In place of --trace: how often rows were looked up, as `shardrank counts` writes it, or a folder of <table>.npy. "
+    "In place of --trace: how often rows were looked up, as `shardrank counts` writes it. "
     "Of rows, not ids: collisions can't be measured. Default: a snapshot's own.",
     opts.EXISTING,
 )
@@ -143,25 +143,23 @@ def _write(path: Path, text: str) -> None:
 
 
 def _write_counts(path: Path, tables: Sequence[LeveredTable]) -> None:
-    from loader.snapshot.per_row import write_access_counts
+    from loader.access_counts import write_access_counts
 
     asked = {one.table.name: one.asked.row_counts(one.table) for one in tables if one.asked is not None}
     counts = {name: one for name, one in asked.items() if one is not None}
     if not counts:
         raise click.UsageError("--counts-out: there is no --trace of a table whose rows are known.")
-    write_access_counts(
-        path, counts, {one.table.name: one.num_embeddings for one in tables if one.table.name in counts}
-    )
+    write_access_counts(path, counts)
 
 
-def _asked(named: str, options: Options) -> tuple[ModelDescription, dict[str, IdCounts], dict[str, RowLookups]]:
+def _asked(named: str, options: Options) -> tuple[ModelDescription, dict[str, AccessCounts], dict[str, RowLookups]]:
     """Return a model, its ids by feature, and its rows' lookups by table.
 
     Raises UsageError, ExportError, TraceError, FittingError.
     """
-    from loader.id_counts import read_traces
+    from loader.access_counts import read_access_counts
+    from loader.traces import read_traces
     from router.fitting import RowLookups, fitted
-    from serving.cli.export import read_counts
 
     counts, traces = options["counts"], options["traces"]
     if counts is not None and traces:
@@ -175,7 +173,8 @@ def _asked(named: str, options: Options) -> tuple[ModelDescription, dict[str, Id
     if counts is not None:
         # Of quotients and remainders there may be counts of parts alone, which say nothing of ids.
         seen = {one.name for one in described.tables}
-        found = {name: one for name, one in read_counts([counts], described.compiled()).items() if name in seen}
+        counted = read_access_counts([counts], described.compiled())
+        found = {name: one.counts for name, one in counted.items() if name in seen}
     return described, {}, {name: RowLookups.alone(one, of_ids=False) for name, one in found.items()}
 
 

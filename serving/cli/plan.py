@@ -80,11 +80,11 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.network_options
 @opts.option(
     "--counts",
-    "How often rows are looked up: what `shardrank counts` wrote, or a folder of <table>.npy. Default: the snapshot's.",
+    "How often rows are looked up: what `shardrank counts` wrote. Default: the snapshot's.",
     opts.EXISTING,
 )
-@opts.assignments(
-    "--trace TABLE=FILE", "In place of --counts: a table's lookups one after the other, an .npy file of row numbers."
+@opts.removed_option(
+    "--trace TABLE=FILE", "use --ids FEATURE=FILE.npy, or --counts with what `shardrank counts` wrote."
 )
 @opts.ids_option
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
@@ -113,7 +113,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
       shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
       shardrank plan --model shop.json --counts shop-counts.safetensors
       shardrank plan --model shop.json --counts shop-counts.safetensors --prune --keep-share 0.999
-      shardrank plan --model shop.json --trace items=clicked-items.npy --trace users=users.npy
+      shardrank plan --model shop.json --ids item=clicked-items.npy --ids user=users.npy
       shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
       shardrank plan --model merlin-jumbo --shards 4 --cards 8 --compare
       shardrank plan --model models/shop/3 --shards 2 --cards 4 --out plan.json
@@ -195,20 +195,17 @@ def _counted(planned: Planned, options: Options) -> dict[str, npt.NDArray[np.uin
     """Return how often rows of stored tables are looked up, if that was given. Raises UsageError, ExportError."""
     import numpy as np
 
+    from loader.access_counts import read_access_counts
     from loader.divided_rows import part_counts
-    from loader.snapshot.per_row import count_trace
     from loader.snapshot.tables import DividedTable
-    from serving.cli.export import read_counts
 
-    counts, traces, spec = options["counts"], options["trace"], planned.spec
-    if (counts is not None) + bool(traces) + bool(options["ids"]) > 1:
-        raise click.UsageError("--counts, --trace and --ids were counted over different batches: give one of them.")
+    counts, spec = options["counts"], planned.spec
+    if counts is not None and options["ids"]:
+        raise click.UsageError("--counts and --ids were counted over different batches: give one of them.")
     tables = {table.name: table for table in spec.logical_tables}
-    if unknown := sorted({name for name, _ in traces} - tables.keys()):
-        raise click.UsageError(f"--trace: unknown tables {unknown}; the model has {sorted(tables)}.")
-    given = {name: count_trace(Path(file), tables[name]) for name, file in traces}
+    given: dict[str, npt.NDArray[np.uint32]] = {}
     if counts is not None:
-        given = read_counts([counts], spec)
+        given = {name: one[:] for name, one in read_access_counts([counts], spec).items()}
     elif options["ids"]:
         given = {name: one.astype(np.uint32, copy=False) for name, one in planned.counts.items()}
     # Of a table that is divided by quotient_remainder there may be counts of its parts alone.

@@ -20,7 +20,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from loader.description import ModelDescription, QuotientRemainderMapping, TableDescription
 from loader.divided_rows import Counts, PrunedRow, classes_by_counts, divide_rows, kept_rows
-from loader.id_counts import IdCounts
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
@@ -28,6 +27,7 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
+from loader.traces import count_values
 from router.fitting import fitted
 from serving.training.dataset import (
     CROSSES,
@@ -163,7 +163,7 @@ def sized(dataset: FilmsDataset, description: ModelDescription) -> ModelDescript
     if all(table.num_embeddings != "auto" for table in description.tables):
         return description
     ids = training_requests(dataset, description).requests.values
-    return fitted(description, {name: IdCounts.of_values(name, values) for name, values in ids.items()})
+    return fitted(description, {name: count_values(name, values) for name, values in ids.items()})
 
 
 def training_counts(dataset: FilmsDataset, description: ModelDescription) -> dict[str, Int64Array]:

@@ -45,7 +45,7 @@ from serving.rank.batcher import Batcher
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
 from serving.versions.warming import Warming
-from shard_node.access_counts import AccessCounts
+from shard_node.access_counts import LookupSampler
 from shard_node.answer import HALVES
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
@@ -80,7 +80,7 @@ class ServedModel:
         on_close: Callable[[], None],
         counter: VersionCounter,
         checked: CheckedVersion,
-        access: Sequence[AccessCounts],
+        access: Sequence[LookupSampler],
     ) -> None:
         self.model, self.version = description.model, description.version
         self.schema, self.description = schema, description

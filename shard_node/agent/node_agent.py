@@ -321,8 +321,8 @@ class NodeActions:
         if self._card_set is None:
             return None
         for one in self._node.generations.all():
-            if (one.model, one.state) == (model, "live") and one.payload.engine.access.total:
-                return one.payload.engine.access.counts()
+            if (one.model, one.state) == (model, "live"):
+                return one.payload.engine.access.counts() or None
         return None
 
     def _held(self) -> dict[tuple[str, int], Generation[LoadedTables]]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.access_counts import AccessCounts
+from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
@@ -137,7 +137,7 @@ class CardEngine:
         )
 
     @property
-    def access(self) -> AccessCounts:
+    def access(self) -> LookupSampler:
         """As `Engine.access`: what is pooled by lanes is in it too."""
         return self._rows.lookups.access
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loader.snapshot.buckets import RowBuckets
-from shard_node.access_counts import AccessCounts
+from shard_node.access_counts import LookupSampler
 from shard_node.bags import Group, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.batch import BatchShapes, RowChecks
 from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, Stream
@@ -272,7 +272,7 @@ class LookupCounts:
     """
 
     def __init__(self, layout: TableLayout) -> None:
-        self.access = AccessCounts(layout)
+        self.access = LookupSampler(layout)
         self._counts = np.zeros(len(layout.tables), np.int64)
         self._lock = threading.Lock()
 

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.access_counts import AccessCounts
+from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 
@@ -101,7 +101,7 @@ class Engine(WritableRows, Protocol):
         ...
 
     @property
-    def access(self) -> AccessCounts:
+    def access(self) -> LookupSampler:
         """How often each row was looked up here. What is answered before it gets here, by hot rows, is not in it."""
         ...
 

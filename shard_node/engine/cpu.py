@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.access_counts import AccessCounts
+from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer, StoredRows, group_keys, travel_as_stored
 from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
@@ -57,7 +57,7 @@ class CpuEngine:
         self._num_tables = len(layout.tables)
         self._counts = np.zeros(self._num_tables, np.int64)
         self._counts_lock = threading.Lock()
-        self.access = AccessCounts(layout)
+        self.access = LookupSampler(layout)
         self._row_lock = RowLock()
         self._one_writer = threading.Lock()
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.access_counts import AccessCounts
 from loader.description import ModelDescription, TableDescription
-from loader.id_counts import IdCounts
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec
 from loader.snapshot.tables import HashMapping, VocabularyMapping
+from loader.traces import count_values
 from router.errors import FittingError
 from router.fitting import RowLookups, TableIds, fitted, measure, smallest_size
 from router.id_mapping import hashed_rows
@@ -24,8 +25,8 @@ def table(rows: int | str = 10, *features: str, **options) -> TableDescription:
     )
 
 
-def counts_of(ids: list[int]) -> IdCounts:
-    return IdCounts.of_values("here", np.array(ids, np.int64))
+def counts_of(ids: list[int]) -> AccessCounts:
+    return count_values("here", np.array(ids, np.int64))
 
 
 def asked_for(ids: np.ndarray, counts: np.ndarray, seed: int = 0) -> TableIds:
@@ -35,7 +36,7 @@ def asked_for(ids: np.ndarray, counts: np.ndarray, seed: int = 0) -> TableIds:
 @pytest.mark.parametrize("seed", [0, 12_345])
 def test_a_million_ids_collide_as_by_chance(seed: int) -> None:
     ids, hashed = 1_000_000, table(10_000_000, id_mapping=HashMapping(seed=seed))
-    asked = TableIds.of(hashed, {"item": IdCounts(np.arange(ids), np.ones(ids, np.int64))})
+    asked = TableIds.of(hashed, {"item": AccessCounts(np.arange(ids), np.ones(ids, np.int64))})
     found = measure(hashed, 160_000_000, asked.rows(hashed), asked)
     assert found.expected_rows_used == pytest.approx(0.9516 * ids, rel=1e-4)
     assert found.expected_ids_alone_share == pytest.approx(np.exp(-0.1), rel=1e-6)

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loader.access_counts import AccessCounter
 from router.errors import HotRowsError
-from router.hot_rows import TABLE_SHIFT, HotIndex, HotRows, HotRowsConfig, index_bytes, set_bytes
+from router.hot_rows import HotIndex, HotRows, HotRowsConfig, index_bytes, set_bytes
+from shard_node.access_counts import TABLE_SHIFT
 from shard_node.bags import KeyedBags
 from shardrank_testing.snapshots import make_spec
 from shardrank_testing.topologies import StoredModel, Topology, hold, hot_keys, local_router, lookup
@@ -85,26 +87,26 @@ def test_drawn_hot_sets_give_the_answer_without_them(stores, dtype, shards, repl
         # What is no sum has the same bits wherever it is from.
         assert max_hotness > 1 or ours.tobytes() == theirs.tobytes()
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
-    assert hot.counts.lookups.sum() == bags.num_values
-    assert hot.counts.hits.sum() == expected_hits(stored, hot, bags)
+    lookups, hits = hot.counts()
+    assert (lookups.sum(), hits.sum()) == (bags.num_values, expected_hits(stored, hot, bags))
 
 
 def test_lookups_and_hits_are_counted_by_table(stores):
     stored, rng = stores[None], np.random.default_rng(7)
     bags = stored.bags(rng, 6, 4, min_hotness=1)
-    hot = HotRows(stored.layout, max_sample_bytes=2 * 8 * bags.num_values)
+    hot = HotRows(stored.layout, learned=AccessCounter(100_000, min_queued=2 * bags.num_values))
     hold(hot, stored.snapshot, hot_keys(stored.layout, {"genre": list(range(19)), "film": [0, 1]}))
     router = local_router(stored.snapshot, Topology(shards=2), hot)
     for _ in range(5):
         asyncio.run(lookup(router, stored.snapshot, bags))
     genre, user = stored.layout.index["genre"], stored.layout.index["user"]
-    counts = hot.counts
-    assert counts.hits[genre] == counts.lookups[genre] > 0
-    assert counts.hits[user] == 0 < counts.lookups[user]
-    assert hot.access.lookups == counts.hits.sum()
-    samples = hot.take_samples()
-    assert [one.size for one in samples] == [bags.num_values, bags.num_values]
-    assert hot.take_samples() == []
+    lookups, hits = hot.counts()
+    assert hits[genre] == lookups[genre] > 0
+    assert hits[user] == 0 < lookups[user]
+    assert hot.access.lookups == hits.sum()
+    # With two batches the queue is full.
+    assert hot.learned.fold().total == 2 * bags.num_values
+    assert not hot.learned.is_full
 
 
 def test_a_row_update_reaches_the_set_in_use_and_the_next(stores):

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loader.access_counts import AccessCounts
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
-from loader.id_counts import IdCounts
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.tables import HashMapping
+from loader.traces import count_values
 from router.errors import FittingError
 from router.fitting import RowLookups, TableIds
 from router.levers import LEVERS, LeveredTable, Propose, levered, share_of_lookups, size_curve, stored_bytes
@@ -25,12 +26,11 @@ def table(name: str, rows: int, dim: int = 32, *features: str, **options: Any) -
     )
 
 
-def zipf_trace(features: Mapping[str, int], lookups: int = 4000) -> dict[str, IdCounts]:
+def zipf_trace(features: Mapping[str, int], lookups: int = 4000) -> dict[str, AccessCounts]:
     """Ids of each feature below a limit, the lower the more often."""
     rng = np.random.default_rng(5)
     return {
-        name: IdCounts.of_values(name, np.minimum(rng.zipf(1.3, lookups) - 1, limit - 1))
-        for name, limit in features.items()
+        name: count_values(name, np.minimum(rng.zipf(1.3, lookups) - 1, limit - 1)) for name, limit in features.items()
     }
 
 

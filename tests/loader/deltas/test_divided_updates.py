@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from loader.access_counts import read_access_counts
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError
 from loader.registry.fleet import FleetRegistry, delta_stream
-from loader.snapshot.per_row import read_access_counts
 from loader.snapshot.publishing import publish
 from loader.snapshot.tensor_files import load_numpy
 from shardrank_testing.deltas import MODEL, all_divisions, delta_spec, encoded, export_state, register_version
@@ -129,11 +129,11 @@ def test_updates_of_pruned_rows_are_counted_for_the_next_export(tmp_path, snapsh
     assert found.count == 23
     assert publisher.write_pruned(tmp_path / "kept.safetensors") == 20
     assert not (tmp_path / "none.safetensors").exists()
-    ((table, counts),) = read_access_counts(tmp_path / "kept.safetensors", snapshot.spec).items()
+    ((table, counts),) = read_access_counts([tmp_path / "kept.safetensors"], snapshot.spec).items()
     expected = np.zeros(600, np.uint32)
     expected[found.rows] = found.counts
     assert table == "item"
-    np.testing.assert_array_equal(counts, expected)
+    np.testing.assert_array_equal(counts[:], expected)
     assert load_numpy(tmp_path / "kept.safetensors")["item/num_embeddings"] == 600
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ExportError
 from loader.snapshot import per_row
-from loader.snapshot.per_row import read_access_counts, vocabulary_tensors, write_access_counts
+from loader.snapshot.per_row import vocabulary_tensors
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import VocabularyMapping, fingerprint_strings
-from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
+from shardrank_testing.snapshots import one_table_spec, write_snapshot
 
 
 def counts_of(num_rows, seed=0):
@@ -49,59 +47,6 @@ def test_counts_come_back_in_row_order(tmp_path, dtype):
 def test_what_is_no_count_of_each_row_is_refused_at_export(tmp_path, counts, message):
     with pytest.raises(ExportError, match=f"table 'items': access counts: .*{message}"):
         write_snapshot(tmp_path, one_table_spec(300), access_counts={"items": counts})
-
-
-def test_a_file_of_dense_and_sparse_counts_is_read(tmp_path):
-    file = tmp_path / "counts.safetensors"
-    sparse = {"city/rows": np.array([299, 4], np.int64), "city/counts": np.array([7, 2**32 - 1], np.uint32)}
-    safetensors.numpy.save_file({"film": counts_of(777), **sparse}, file)
-    found = read_access_counts(file, make_spec())
-    assert sorted(found) == ["city", "film"]
-    np.testing.assert_array_equal(found["film"], counts_of(777))
-    expected = np.zeros(300, np.uint32)
-    expected[[299, 4]] = 7, 2**32 - 1
-    np.testing.assert_array_equal(found["city"], expected)
-
-
-ROWS, SEEN = np.array([1, 2], np.int64), np.array([5, 6], np.uint32)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"nobody": SEEN}, r"access counts of \['nobody'\]; the model's tables are"),
-        ({"nobody/rows": ROWS, "nobody/counts": SEEN}, r"access counts of \['nobody'\]; the model's tables are"),
-        ({"city/num_embeddings": ROWS[:1], "city": SEEN}, "table 'city' whose num_embeddings was 1; here it is 300"),
-        ({"city/counts": SEEN}, "has 'city/counts' without the rows that it is of"),
-        ({"city/rows": ROWS}, "table 'city': rows and counts are not whole numbers"),
-        ({"city/rows": ROWS, "city/counts": SEEN[:1]}, "table 'city': rows and counts are not"),
-        ({"city/rows": ROWS, "city/counts": ROWS}, "table 'city': rows and counts are not"),
-        ({"city/rows": SEEN.astype(np.float32), "city/counts": SEEN}, "table 'city': rows and counts are not"),
-        ({"city/rows": ROWS - 2, "city/counts": SEEN}, "table 'city': rows from -1 to 0; num_embeddings is 300"),
-        ({"city/rows": ROWS + 298, "city/counts": SEEN}, "table 'city': rows from 299 to 300"),
-        ({"city/rows": ROWS * 0 + 4, "city/counts": SEEN}, "table 'city': a row is there twice"),
-        ({"city": np.zeros(1001, np.uint32)}, "a tensor of 1001 numbers; the largest table has 1000 rows"),
-    ],
-)
-def test_a_file_of_counts_that_fit_no_table_is_refused(tmp_path, tensors, message):
-    file = tmp_path / "counts.safetensors"
-    safetensors.numpy.save_file(tensors, file)
-    with pytest.raises(ExportError, match=message):
-        read_access_counts(file, make_spec())
-
-
-def test_a_folder_or_file_without_counts_is_refused(tmp_path):
-    """Also an array that only unpickling would read."""
-    with pytest.raises(ExportError, match=r"no access counts; expected <table>.npy"):
-        read_access_counts(tmp_path, make_spec())
-    np.save(tmp_path / "pickled.npy", np.array([None]), allow_pickle=True)
-    for content in (b"nothing", b"", (tmp_path / "pickled.npy").read_bytes()):
-        (tmp_path / "film.npy").write_bytes(content)
-        with pytest.raises(ExportError, match=r"film.npy: not an array that can be read: (?!.*pickle)"):
-            read_access_counts(tmp_path, make_spec())
-    (tmp_path / "counts").write_text(json.dumps({"film": 1}))
-    with pytest.raises(ExportError, match="counts: "):
-        read_access_counts(tmp_path / "counts", make_spec())
 
 
 def exported(tmp_path, id_type, ids) -> Snapshot:
@@ -176,16 +121,3 @@ def test_two_strings_whose_fingerprints_collide_are_refused(monkeypatch):
     first, second = re.search(message, str(caught.value)).groups()
     assert first != second
     assert len(set(fingerprint_strings([f"s{first}", f"s{second}"]) & 0xFF)) == 1
-
-
-def test_lookups_that_are_written_are_read_as_whole_counts(tmp_path):
-    file = tmp_path / "counts.safetensors"
-    lookups = {"user": (np.array([0, 7]), np.array([0.2, 12.6])), "film": (np.zeros(0, np.uint32), np.zeros(0))}
-    write_access_counts(file, lookups)
-    assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
-    counts = read_access_counts(file, make_spec())
-    assert {name: np.flatnonzero(of_table).tolist() for name, of_table in counts.items()} == {
-        "user": [0, 7],
-        "film": [],
-    }
-    assert counts["user"][[0, 7]].tolist() == [1, 13]

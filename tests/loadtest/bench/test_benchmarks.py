@@ -75,10 +75,10 @@ def test_hot_rows_save_bytes_at_the_hit_rate(bench) -> None:
     rates = medians(policies, "hit rate")
     assert rates["top rows"] == pytest.approx(best)
     assert rates["LRU"] < best - 5 < best - 1 < rates["learning"] <= best
-    names = [f"hit rate, {count} × capacity after a shift" for count in (1, 5, 10, 20)]
+    names = [f"hit rate, {count} × capacity after a shift" for count in (5, 20, 50, 200)]
     after = [medians(policies, name)["learning"] for name in names]
     assert after == sorted(after)
-    assert after[0] < best - 5 < after[-1] < best
+    assert after[0] < best - 5 < best - 2 < after[-1] < best
 
 
 def test_levers_are_measured_in_bytes_time_and_quality(bench, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from click.testing import Result
 
+from loader.access_counts import AccessCounts, read_access_counts
 from loader.errors import ExportError
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
-from loader.snapshot.per_row import read_access_counts
-from serving.cli.counts import Counted, of_tables
+from serving.cli.counts import join_parts
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.wire.address import Address
 from shardrank_testing.command_line import shardrank
@@ -41,10 +41,10 @@ async def counts_of(*flags: object, code: int = 0) -> Result:
 
 
 def seen_films(file: Path) -> dict[int, int]:
-    counts = read_access_counts(file, small_spec())
+    counts = read_access_counts([file], small_spec())
     assert set(counts) == {"genre", "film", "user"}
-    assert not counts["user"].any()
-    return {row: int(counts["film"][row]) for row in np.flatnonzero(counts["film"]).tolist()}
+    assert not counts["user"].total
+    return dict(zip(counts["film"].keys.tolist(), counts["film"].counts.tolist(), strict=True))
 
 
 def test_counts_of_shards_and_replicas_are_added_in_one_file(tmp_path: Path) -> None:
@@ -110,13 +110,12 @@ def test_counts_of_parts_become_those_of_their_table(tmp_path: Path, capsys: pyt
     for number, part in enumerate(snapshot.spec.stored_tables):
         # The row that all pruned ones read is the last of the last part.
         lookups = np.append(counts[classes == number], np.float32(7))[: part.num_embeddings]
-        found[part.name] = Counted(np.arange(lookups.size, dtype=np.uint32), lookups, part.num_embeddings)
-    (table,) = of_tables(snapshot, found).values()
-    np.testing.assert_array_equal(table.rows, np.flatnonzero(counts))
-    np.testing.assert_array_equal(table.lookups, counts[counts > 0])
+        found[part.name] = AccessCounts(np.arange(lookups.size), lookups, part.num_embeddings)
+    (table,) = join_parts(snapshot, found).values()
+    np.testing.assert_array_equal(table[:], counts)
     assert capsys.readouterr().out == "items: about 7 more lookups of pruned rows, not known of which\n"
     with pytest.raises(ExportError, match=r"rows by table are .*, counted were {}"):
-        of_tables(snapshot, {})
+        join_parts(snapshot, {})
 
 
 def test_a_serving_process_reports_what_it_counted(tmp_path: Path) -> None:
@@ -127,7 +126,11 @@ def test_a_serving_process_reports_what_it_counted(tmp_path: Path) -> None:
         async with running_api(service) as api:
             for seed in range(2 * SAMPLE_EVERY):
                 await ask(service, api_request(seed % 7))
-            for query, problem in (("rows=1", "no such parameter"), ("table=x", "'x' is no whole number")):
+            for query, problem in (
+                ("rows=1", "no such parameter"),
+                ("table=1", "an answer has all rows of all tables"),
+                ("version=x", "'x' is no whole number"),
+            ):
                 refused = await api.http.get(f"/v1/models/{API_MODEL}/access-counts?{query}")
                 assert (refused.status_code, problem in refused.text) == (400, True)
             await counts_of("--server", api.http.base_url, "--model", API_MODEL, "--out", file)
@@ -136,7 +139,7 @@ def test_a_serving_process_reports_what_it_counted(tmp_path: Path) -> None:
         asyncio.run(program())
     finally:
         service.close()
-    counts = read_access_counts(file, model.spec)
+    counts = read_access_counts([file], model.spec)
     # Every request names row 3 of the tags twice or more, and no other row of them so often.
-    assert int(counts["tags"].argmax()) == 3
+    assert int(counts["tags"].hottest_first()[0]) == 3
     assert set(counts) == {table.name for table in model.spec.tables}

@@ -14,8 +14,8 @@ import torch
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 
+from loader.access_counts import AccessCounts, write_access_counts
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.per_row import write_access_counts
 from loader.snapshot.reader import Snapshot
 from serving.embedded import Ranker
 from serving.models.layers import bfloat16_is_native
@@ -176,12 +176,6 @@ def described(**levers: object) -> dict[str, Any]:
     return document
 
 
-def counts_of(seen: dict[int, int]) -> np.ndarray:
-    counts = np.zeros(ROWS, np.uint32)
-    counts[list(seen)] = list(seen.values())
-    return counts
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
@@ -212,8 +206,8 @@ def written(folder: Path, document: dict[str, Any], *more: object) -> tuple[Snap
 
 
 def counts_file(folder: Path, seen: dict[int, int], name: str = "counts") -> Path:
-    numbers = np.array(list(seen.items()))
-    write_access_counts(folder / name, {"item": (numbers[:, 0], numbers[:, 1])}, {"item": ROWS})
+    numbers = np.array(sorted(seen.items()), np.int64).reshape(-1, 2)
+    write_access_counts(folder / name, {"item": AccessCounts(numbers[:, 0], numbers[:, 1], ROWS)})
     return folder / name
 
 
@@ -244,8 +238,8 @@ def test_pruned_rows_go_and_what_their_ids_get_is_their_mean(folder: Path) -> No
 
 def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> None:
     hot = np.arange(3, 33)
-    np.save(folder / "item.npy", np.where(np.isin(np.arange(ROWS), hot), 5, 1))
-    snapshot, _ = written(folder, described(dtype=HOT_AND_COLD), "--counts", folder)
+    counts = counts_file(folder, {row: 5 if row in hot else 1 for row in range(ROWS)})
+    snapshot, _ = written(folder, described(dtype=HOT_AND_COLD), "--counts", counts)
     np.testing.assert_array_equal(stored(snapshot, "item.b0"), ITEMS[hot])
     cold = codec_for("int4", DIM)
     expected = cold.decode(cold.encode(np.delete(ITEMS, hot, axis=0)))
@@ -292,7 +286,7 @@ def test_a_table_that_can_not_be_pruned_stays_whole(folder: Path, levers: Any, f
         ({}, "--prune --counts {0}/seen --keep {0}/users", "--keep: rows of ['user'], of which there are no --counts"),
         ({}, "--table-key films=x", "--table-key: no table 'films'; the description's tables are ['user', 'item']"),
         ({}, "--counts {0}/other", "access counts of ['films']; the model's tables are ['item', 'user']"),
-        ({}, "--counts {0}/short", "table 'item': access counts: expected integers [300], got int64 [20]"),
+        ({}, "--counts {0}", "no longer from a folder of .npy: `shardrank counts`"),
         ({}, "--counts {0}/sized", "a table 'item' whose num_embeddings was 20; here it is 300"),
         ({"dtype": HOT_AND_COLD}, "--counts {0}/parts", "access counts of 'item.b1', a part of table 'item'"),
         ({"dtype": HOT_AND_COLD}, "", "table 'item' is divided by popularity: counts of its rows are needed"),
@@ -307,16 +301,11 @@ def test_a_table_that_can_not_be_pruned_stays_whole(folder: Path, levers: Any, f
 )  # fmt: skip
 def test_levers_that_do_not_fit_are_refused(folder: Path, levers: dict[str, Any], flags: str, problem: str) -> None:
     counts_file(folder, {7: 3}, "seen")
-    for name, table, counts in (
-        ("unseen", "item", counts_of({})),
-        ("other", "films", np.ones(3)),
-        ("short", "item", 20),
-    ):
-        (folder / name).mkdir()
-        np.save(folder / name / f"{table}.npy", np.arange(counts) if isinstance(counts, int) else counts)
-    write_access_counts(folder / "sized", {"item": (np.array([7]), np.array([3]))}, {"item": 20})
-    write_access_counts(folder / "users", {"user": (np.array([7]), np.array([3]))})
-    write_access_counts(folder / "parts", {"item.b1": (np.array([7]), np.array([3]))})
+    counts_file(folder, {}, "unseen")
+    for name, table, size in (
+        ("other", "films", 300), ("sized", "item", 20), ("users", "user", 20), ("parts", "item.b1", 270)
+    ):  # fmt: skip
+        write_access_counts(folder / name, {table: AccessCounts(np.array([7]), np.array([3]), size)})
     for name, blocks in {"blocks": np.arange(ROWS) % 2, "many": np.arange(ROWS) % 3, "few": np.arange(20)}.items():
         with (folder / name).open("wb") as file:
             np.save(file, blocks.astype(np.uint8))

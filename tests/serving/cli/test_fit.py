@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from loader.access_counts import AccessCounts, read_access_counts, write_access_counts
 from loader.description import ModelDescription
-from loader.snapshot.per_row import read_access_counts
 from router.levers import LEVERS
 from serving.models.ranking_models import build_model
 from shardrank_testing.command_line import shardrank
@@ -117,7 +117,7 @@ def test_a_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Pa
         ("--trace item=below.npy", "id -1 is not in [0, 2^63)"),
         ("--trace shop=far.npy", "no feature 'shop'; the model has ['item', 'user']"),
         ("--counts other", "access counts of ['films']; the model's tables are ['items', 'users']"),
-        ("--counts short", "table 'users': access counts: expected integers [10000], got int64 [7]"),
+        ("--counts short", "a table 'users' whose num_embeddings was 7; here it is 10000"),
         ("--counts short --trace item=far.npy", "give one of them"),
         ("--counts-out x", "--counts-out: there is no --trace of a table whose rows are known"),
     ],
@@ -126,10 +126,9 @@ def test_wrong_input_is_refused_by_name(
     shop: Path, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(shop.parent)
-    for folder in ("other", "short"):
-        Path(folder).mkdir()
-    arrays = {"far": [1, 10_000], "below": [5, -1], "other/films": range(7), "short/users": range(7)}
-    for name, array in arrays.items():
+    for file, table in (("other", "films"), ("short", "users")):
+        write_access_counts(Path(file), {table: AccessCounts.from_rows(np.arange(7))})
+    for name, array in {"far": [1, 10_000], "below": [5, -1]}.items():
         np.save(f"{name}.npy", np.array(array))
     assert message in shardrank("fit", shop, *shlex.split(arguments), code=None).output
 
@@ -147,7 +146,7 @@ def test_what_does_not_fit_or_is_not_known_is_told(shop: Path, flags: str, messa
     shardrank("fit", shop, *traces(shop), "--counts-out", counts)
     users = np.bincount(np.load(shop.parent / "user.npy"), minlength=10_000)
     compiled = ModelDescription.model_validate_json(shop.read_text(), strict=True).compiled()
-    np.testing.assert_array_equal(read_access_counts(counts, compiled)["users"], users)
+    np.testing.assert_array_equal(read_access_counts([counts], compiled)["users"][:], users)
     assert message in shardrank("fit", shop, *flags.format(counts=counts).split()).output
 
 

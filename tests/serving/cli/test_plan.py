@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loader.access_counts import AccessCounts, write_access_counts
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.per_row import write_access_counts
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from serving.cli.division import print_division
 from serving.cli.network import NetworkUse
@@ -165,44 +165,19 @@ def test_a_description_a_snapshot_and_its_manifest_are_planned_alike(tmp_path: P
     assert planned("--model", folder, "--dtype", "fp16") == planned("--model", description)
 
 
-@pytest.mark.parametrize("given", ["file", "folder", "trace"])
-def test_given_counts_or_a_trace_decide_what_is_hot(tmp_path: Path, given: str) -> None:
+def test_given_counts_decide_what_is_hot(tmp_path: Path) -> None:
     stored = np.zeros(1000, np.uint32)
     stored[7] = 1000
     folder, _ = write_snapshot(tmp_path / "store", make_spec(dtype="int8"), access_counts={"user": stored})
     idle = [f"--hotness={feature.name}=0" for feature in make_spec().features if feature.name != "user"]
     counts = tmp_path / "counts"
-    if given == "file":
-        write_access_counts(counts, {"user": (np.array([3, 500]), np.array([1, 3]))})
-    else:
-        counts.mkdir()
-        looked_up = np.array([500, 3, 500, 500])
-        np.save(counts / "user.npy", np.bincount(looked_up, minlength=1000) if given == "folder" else looked_up)
-    flags = ("--trace", f"user={counts}/user.npy") if given == "trace" else ("--counts", counts)
+    write_access_counts(counts, {"user": AccessCounts(np.array([3, 500]), np.array([1, 3]), 1000)})
     # A skew is of tables that have no counts.
     for more in ((), ("--zipf", "1")):
-        plan = planned("--model", folder, "--cards", 2, "--hot-gb", 32e-9, *idle, *flags, *more)
+        plan = planned("--model", folder, "--cards", 2, "--hot-gb", 32e-9, *idle, "--counts", counts, *more)
         assert {tier.tier: tier.lookup_share for tier in plan.tiers}["hot"] == 0.75
-
-
-@pytest.mark.parametrize(
-    ("trace", "problem"),
-    [
-        ("user=outside.npy", "row 1000 is not within table 'user' of 1000 rows"),
-        ("user=negative.npy", "row -1 is not within"),
-        ("user=floats.npy", "must be integers [n]"),
-        ("user=missing.npy", "not an array that can be read"),
-        ("nobody=outside.npy", "unknown tables ['nobody']"),
-    ],
-)
-def test_traces_that_do_not_fit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: str, problem: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, rows in (("outside", [3, 1000]), ("negative", [3, -1]), ("floats", [0.5])):
-        np.save(f"{name}.npy", np.array(rows))
-    Path("films.json").write_text(pooled_spec().model_dump_json())
-    assert problem in shardrank("plan", "--model", "films.json", "--trace", trace, code=None).output
+    refused = shardrank("plan", "--model", folder, "--trace", "user=rows.npy", code=2)
+    assert "--trace is gone: use --ids" in refused.output
 
 
 def test_a_plan_per_table_beats_whole_tables_and_divided_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +270,7 @@ def test_the_hot_part_draws_the_lookups_of_its_ranks(tmp_path: Path) -> None:
     assert divided.classes_bytes == -(-ROWS // 512) * 68
     counts = np.ones(ROWS, np.uint32)
     counts[7] = ROWS
-    write_access_counts(tmp_path / "counts", {"item": (np.arange(ROWS), counts)})
+    write_access_counts(tmp_path / "counts", {"item": AccessCounts(np.arange(ROWS), counts, ROWS)})
     (divided,) = planned("--model", model, "--cards", 1, "--counts", tmp_path / "counts").divided
     expected = 500 * (ROWS + 9_999) / (2 * ROWS - 1)
     assert [part.lookups for part in divided.parts] == pytest.approx([expected, 500 - expected])
@@ -303,7 +278,7 @@ def test_the_hot_part_draws_the_lookups_of_its_ranks(tmp_path: Path) -> None:
 
 def test_pruned_rows_are_not_planned_for(tmp_path: Path) -> None:
     seen = np.arange(0, ROWS, 4)
-    write_access_counts(tmp_path / "counts", {"item": (seen, np.ones(seen.size))})
+    write_access_counts(tmp_path / "counts", {"item": AccessCounts(seen, np.ones(seen.size), ROWS)})
     flags = ("--model", described(tmp_path, dtype="fp32"), "--counts", tmp_path / "counts", "--prune")
     plan = planned(*flags, "--cards", 1)
     (divided,) = plan.divided

@@ -138,4 +138,4 @@ def test_the_cpu_engine_counts_which_rows_it_pools(tmp_path):
     assert engine.access.lookups == 6 * SAMPLE_EVERY
     counts = engine.access.counts()
     assert {name for name, of_table in counts.items() if of_table[:].any()} == {"int8_16_255"}
-    assert counts["int8_16_255"][[7, 200]].tolist() == [4, 2]
+    assert counts["int8_16_255"][:][[7, 200]].tolist() == [4, 2]

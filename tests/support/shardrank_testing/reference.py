@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
-from shard_node.access_counts import AccessCounts
+from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
@@ -34,7 +34,7 @@ class ReferenceEngine:
         self._tables = [columns[table.name] for table in self._layout.tables]
         self._lock = RowLock()
         self._counts = [0] * len(self._tables)
-        self._access = AccessCounts(self._layout, sample_every=1)
+        self._access = LookupSampler(self._layout, sample_every=1)
 
     @property
     def layout(self) -> TableLayout:
@@ -101,7 +101,7 @@ class ReferenceEngine:
         )
 
     @property
-    def access(self) -> AccessCounts:
+    def access(self) -> LookupSampler:
         """As `Engine.access`, of every batch."""
         return self._access
 

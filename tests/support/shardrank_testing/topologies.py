@@ -18,11 +18,12 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Bucketing, TableSpec
 from router.feature_schema import FeatureSchema
-from router.hot_rows import TABLE_SHIFT, HotRows
+from router.hot_rows import HotRows
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
+from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import EXACT, Forms
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.card_set import CardSet

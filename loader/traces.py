@@ -1,4 +1,4 @@
-"""Count the ids that features were asked for, from traces: which ids, none twice, and how often each.
+"""Count the ids that features were asked for, from traces.
 
 A trace is what a product asked, one lookup after the other: an .npy file of one feature's ids, or a table with a column
 for each feature, as CSV (with a header) or Parquet (with pyarrow, the extra `parquet`). A column that is not of whole
@@ -11,19 +11,17 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.access_counts import MAX_IDS, AccessCounter, AccessCounts, Int64Array, merged_by_table
 from loader.errors import TraceError, cut
 from loader.snapshot.manifest import MAX_STRING_ID_BYTES
 from loader.snapshot.tables import fingerprint_strings
-
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 MAX_DISTINCT_IDS = 200_000_000
 """Of one feature: 3.2 GB of ids and counts, and about three times that while they are counted."""
@@ -31,7 +29,6 @@ MAX_DISTINCT_TEXTS = 20_000_000
 """Of one column of a CSV file, whose cells are texts until all are seen: about 2 GB."""
 _PIECE_VALUES = 1 << 22
 _PIECE_LINES = 1 << 16
-_MAX_CELL_CHARACTERS = MAX_STRING_ID_BYTES
 _PARQUET_ROWS = 1 << 18
 # What programs write for ids that they took for floats, and, among whole numbers, for those that are missing: as
 # strings all of a column would be other ids.
@@ -39,81 +36,46 @@ _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?")
 _MISSING = re.compile(r"[+-]?(nan|inf|infinity)|null|none|<na>|n/a|-+", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IdCounts:
-    """Ids that were asked for, int64 [n], ascending and all different, and how often each, int64 [n], 1 or more."""
-
-    ids: Int64Array
-    counts: Int64Array
-
-    @classmethod
-    def of_values(cls, where: str, values: npt.NDArray[Any]) -> IdCounts:
-        """Count the values of an array of ids [m], which may be mapped: it is read once, piece by piece.
-
-        Raises:
-            TraceError: it is not of whole numbers [m] in [0, 2^63), or has more than `MAX_DISTINCT_IDS` different ones.
-        """
-        if values.ndim != 1 or values.dtype.kind not in "iu":
-            raise TraceError(f"{where}: ids must be whole numbers [n]; got {values.dtype} {list(values.shape)}")
-        gathered = _Gathered(where)
-        for first in range(0, values.size, _PIECE_VALUES):
-            gathered.add(*np.unique(values[first : first + _PIECE_VALUES], return_counts=True))
-        return gathered.result()
-
-    @classmethod
-    def merged(cls, where: str, parts: Iterable[IdCounts]) -> IdCounts:
-        """Add counts of the same ids. Raises TraceError if there are more than `MAX_DISTINCT_IDS`."""
-        gathered = _Gathered(where)
-        for part in parts:
-            gathered.add(part.ids, part.counts)
-        return gathered.result()
-
-    @property
-    def lookups(self) -> int:
-        """Return how many lookups were counted."""
-        return int(self.counts.sum())
-
-
-class _Gathered:
-    """Adds pieces of ids and counts; merges when what waits is as much as what is merged."""
+class _IdCounter:
+    """Counts the ids of one feature exactly. `where` they are from is named in errors."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._ids: list[Int64Array] = []
-        self._counts: list[Int64Array] = []
-        self._merged = self._waiting = 0
+        self._counter = AccessCounter(MAX_DISTINCT_IDS, _PIECE_VALUES)
 
-    def add(self, ids: npt.NDArray[Any], counts: npt.NDArray[Any]) -> None:
+    def add(self, ids: npt.NDArray[Any], counts: npt.NDArray[Any] | int = 1) -> None:
         if not ids.size:
             return
         low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= 1 << 63:
+        if low < 0 or high >= MAX_IDS:
             raise TraceError(f"{self._where}: id {low if low < 0 else high} is not in [0, 2^63)")
-        self._ids.append(ids.astype(np.int64, copy=False))
-        self._counts.append(counts.astype(np.int64, copy=False))
-        self._waiting += ids.size
-        if self._waiting > max(self._merged, _PIECE_VALUES):
-            self._merge()
+        self._counter.add(ids.astype(np.int64, copy=False), counts)
+        if self._counter.is_full:
+            self.result()
 
-    def result(self) -> IdCounts:
-        self._merge()
-        return IdCounts(self._ids[0], self._counts[0])
-
-    def _merge(self) -> None:
-        ids = np.concatenate(self._ids) if self._ids else np.zeros(0, np.int64)
-        counts = np.concatenate(self._counts) if self._counts else np.zeros(0, np.int64)
-        order = np.argsort(ids, kind="stable")
-        ids, counts = ids[order], counts[order]
-        first = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]])) if ids.size else np.zeros(0, np.int64)
-        if first.size > MAX_DISTINCT_IDS:
+    def result(self) -> AccessCounts:
+        """Return what was counted. Raises TraceError if there are more than `MAX_DISTINCT_IDS` different ids."""
+        counts = self._counter.fold()
+        if not self._counter.is_exact:
             raise TraceError(f"{self._where}: more than {MAX_DISTINCT_IDS} different ids; count a sample of the trace")
-        if ids.size:
-            counts = np.add.reduceat(counts, first)
-        self._ids, self._counts = [ids[first]], [counts]
-        self._merged, self._waiting = first.size, 0
+        return counts
 
 
-def read_traces(traces: Iterable[str], features: Collection[str]) -> dict[str, IdCounts]:
+def count_values(where: str, values: npt.NDArray[Any]) -> AccessCounts:
+    """Count the values of an array of ids [m], which may be mapped: it is read once, piece by piece.
+
+    Raises:
+        TraceError: it is not of whole numbers [m] in [0, 2^63), or has more than `MAX_DISTINCT_IDS` different ones.
+    """
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise TraceError(f"{where}: ids must be whole numbers [n]; got {values.dtype} {list(values.shape)}")
+    counter = _IdCounter(where)
+    for first in range(0, values.size, _PIECE_VALUES):
+        counter.add(values[first : first + _PIECE_VALUES])
+    return counter.result()
+
+
+def read_traces(traces: Iterable[str], features: Collection[str]) -> dict[str, AccessCounts]:
     """Count the ids of features in traces.
 
     Args:
@@ -125,17 +87,10 @@ def read_traces(traces: Iterable[str], features: Collection[str]) -> dict[str, I
         TraceError: a file that can't be read, or is of another kind; a feature that the model does not have, no column
             that is a feature; an id that is negative or too large; too many different ids.
     """
-    found: dict[str, list[IdCounts]] = {}
-    for trace in traces:
-        for feature, counts in _read(trace, features).items():
-            found.setdefault(feature, []).append(counts)
-    return {
-        name: parts[0] if len(parts) == 1 else IdCounts.merged(f"feature {name!r}", parts)
-        for name, parts in found.items()
-    }
+    return merged_by_table(_read(trace, features) for trace in traces)
 
 
-def _read(trace: str, features: Collection[str]) -> Mapping[str, IdCounts]:
+def _read(trace: str, features: Collection[str]) -> Mapping[str, AccessCounts]:
     suffix = Path(trace).suffix.lower()
     if suffix in (".csv", ".parquet"):
         return (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features)
@@ -144,11 +99,15 @@ def _read(trace: str, features: Collection[str]) -> Mapping[str, IdCounts]:
         raise TraceError(f"trace {cut(trace)!r}: expected FEATURE=FILE.npy, or a file .csv or .parquet")
     if feature not in features:
         raise TraceError(f"trace {cut(trace)!r}: no feature {cut(feature)!r}; the model has {cut(sorted(features))}")
+    return {feature: count_values(f"{file}, feature {feature!r}", map_npy(Path(file)))}
+
+
+def map_npy(file: Path) -> npt.NDArray[Any]:
+    """Map the array of an .npy file. Raises TraceError if it can't be read, or holds objects."""
     try:
-        values = np.lib.format.open_memmap(file, mode="r")  # Maps numbers, and never takes a pickle.
+        return np.lib.format.open_memmap(file, mode="r")  # Maps numbers, and never takes a pickle.
     except (OSError, ValueError, EOFError) as error:
         raise TraceError(f"{file}: not an array that can be read: {cut(error)}") from error
-    return {feature: IdCounts.of_values(f"{file}, feature {feature!r}", values)}
 
 
 def _wanted(path: Path, columns: Collection[str], features: Collection[str]) -> list[str]:
@@ -162,7 +121,7 @@ def _wanted(path: Path, columns: Collection[str], features: Collection[str]) -> 
     return wanted
 
 
-def _read_csv(path: Path, features: Collection[str]) -> dict[str, IdCounts]:
+def _read_csv(path: Path, features: Collection[str]) -> dict[str, AccessCounts]:
     """Count cells as texts, then what they mean: whether a column is of numbers is known once all of it was seen."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -187,17 +146,17 @@ def _read_csv(path: Path, features: Collection[str]) -> dict[str, IdCounts]:
     return {name: _of_texts(f"{path}, column {name!r}", seen) for name, seen in texts.items()}
 
 
-def _of_texts(where: str, seen: Counter[str]) -> IdCounts:
+def _of_texts(where: str, seen: Counter[str]) -> AccessCounts:
     """Count ids by their texts; an empty one is no id."""
     seen.pop("", None)
     texts, counts = list(seen), np.fromiter(seen.values(), np.int64, len(seen))
-    if texts and len(longest := max(texts, key=len)) > _MAX_CELL_CHARACTERS:
-        raise TraceError(f"{where}: an id of {len(longest)} characters; at most {_MAX_CELL_CHARACTERS} are allowed")
-    gathered = _Gathered(where)
+    if texts and len(longest := max(texts, key=len)) > MAX_STRING_ID_BYTES:
+        raise TraceError(f"{where}: an id of {len(longest)} characters; at most {MAX_STRING_ID_BYTES} are allowed")
+    counter = _IdCounter(where)
     numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
     if all(numbers):
         try:
-            gathered.add(np.array([int(text) for text in texts], np.int64), counts)
+            counter.add(np.array([int(text) for text in texts], np.int64), counts)
         except OverflowError as error:
             raise TraceError(f"{where}: an id is not in [0, 2^63)") from error
     else:
@@ -207,11 +166,11 @@ def _of_texts(where: str, seen: Counter[str]) -> IdCounts:
                 raise TraceError(
                     f"{where}: {text!r} is neither a whole number nor a string; where there is no id, leave it empty"
                 )
-        gathered.add(fingerprint_strings(texts), counts)
-    return gathered.result()
+        counter.add(fingerprint_strings(texts), counts)
+    return counter.result()
 
 
-def _read_parquet(path: Path, features: Collection[str]) -> dict[str, IdCounts]:
+def _read_parquet(path: Path, features: Collection[str]) -> dict[str, AccessCounts]:
     """Count columns of whole numbers, of strings, or of lists of either: a list is a bag."""
     try:
         import pyarrow
@@ -221,13 +180,13 @@ def _read_parquet(path: Path, features: Collection[str]) -> dict[str, IdCounts]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         wanted = _wanted(path, file.schema_arrow.names, features)
-        gathered = {name: _Gathered(f"{path}, column {name!r}") for name in wanted}
+        counters = {name: _IdCounter(f"{path}, column {name!r}") for name in wanted}
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                gathered[name].add(*_arrow_counts(pyarrow, f"{path}, column {name!r}", column))
+                counters[name].add(*_arrow_counts(pyarrow, f"{path}, column {name!r}", column))
     except (OSError, pyarrow.ArrowException) as error:
         raise TraceError(f"{path}: can't be read: {cut(error)}") from error
-    return {name: one.result() for name, one in gathered.items()}
+    return {name: counter.result() for name, counter in counters.items()}
 
 
 def _arrow_counts(pyarrow: Any, where: str, column: Any) -> tuple[npt.NDArray[Any], Int64Array]:
@@ -236,19 +195,10 @@ def _arrow_counts(pyarrow: Any, where: str, column: Any) -> tuple[npt.NDArray[An
         column = column.flatten()
     column = column.drop_null()
     if types.is_integer(column.type):
-        ids, counts = np.unique(column.to_numpy(zero_copy_only=False), return_counts=True)
-        return ids, counts.astype(np.int64)
+        return np.unique(column.to_numpy(zero_copy_only=False), return_counts=True)
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if not (types.is_string(column.type) or types.is_large_string(column.type)):
         raise TraceError(f"{where}: ids must be whole numbers or strings, or lists of them; got {column.type}")
     seen = column.value_counts()
     return fingerprint_strings(seen.field("values").to_pylist()), seen.field("counts").to_numpy().astype(np.int64)
-
-
-def rows_with_share(lookups: npt.NDArray[np.integer[Any]], share: float) -> int:
-    """Return how many of the first rows have at least so much of all lookups [r]; all, of a share of 1."""
-    if share >= 1 or not lookups.size:
-        return lookups.size
-    passed = np.cumsum(lookups, dtype=np.uint64)
-    return min(int(np.searchsorted(passed, share * int(passed[-1]))) + 1, lookups.size)

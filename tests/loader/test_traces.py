@@ -9,27 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader import id_counts
+from loader import traces
+from loader.access_counts import AccessCounts
 from loader.errors import TraceError
-from loader.id_counts import IdCounts, read_traces
 from loader.snapshot.tables import fingerprint_strings
+from loader.traces import count_values, read_traces
 
 IDS = np.array([7, 3, 7, 2**62, 3, 7])
 COUNTED = {3: 2, 7: 3, 2**62: 1}
 
 
-def counted(one: IdCounts) -> dict[int, int]:
-    assert np.all(np.diff(one.ids) > 0)
-    return dict(zip(one.ids.tolist(), one.counts.tolist(), strict=True))
+def counted(one: AccessCounts) -> dict[int, int]:
+    assert np.all(np.diff(one.keys) > 0)
+    return dict(zip(one.keys.tolist(), one.counts.tolist(), strict=True))
 
 
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 7))
 def test_ids_are_counted_in_whatever_pieces_they_come(ids: list[int], piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(id_counts, "_PIECE_VALUES", piece)
-        found = IdCounts.of_values("here", np.array(ids, np.int32))
+        patch.setattr(traces, "_PIECE_VALUES", piece)
+        found = count_values("here", np.array(ids, np.int32))
     assert counted(found) == {one: ids.count(one) for one in ids}
-    assert found.lookups == len(ids)
+    assert found.total == len(ids)
 
 
 def test_npy_and_csv_count_alike_and_several_traces_add_up(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_a_table_that_is_no_trace_is_refused(tmp_path: Path, text: str, message:
 
 
 def test_more_ids_than_there_is_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_counts, "MAX_DISTINCT_IDS", 4)
-    IdCounts.of_values("here", np.arange(4))
+    monkeypatch.setattr(traces, "MAX_DISTINCT_IDS", 4)
+    count_values("here", np.arange(4))
     with pytest.raises(TraceError, match="here: more than 4 different ids"):
-        IdCounts.of_values("here", np.arange(5))
+        count_values("here", np.arange(5))
