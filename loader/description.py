@@ -22,6 +22,7 @@ from loader.snapshot.tables import (
     MAX_NUM_EMBEDDINGS,
     MAX_PARTS,
     Bucketing,
+    Combine,
     DividedTable,
     Frozen,
     HashMapping,
@@ -40,7 +41,7 @@ class QuotientRemainderMapping(Frozen):
 
     kind: Literal["quotient_remainder"] = "quotient_remainder"
     buckets: int = Field(ge=1, le=MAX_NUM_EMBEDDINGS)
-    combine: Literal["add", "multiply"] = "add"
+    combine: Combine = "add"
 
 
 class Block(Frozen):
@@ -163,7 +164,7 @@ class TableDescription(Frozen):
             if pruned:
                 raise ExportError(f"table {self.name!r}: by quotient_remainder a row is of many ids: none is pruned")
             shapes = [("q", -(-rows // mapping.buckets), Block()), ("r", min(rows, mapping.buckets), Block())]
-            more = {"by": "quotient_remainder", "buckets": mapping.buckets, "combine": mapping.combine}
+            more = {"by": "quotient_remainder", "buckets": mapping.buckets}
             mapping = IdentityMapping()
         else:
             blocks = self._blocks()

@@ -2,8 +2,8 @@
 
 A plan is either read from a plan file, which says it for each table, or a pure function of the model and a few numbers.
 So router and shard nodes have it for themselves and only compare digests. By numbers, rows are divided by bucket
-(`hash`, `range`: the table's own bucketing decides which rows a bucket has, `mixed` going with `hash`) or by whole
-tables (`table`). Small tables are replicated to every shard: their bags add no fan-out.
+(`hash` of tables stored `mixed`, `range` of those stored `range`) or by whole tables (`table`). Small tables are
+replicated to every shard: their bags add no fan-out.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Plan:
         Args:
             spec: the model.
             num_shards: shards of the fleet.
-            sharding: `hash` or `range` divides every table's buckets evenly and needs tables stored with that
-                bucketing (`hash` takes `mixed` ones too), unless they are replicated or there is one shard only;
-                `table` gives each table to one shard, the largest first to the emptiest shard.
+            sharding: `hash` or `range` divides every table's buckets evenly and needs tables stored with the bucketing
+                `mixed` or `range`, unless they are replicated or there is one shard only; `table` gives each table to
+                one shard, the largest first to the emptiest shard.
             cards_per_shard: cards of each shard node.
             replicate_bytes: tables of at most this size go to every shard.
 
@@ -155,14 +155,14 @@ class Plan:
                 shard = loads.index(min(loads))
                 loads[shard] += table_bytes(table)
                 owners[number] = _all_buckets(table, shard)
-            elif num_shards == 1 or table.bucketing == sharding or (table.bucketing, sharding) == ("mixed", "hash"):
+            elif num_shards == 1 or (table.bucketing == "range") == (sharding == "range"):
                 # One shard owns every bucket, however rows were put into them.
                 owners[number] = _spread_buckets(table, num_shards)
             else:
-                own = "hash" if table.bucketing == "mixed" else table.bucketing
+                needed, fitting = ("range", "hash") if sharding == "range" else ("mixed", "range")
                 raise PlanError(
-                    f"sharding {sharding!r} needs tables stored with that bucketing, but table {table.name!r} "
-                    f"is stored with {table.bucketing!r}; use sharding {own!r} or 'table', or re-export it"
+                    f"sharding {sharding!r} needs tables stored with bucketing {needed!r}, but table {table.name!r} "
+                    f"is stored with {table.bucketing!r}; use sharding {fitting!r} or 'table', or re-export it"
                 )
         return cls(layout, num_shards, cards_per_shard, sharding, tuple(owners))
 
@@ -247,7 +247,7 @@ def _spread_buckets(table: TableSpec, num_shards: int) -> npt.NDArray[np.int16]:
     if table.bucketing == "mixed":
         # Neighbouring rows are in buckets that differ in their low bits: so they are on different shards.
         return (buckets % num_shards).astype(np.int16)
-    # Contiguous runs of the buckets that hold rows, as plans have been made since `mixed` was not there.
+    # Contiguous runs of the buckets that hold rows.
     used = int(np.count_nonzero(RowBuckets.of(table).rows_per_bucket()))
     return np.minimum(buckets * num_shards // used, num_shards - 1).astype(np.int16)
 

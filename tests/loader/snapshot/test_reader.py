@@ -359,19 +359,19 @@ def test_a_good_snapshot_passes_with_a_report_of_every_file(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp16", "fp32"])
-@pytest.mark.parametrize("bucketing", ["hash", "range"])
+@pytest.mark.parametrize("bucketing", ["mixed", "range"])
 def test_a_stored_row_that_is_not_finite_is_named(tmp_path, dtype, bucketing):
-    spec = one_table_spec(1000, 4, dtype=dtype, bucketing=bucketing)
-    path, _ = write_snapshot(tmp_path, spec, rows_per_file=256)
-    relative = "tables/items/rows-00002-of-00004.safetensors"
+    spec = one_table_spec(10_000, 4, dtype=dtype, bucketing=bucketing)
+    path, _ = write_snapshot(tmp_path, spec, rows_per_file=4096)
+    relative = "tables/items/rows-00001-of-00003.safetensors"
     rows = load_file(path / relative)["rows"]
-    position = RowBuckets.of(spec.tables[0]).in_file(256, 2).positions(np.array([601 - 512]))[0]
+    position = RowBuckets.of(spec.tables[0]).in_file(4096, 1).positions(np.array([601]))[0]
     bytes_of_nan = np.array([np.nan], "<f4" if dtype in ("int8", "fp32") else "<f2").view(np.uint8)
     rows[position, codec_for(dtype, 4).row_bytes - len(bytes_of_nan) :] = bytes_of_nan
     save_file({"rows": rows}, path / relative)
     restate_file(path, relative)
     Snapshot.open(path)
-    assert verify_snapshot(path).problems == (f"{relative}: table 'items', row 601: decodes to NaN or inf",)
+    assert verify_snapshot(path).problems == (f"{relative}: table 'items', row 4697: decodes to NaN or inf",)
 
 
 def test_a_dense_tensor_that_is_not_finite_is_named(copy):

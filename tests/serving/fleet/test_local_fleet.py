@@ -222,4 +222,4 @@ CASES = [
 
 @pytest.mark.parametrize(("shards", "sharding", "replicate_bytes", "line"), CASES)
 def test_every_table_is_told_as_whole_or_divided(shards, sharding, replicate_bytes, line):
-    assert placement_line(Plan.make(with_bucketing(make_spec(), "hash"), shards, sharding, 1, replicate_bytes)) == line
+    assert placement_line(Plan.make(with_bucketing(make_spec(), "mixed"), shards, sharding, 1, replicate_bytes)) == line

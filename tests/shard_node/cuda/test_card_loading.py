@@ -415,7 +415,7 @@ def test_no_owner_exceeds_the_slots_of_a_place(inputs, limit):
 def test_row_numbers_near_2_to_the_32_are_placed():
     # Only some rows are asked for. The last ones count as the first of their level, which are on cards.
     rows = 2**32 - 1
-    layout = one_table_layout(rows, bucketing="hash")
+    layout = one_table_layout(rows)
     # Every second row is on this node.
     buckets = np.arange(256)
     partition = Partition(64, (np.where(buckets % 2, -1, buckets // 2 % 64).astype(np.int16),))
