@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 from math import ceil, inf, isqrt
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
 from loader.id_counts import IdCounts, rows_with_share
@@ -82,6 +82,11 @@ class LeveredTable:
     observed: RowLookups | None = None
     keep_share: float | None = None
 
+    @classmethod
+    def of(cls, table: TableDescription, traces: Mapping[str, IdCounts], observed: RowLookups | None = None) -> Self:
+        """Return a table with no lever on; `observed` is of a table without a trace of ids."""
+        return cls(table, traces, TableIds.of(table, traces) if observed is None else None, observed)
+
     @cached_property
     def rows(self) -> RowLookups | None:
         """Return how often its rows are looked up; None if that is not known."""
@@ -104,25 +109,21 @@ class LeveredTable:
         """Return the tables that it is stored as, and how it is divided into them, if it is."""
         return self.table.compiled(self.kept_rows)
 
-    @cached_property
-    def class_bytes(self) -> int:
-        """Count the bytes that say which row is where."""
-        parts, divided = self.stored
-        return 0 if divided is None else classes_bytes(divided, parts)
-
     @property
-    def projection_bytes(self) -> int:
-        """Count the bytes of the matrices that make rows of fewer columns as wide as features get them."""
-        width = self.table.width
-        return sum(4 * part.embedding_dim * width for part in self.stored[0] if part.embedding_dim < width)
+    def class_bytes(self) -> int:
+        """Count the bytes that say which row is where, and those of projections, which make narrow rows wide."""
+        (parts, divided), width = self.stored, self.table.width
+        projections = sum(4 * part.embedding_dim * width for part in parts if part.embedding_dim < width)
+        return projections + (0 if divided is None else classes_bytes(divided, parts))
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Count the bytes of its rows with their scales, of what says which row is where, and of projections."""
-        total = self.class_bytes + self.projection_bytes
-        for part in self.stored[0]:
-            total += part.num_embeddings * sum(codec_for(part.dtype, dim).row_bytes for dim in part.slice_dims)
-        return total
+        """Count the bytes of its rows with their scales, and `class_bytes`."""
+        return self.class_bytes + sum(
+            part.num_embeddings * codec_for(part.dtype, dim).row_bytes
+            for part in self.stored[0]
+            for dim in part.slice_dims
+        )
 
     @property
     def is_divided(self) -> bool:
@@ -174,24 +175,6 @@ class LeveredTable:
         if hot == cold or self.is_composed or table.column_dims or self.kept_rows < _LEAST_ROWS:
             return self.updated(dtype=cold)
         return self.updated(dtype=DtypeByPopularity(hot=hot, cold=cold, hot_share=hot_share))
-
-
-def levered(
-    tables: Iterable[TableDescription], traces: Mapping[str, IdCounts], observed: Mapping[str, RowLookups]
-) -> tuple[LeveredTable, ...]:
-    """Return a model's tables with no lever on.
-
-    Args:
-        tables: of the model; none with a `num_embeddings` of auto.
-        traces: by feature, ids of a trace.
-        observed: by table, how often its rows are looked up; of tables without a trace of ids.
-    """
-    return tuple(
-        LeveredTable(table, traces, observed=observed[table.name])
-        if table.name in observed
-        else LeveredTable(table, traces, TableIds.of(table, traces))
-        for table in tables
-    )
 
 
 CURVE_SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
@@ -355,8 +338,9 @@ class Propose:
 
     def _note(self, lever: Lever, tables: Sequence[LeveredTable]) -> str:
         if lever != "prune":
-            needs_counts = lever in ("dims", "precision") and any(table.class_bytes for table in tables)
-            return "by popularity: export needs counts" if needs_counts else ""
+            described = [table.table for table in tables if lever in ("dims", "precision")]
+            by_popularity = any(table.blocks or isinstance(table.dtype, DtypeByPopularity) for table in described)
+            return "by popularity: export needs counts" if by_popularity else ""
         rarest = any(table.keep_share not in (None, 1.0) for table in tables)
         note = f"at export: export --counts FILE --prune{f' --keep-share {self.keep_share:g}' * rarest}"
         known = [(table, table.rows) for table in tables if table.ids is not None and table.rows is not None]

@@ -101,12 +101,12 @@ def fit(model: str, **options: Any) -> None:
       shardrank fit shop.json --counts shop-counts.safetensors --bytes 8GB --levers prune,precision
     """
     from router.fitting import measure
-    from router.levers import Propose, levered, size_curve
+    from router.levers import LeveredTable, Propose, size_curve
 
     if options["out"] is not None and options["limit_bytes"] is None:
         raise click.UsageError("--out needs --bytes: without it nothing is proposed.")
     description, traces, observed = _read_lookups(model, options)
-    tables = levered(description.tables, traces, observed)
+    tables = tuple(LeveredTable.of(table, traces, observed.get(table.name)) for table in description.tables)
     measured = [measure(one.table, one.stored_bytes, one.rows, one.ids) for one in tables if one.rows is not None]
     curve = size_curve(tables)
     document: dict[str, Any] = {
@@ -226,7 +226,7 @@ def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:
     for name, sized in by_dtypes.items():
         parts = [part for table in sized for part in table.stored[0]]
         codes = sum(part.num_embeddings * part.embedding_dim * _BITS[part.dtype] // 8 for part in parts)
-        classes = sum(table.class_bytes + table.projection_bytes for table in sized)
+        classes = sum(table.class_bytes for table in sized)
         stored = sum(table.stored_bytes for table in sized)
         sizes = {"code_bytes": codes, "scale_bytes": stored - codes - classes, "class_bytes": classes}
         rows.append({"dtype": name, **sizes, "stored_bytes": stored, "of_float32": stored / float32})

@@ -15,7 +15,7 @@ from loader.id_counts import IdCounts
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.tables import HashMapping
 from router.fitting import RowLookups, TableIds
-from router.levers import LEVERS, LeveredTable, Propose, levered, share_of_lookups, size_curve, stored_bytes
+from router.levers import LEVERS, LeveredTable, Propose, share_of_lookups, size_curve, stored_bytes
 
 
 def table(name: str, rows: int, dim: int = 32, *features: str, **options: Any) -> TableDescription:
@@ -44,13 +44,14 @@ def shop() -> tuple[LeveredTable, ...]:
         table("odd", 100, 7),
     )
     traced = {"item": 20_000, "history": 20_000, "f_users": 3000, "f_pages": 4000, "f_films": 400_000, "f_odd": 100}
-    return levered(tables, zipf_trace(traced), {})
+    trace = zipf_trace(traced)
+    return tuple(LeveredTable.of(one, trace) for one in tables)
 
 
 def counted(name: str, counts: Any, dim: int = 32, **options: Any) -> LeveredTable:
     """A table with so many lookups of each row."""
     described = table(name, len(counts), dim, **options)
-    return LeveredTable(described, {}, observed=RowLookups.alone(np.array(counts), of_ids=False))
+    return LeveredTable.of(described, {}, RowLookups.alone(np.array(counts), of_ids=False))
 
 
 def test_each_step_is_needed_and_those_without_training_come_first() -> None:
@@ -159,7 +160,7 @@ def test_equal_tables_are_unified_except_by_shared_seed() -> None:
 
 
 def test_a_composed_table_has_the_textbooks_bytes() -> None:
-    textbook = levered((table("t", 2_000_000_000, 128),), {}, {})
+    textbook = (LeveredTable.of(table("t", 2_000_000_000, 128), {}),)
     assert textbook[0].stored_bytes == 1.024e12
     proposal, (composed,) = Propose(5_130_000_000, levers=["compose"]).make(textbook)
     mapping = composed.table.id_mapping
@@ -177,14 +178,14 @@ def test_blocks_and_dtypes_have_the_bytes_of_their_parts() -> None:
     counts = np.sort(rng.zipf(1.2, 1000) % 1000)[::-1]
     blocks = (Block(share=0.1), Block(share=0.2, dim=8), Block(dim=2, dtype="int4"))
     described = table("t", 1000, blocks=blocks)
-    made = LeveredTable(described, {}, observed=RowLookups.alone(counts, of_ids=False))
+    made = LeveredTable.of(described, {}, RowLookups.alone(counts, of_ids=False))
     rows = [100, 200, 700]
     stored = sum(
         n * codec_for(*one).row_bytes for n, one in zip(rows, (("fp32", 32), ("fp32", 8), ("int4", 2)), strict=True)
     )
-    assert made.stored_bytes == stored + made.class_bytes + 4 * 32 * (8 + 2)
-    # Two blocks of 512 bits for the table, and two for the 900 rows that are left, each with a count.
-    assert made.class_bytes == (2 + 2) * (64 + 4)
+    assert made.stored_bytes == stored + made.class_bytes
+    # Two blocks of 512 bits for the table, and two for the 900 rows that are left, each with a count; projections.
+    assert made.class_bytes == (2 + 2) * (64 + 4) + 4 * 32 * (8 + 2)
     assert made.changed == counts[100:].sum()
     by_popularity = made.in_dtypes("fp16", "int4", 0.1).updated(blocks=())
     two = by_popularity.updated(dtype=DtypeByPopularity(hot="fp32", cold="int4", hot_share=0.25))
@@ -194,7 +195,7 @@ def test_blocks_and_dtypes_have_the_bytes_of_their_parts() -> None:
 
 def test_a_collision_of_a_changed_row_is_counted_once() -> None:
     trace = zipf_trace({"f_t": 5000})
-    (made,) = levered((table("t", 2000, id_mapping=HashMapping()),), trace, {})
+    made = LeveredTable.of(table("t", 2000, id_mapping=HashMapping()), trace)
     pruned = replace(made, keep_share=0.7)
     rows = made.rows
     kept = pruned.kept_rows
@@ -210,4 +211,4 @@ def test_the_curve_falls_to_a_hundredth_of_a_row_for_each_id() -> None:
     assert all(point.stored_bytes > after.stored_bytes for point, after in pairwise(curve))
     # Of four of the six features, which are hashed, no id is alone at last.
     assert curve[0].changed_share < curve[6].changed_share < curve[-1].changed_share == pytest.approx(4 / 6)
-    assert size_curve(levered((table("t", 10),), {}, {})) == ()
+    assert size_curve([LeveredTable.of(table("t", 10), {})]) == ()

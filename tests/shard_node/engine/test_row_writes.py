@@ -100,7 +100,7 @@ def test_a_shard_writes_only_its_rows(tmp_path):
     spec = delta_spec(("int8",), rows=1000)
     state = random_tables(spec, 1)
     snapshot = export_state(tmp_path, spec, state, 1)
-    plan = Plan.make(spec, num_shards=3, sharding="hash", replicate_bytes=0)
+    plan = Plan.make(spec, num_shards=3, sharding="range", replicate_bytes=0)
     rows = np.arange(0, 1000, 3, dtype=np.int64)
     expected = decoded_tables(spec, state)["int8"]
     expected[rows] = 3.0

@@ -33,8 +33,8 @@ MODEL = "fresh"
 
 
 def delta_spec(dtypes: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32"), rows: int = 300) -> ModelSpec:
-    """One table per dtype, named after it, alternately in `mixed` and `range` order, dims 4, 6, 8, …"""
-    order = ("mixed", "range")
+    """One table per dtype, named after it, alternately in `range` and `mixed` order, dims 4, 6, 8, …"""
+    order = ("range", "mixed")
     return model_of(
         [
             table_of(dtype, rows + 7 * number, 4 + 2 * number, dtype=dtype, bucketing=order[number % 2])
