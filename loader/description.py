@@ -140,8 +140,7 @@ class TableDescription(Frozen):
     def compiled(self, kept: int | None = None) -> tuple[tuple[TableSpec, ...], DividedTable | None]:
         """Return the tables that it is stored as, and how it is divided into them, if it is.
 
-        Args:
-            kept: how many rows are left, of a table that is pruned.
+        `kept` is how many rows are left of a table that is pruned.
 
         Raises:
             ExportError: `num_embeddings` is still auto, `kept` is not 1 to `num_embeddings`, or a block has no row.

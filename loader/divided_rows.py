@@ -58,11 +58,8 @@ def choose_rows(
 ) -> npt.NDArray[np.bool_]:
     """Choose the rows of a table that stay when it is pruned: bool [num_embeddings]. Raises ExportError as `kept_rows`.
 
-    Args:
-        table: its name.
-        counts: how often each row was looked up, [num_embeddings].
-        keep_share: of the lookups, which the hottest rows have that stay.
-        also: rows that stay whatever their counts are, those above 0, [num_embeddings].
+    `counts` are lookups of each row, [num_embeddings]; the hottest rows with `keep_share` of them stay, and those that
+    are above 0 in `also`, [num_embeddings].
     """
     chosen = np.zeros(counts.size, np.bool_) if also is None else also > 0
     if counts.any() or not chosen.any():
@@ -146,8 +143,10 @@ def divide_rows(
                 whole = rows[table.name]
                 if class_of_row is None or whole.embedding_dim != part.embedding_dim:
                     raise ExportError(f"rows: missing for part {part.name!r}, which is not cut out of {table.name!r}")
-                assert isinstance(table, DividedTable)
-                source = _PartRows(whole, class_of_row, number, table, part, pruned_row)
+                if whole.num_embeddings != table.num_embeddings:
+                    size = f"{whole.num_embeddings} rows, num_embeddings is {table.num_embeddings}"
+                    raise ExportError(f"table {table.name!r}: the source has {size}")
+                source = _PartRows(whole, class_of_row, number, part, pruned_row)
             sources[part.name] = source
         if table_counts is not None:
             access_counts |= part_counts(table, parts, table_counts, class_of_row)
@@ -214,18 +213,9 @@ class _PartRows(RowSource):
     """The rows of one class of another source, in order; a pruned table's last part ends with the row of all pruned."""
 
     def __init__(
-        self,
-        source: RowSource,
-        classes: npt.NDArray[np.uint8],
-        number: int,
-        table: DividedTable,
-        part: TableSpec,
-        pruned_row: PrunedRow,
+        self, source: RowSource, classes: npt.NDArray[np.uint8], number: int, part: TableSpec, pruned_row: PrunedRow
     ) -> None:
         super().__init__(part.num_embeddings, part.embedding_dim)
-        if source.num_embeddings != table.num_embeddings:
-            rows = f"{source.num_embeddings} rows"
-            raise ExportError(f"table {table.name!r}: the source has {rows}, num_embeddings is {table.num_embeddings}")
         self._source, self._classes, self._number = source, classes, number
         self._pruned_row = pruned_row
         in_class = np.add.reduceat(classes == number, np.arange(0, classes.size, _CHUNK_ROWS), dtype=np.int64)

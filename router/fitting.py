@@ -29,7 +29,6 @@ from router.id_mapping import hashed_rows
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
-DEFAULT_COLLISION_SHARE = 0.05
 HEAD_SHARES = (0.01, 0.1)
 """Shares of the ids that occur, hottest first, whose share of lookups is told."""
 CACHE_SHARES = (0.001, 0.01, 0.1, 0.5)
@@ -164,11 +163,6 @@ class RowLookups:
         return int(self.lookups.sum())
 
     @property
-    def seen_once(self) -> int:
-        """Count the rows with one lookup."""
-        return int((self.lookups == 1).sum())
-
-    @property
     def colliding(self) -> int:
         """Return the lookups of rows that several ids read."""
         return int(self.lookups[self.is_shared].sum())
@@ -192,17 +186,13 @@ def expected_alone(num_ids: int, num_embeddings: int) -> float:
     return 0.0 if num_embeddings == 1 else math.exp((num_ids - 1) * math.log1p(-1 / num_embeddings))
 
 
-def smallest_size(ids: TableIds, max_collision_share: float = DEFAULT_COLLISION_SHARE) -> int:
-    """Find the smallest hashed table with at most so much of its lookups in a collision.
+def smallest_size(ids: TableIds, max_collision_share: float) -> int:
+    """Return the smallest hashed table with at most so much of its lookups in a collision, a share above 0, below 1.
 
     A lookup is in a collision if its id shares its row with another id that occurs. The share does not fall with every
     row more, as each size hashes anew, so "the smallest" is defined: begin with a row for each id that must be alone,
     double until the share is small enough, then halve the interval between the last two sizes down to one row, keeping
     its upper end a size that is good. The same ids give the same size.
-
-    Args:
-        ids: of the table.
-        max_collision_share: share of lookups, above 0 and below 1.
 
     Raises:
         FittingError: the share is out of range, there are no ids, or a table of `MAX_NUM_EMBEDDINGS` rows is too small.
@@ -312,7 +302,7 @@ def measure(table: TableDescription, stored_bytes: int, rows: RowLookups, ids: T
         ids_alone_share=None if sharing is None else 1 - sharing / max(num_ids or 0, 1),
         expected_ids_alone_share=expected_alone(num_ids or 0, num_embeddings) if is_hashed else None,
         lookups_colliding_share=None if sharing is None else rows.colliding / total,
-        unseen_share=None if sharing is None else rows.seen_once / total,
+        unseen_share=None if sharing is None else int((rows.lookups == 1).sum()) / total,
         head=tuple(HeadUse(share_of_rows=share, rows=n, share_of_lookups=of_hottest(n)) for share, n in heads),
         caches=tuple(CacheUse(size_bytes=size, rows=n, hit_rate=of_hottest(n)) for size, n in caches),
     )

@@ -1,18 +1,8 @@
 """Propose how a model's tables become small enough: what needs no training first, then what changes least.
 
-| lever | what it does | needs training again |
-|---|---|---|
-| prune | rows that nobody asks for go; then the rarest | no |
-| precision | fewer bits, the hottest rows' last | no |
-| fit | hashed tables get the smallest size that holds collisions down | yes |
-| unify | hashed tables alike share one, each feature with a seed of its own | yes |
-| compose | the largest table, of identity ids, becomes two small ones: quotient and remainder | yes |
-| dims | rows by popularity get fewer dims and a projection | yes |
-| shard | what is left is divided | no |
-
-Each lever goes only as far as needed. First unused rows are pruned, then bits narrowed, then the rarest rows pruned. If
-that is not enough, the next lever is always the one that changes the fewest lookups for each byte that it saves of
-those above the limit.
+Each lever of docs/levers.md goes only as far as needed. First unused rows are pruned, then bits narrowed, then the
+rarest rows pruned. If that is not enough, the next lever is always the one that changes the fewest lookups for each
+byte that it saves of those above the limit. What is left is divided over shards.
 
 A lookup is changed if it no longer gets an undivided row of its own: its id shares the row with another one that occurs
 (in a collision), or the row is pruned, composed, or of fewer dims. A row of a narrower dtype is the same row, rounded.
@@ -37,7 +27,6 @@ from router.fitting import RowLookups, TableIds, smallest_size
 Lever: TypeAlias = Literal["prune", "precision", "fit", "unify", "compose", "dims", "shard"]
 LEVERS: tuple[Lever, ...] = get_args(Lever)
 TRAINED_LEVERS: tuple[Lever, ...] = ("fit", "unify", "compose", "dims")
-DEFAULT_KEEP_SHARE = 0.999
 WIDTH: dict[RowDtype, int] = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
 """The dtypes of rows from the narrowest."""
 
@@ -49,7 +38,7 @@ _DIM_ROUNDS: tuple[tuple[tuple[float | None, int], ...], ...] = (
     ((0.05, 1), (0.25, 4), (None, 16)),
 )
 """From mild to strong: shares of rows by falling popularity, the last one what is left, and what divides their dim."""
-_DTYPE_ROUNDS: tuple[tuple[RowDtype, RowDtype, float], ...] = (
+DTYPE_ROUNDS: tuple[tuple[RowDtype, RowDtype, float], ...] = (
     ("fp16", "fp16", 1.0),
     ("int8", "int8", 1.0),
     ("int8", "int4", 0.5),
@@ -130,16 +119,13 @@ class LeveredTable:
         """Return whether its description stores it in several tables, pruning aside."""
         return len(self.stored[0]) > 1 or bool(self.table.column_dims or self.table.project_to)
 
-    @property
-    def is_composed(self) -> bool:
-        """Return whether each id has two rows, of its quotient and its remainder."""
-        return isinstance(self.table.id_mapping, QuotientRemainderMapping)
-
     @cached_property
     def changed(self) -> int:
         """Count the lookups that do not get an undivided row of their own, each once; 0 if none were counted."""
-        if self.rows is None or self.is_composed:
-            return 0 if self.rows is None else self.rows.total
+        if self.rows is None:
+            return 0
+        if self.table.id_mapping.kind == "quotient_remainder":
+            return self.rows.total
         # Parts are by popularity: all rows from the first narrow part on are changed.
         undivided = 0
         for part in self.stored[0]:
@@ -172,10 +158,13 @@ class LeveredTable:
         if table.blocks:
             blocks = [{**dict(block), "dtype": cold if number else hot} for number, block in enumerate(table.blocks)]
             return self.updated(blocks=blocks, dtype=cold)
-        if hot == cold or self.is_composed or table.column_dims or self.kept_rows < _LEAST_ROWS:
+        is_whole = table.column_dims or table.id_mapping.kind == "quotient_remainder"
+        if hot == cold or is_whole or self.kept_rows < _LEAST_ROWS:
             return self.updated(dtype=cold)
         return self.updated(dtype=DtypeByPopularity(hot=hot, cold=cold, hot_share=hot_share))
 
+
+Tables: TypeAlias = tuple[LeveredTable, ...]
 
 CURVE_SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
 
@@ -199,8 +188,8 @@ def size_curve(tables: Sequence[LeveredTable]) -> tuple[CurvePoint, ...]:
             table.updated(num_embeddings=ceil(share * size), default_row=0) if size else table
             for table, size in zip(tables, num_ids, strict=True)
         ]
-        changed = share_of_lookups(sized)
-        points.append(CurvePoint(rows_per_id=share, stored_bytes=stored_bytes(sized), changed_share=changed))
+        changed, size_bytes = share_of_lookups(sized), stored_bytes(sized)
+        points.append(CurvePoint(rows_per_id=share, stored_bytes=size_bytes, changed_share=changed))
     return tuple(points)
 
 
@@ -257,62 +246,52 @@ class Propose:
 
     limit_bytes: int
     max_collision_share: float | None = None
-    keep_share: float = DEFAULT_KEEP_SHARE
+    keep_share: float = 0.999
     levers: Sequence[str] = LEVERS
 
-    def make(self, tables: Sequence[LeveredTable]) -> tuple[Proposal, tuple[LeveredTable, ...]]:
+    def make(self, tables: Sequence[LeveredTable]) -> tuple[Proposal, Tables]:
         """Apply levers until the tables fit; return the steps that changed something, and the tables."""
         done, steps, shards = tuple(tables), list[Step](), 1
         untrained: list[tuple[Lever, Sequence[Round]]] = [
             ("prune", [partial(_pruned, 1.0)]),
-            ("precision", [partial(_coarsened, *dtypes) for dtypes in _DTYPE_ROUNDS]),
+            ("precision", [partial(_coarsened, *dtypes) for dtypes in DTYPE_ROUNDS]),
             ("prune", [partial(_pruned, self.keep_share)]),
         ]
         for lever, rounds in untrained:
-            if lever in self.levers:
-                after = self._rounds(done, rounds)
-                if stored_bytes(after) < stored_bytes(done):
-                    steps.append(_step(lever, done, after, self._note(lever, after)))
-                    done = after
+            after = self._rounds(done, rounds) if lever in self.levers else done
+            if after != done:
+                steps.append(self._step(lever, done, after))
+                done = after
         trained = [lever for lever in TRAINED_LEVERS if lever in self.levers]
-        while options := self._cheapest_first(done, trained):
-            lever, after = options[0]
-            trained.remove(lever)
-            steps.append(_step(lever, done, after, self._note(lever, after)))
-            done = after
+        while (cheapest := self._cheapest(done, trained)) is not None:
+            steps.append(self._step(*cheapest))
+            done = cheapest[2]
+            trained.remove(cheapest[0])
         total = stored_bytes(done)
         if total > self.limit_bytes and "shard" in self.levers:
             shards = -(-total // self.limit_bytes)
-            step = _step("shard", done, done, f"{shards} shards, none above {self.limit_bytes} bytes")
-            steps.append(step.model_copy(update={"bytes_after": -(-total // shards)}))
-        proposal = Proposal(
-            limit_bytes=self.limit_bytes,
-            bytes_before=stored_bytes(tables),
-            bytes_after=total,
-            shards=shards,
-            steps=tuple(steps),
-        )
-        return proposal, done
+            note = f"{shards} shards, none above {self.limit_bytes} bytes"
+            step = self._step("shard", done, done)
+            steps.append(step.model_copy(update={"bytes_after": -(-total // shards), "note": note}))
+        sizes = {"limit_bytes": self.limit_bytes, "bytes_before": stored_bytes(tables), "bytes_after": total}
+        return Proposal(**sizes, shards=shards, steps=tuple(steps)), done
 
-    def _cheapest_first(
-        self, tables: tuple[LeveredTable, ...], levers: Iterable[Lever]
-    ) -> list[tuple[Lever, tuple[LeveredTable, ...]]]:
-        """Return the levers that help with the tables that they make, by lookups changed for each byte saved.
+    def _cheapest(self, tables: Tables, levers: Iterable[Lever]) -> tuple[Lever, Tables, Tables] | None:
+        """Return the lever that changes the fewest lookups for each byte saved, the tables, and what it makes of them.
 
-        Bytes below the limit save nothing. Levers on tables whose lookups are unknown come last.
+        Bytes below the limit save nothing. Levers on tables whose lookups are unknown come last. None if none helps.
         """
-        total, changed, options = stored_bytes(tables), _changed(tables), []
-        if total <= self.limit_bytes:
-            return []
-        for lever in levers:
+        total, best, least = stored_bytes(tables), None, inf
+        for lever in levers if total > self.limit_bytes else ():
             after = self._trained(lever, tables)
-            saved = total - max(stored_bytes(after), self.limit_bytes)
-            if saved > 0:
+            if (saved := total - max(stored_bytes(after), self.limit_bytes)) > 0:
                 is_known = all(table.rows is not None for table in after if table not in tables)
-                options.append(((_changed(after) - changed) / saved if is_known else inf, lever, after))
-        return [(lever, after) for _, lever, after in sorted(options, key=lambda option: option[0])]
+                cost = (_changed(after) - _changed(tables)) / saved if is_known else inf
+                if best is None or cost < least:
+                    best, least = (lever, tables, after), cost
+        return best
 
-    def _trained(self, lever: Lever, tables: tuple[LeveredTable, ...]) -> tuple[LeveredTable, ...]:
+    def _trained(self, lever: Lever, tables: Tables) -> Tables:
         if lever == "fit":
             return self._rounds(tables, [self._fitted])
         if lever == "unify":
@@ -322,7 +301,7 @@ class Propose:
         largest = max(tables, key=lambda table: table.stored_bytes)
         return self._rounds(tables, [lambda table, excess: _composed(table, excess) if table is largest else None])
 
-    def _rounds(self, tables: tuple[LeveredTable, ...], rounds: Sequence[Round]) -> tuple[LeveredTable, ...]:
+    def _rounds(self, tables: Tables, rounds: Sequence[Round]) -> Tables:
         """Try each round, mild to strong, on each table, largest first, until they fit."""
         done, total = list(tables), stored_bytes(tables)
         largest_first = sorted(range(len(done)), key=lambda number: -tables[number].stored_bytes)
@@ -336,19 +315,33 @@ class Propose:
                     done[number], total = made, others + made.stored_bytes
         return tuple(done)
 
+    def _step(self, lever: Lever, before: Sequence[LeveredTable], after: Sequence[LeveredTable]) -> Step:
+        changes = []
+        for new in after:
+            old = [table for table in before if set(table.table.feature_names) <= set(new.table.feature_names)]
+            if old != [new]:
+                was = "; ".join(f"{table.table.name} {table}" if len(old) > 1 else str(table) for table in old)
+                sizes = {"bytes_before": stored_bytes(old), "bytes_after": new.stored_bytes}
+                changes.append(TableChange(table=new.table.name, before=was, after=str(new), **sizes))
+        share, all_changed = share_of_lookups(before), share_of_lookups(after)
+        return Step(
+            lever=lever,
+            needs_training=lever in TRAINED_LEVERS,
+            bytes_before=stored_bytes(before),
+            bytes_after=stored_bytes(after),
+            changed_share=None if share is None or all_changed is None else all_changed - share,
+            all_changed_share=all_changed,
+            tables=tuple(changes),
+            note=self._note(lever, after),
+        )
+
     def _note(self, lever: Lever, tables: Sequence[LeveredTable]) -> str:
-        if lever != "prune":
-            described = [table.table for table in tables if lever in ("dims", "precision")]
-            by_popularity = any(table.blocks or isinstance(table.dtype, DtypeByPopularity) for table in described)
-            return "by popularity: export needs counts" if by_popularity else ""
-        rarest = any(table.keep_share not in (None, 1.0) for table in tables)
-        note = f"at export: export --counts FILE --prune{f' --keep-share {self.keep_share:g}' * rarest}"
-        known = [(table, table.rows) for table in tables if table.ids is not None and table.rows is not None]
-        lookups = sum(rows.total for _, rows in known)
-        unseen = [rows.seen_once for table, rows in known if table.kept_rows < table.num_embeddings]
-        if not lookups or not unseen:
-            return note
-        return f"{note}; and of lookups to come about {sum(unseen) / lookups:.2%} are of rows that the trace has not"
+        if lever == "prune":
+            rarest = any(table.keep_share not in (None, 1.0) for table in tables)
+            return f"at export: export --counts FILE --prune{f' --keep-share {self.keep_share:g}' * rarest}"
+        described = [table.table for table in tables if lever in ("dims", "precision")]
+        by_popularity = any(table.blocks or isinstance(table.dtype, DtypeByPopularity) for table in described)
+        return "by popularity: export needs counts" if by_popularity else ""
 
     def _collisions_allowed(self, tables: Iterable[LeveredTable]) -> float:
         return self.max_collision_share or min(table.table.max_collision_share for table in tables)
@@ -363,7 +356,7 @@ class Propose:
         rows = max(smallest_size(table.ids, share), table.num_embeddings - -(-excess // row_bytes))
         return table.updated(num_embeddings=rows, default_row=0) if rows < table.num_embeddings else None
 
-    def _unified(self, tables: tuple[LeveredTable, ...]) -> tuple[LeveredTable, ...]:
+    def _unified(self, tables: Tables) -> Tables:
         """Join each group of tables alike, those of most bytes first, until all fit."""
         groups: dict[str, list[LeveredTable]] = {}
         for table in tables:
@@ -418,35 +411,13 @@ def share_of_lookups(tables: Sequence[LeveredTable]) -> float | None:
     return _changed(tables) / total if total else None
 
 
-def _step(lever: Lever, before: Sequence[LeveredTable], after: Sequence[LeveredTable], note: str) -> Step:
-    changes = []
-    for new in after:
-        old = [table for table in before if set(table.table.feature_names) <= set(new.table.feature_names)]
-        if old != [new]:
-            was = "; ".join(f"{table.table.name} {table}" if len(old) > 1 else str(table) for table in old)
-            sizes = {"bytes_before": stored_bytes(old), "bytes_after": new.stored_bytes}
-            changes.append(TableChange(table=new.table.name, before=was, after=str(new), **sizes))
-    share, all_changed = share_of_lookups(before), share_of_lookups(after)
-    return Step(
-        lever=lever,
-        needs_training=lever in TRAINED_LEVERS,
-        bytes_before=stored_bytes(before),
-        bytes_after=stored_bytes(after),
-        changed_share=None if share is None or all_changed is None else all_changed - share,
-        all_changed_share=all_changed,
-        tables=tuple(changes),
-        note=note,
-    )
-
-
 Round: TypeAlias = Callable[[LeveredTable, int], LeveredTable | None]
 """Makes a table smaller, by so many bytes if a milder form is enough; None if it can't."""
 
 
 def _pruned(keep_share: float, table: LeveredTable, _excess: int) -> LeveredTable | None:
-    if table.rows is None or not table.rows.total or table.table.column_dims or table.is_composed:
-        return None
-    return replace(table, keep_share=keep_share)
+    is_whole = table.table.column_dims or table.table.id_mapping.kind == "quotient_remainder"
+    return None if is_whole or table.rows is None or not table.rows.total else replace(table, keep_share=keep_share)
 
 
 def _composed(table: LeveredTable, excess: int) -> LeveredTable | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +17,14 @@ from serving.cli.settings import Options
 if TYPE_CHECKING:
     from loader.description import ModelDescription
     from loader.id_counts import IdCounts
-    from loader.snapshot.tables import RowDtype
     from router.fitting import RowLookups, TableMeasures
     from router.levers import LeveredTable, Proposal
 
+PERCENT = ".2%"
 MAX_TABLES = 20
 MAX_CHANGES = 8
-DEFAULT_COLLISION_SHARE, DEFAULT_KEEP_SHARE = "5%", 0.999
 _NO_LEVERS: Options = {"ids": (), "prune": False, "keep_share": None}
-DTYPES: tuple[RowDtype, ...] = ("fp32", "fp16", "int8", "int4")
 _BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
-_BY_POPULARITY: tuple[tuple[RowDtype, RowDtype, float], ...] = (
-    ("fp16", "int4", 0.1),
-    ("int8", "int4", 0.1),
-    ("int8", "int4", 0.5),
-)
 
 
 def _levers(text: str) -> tuple[str, ...]:
@@ -63,14 +55,9 @@ def _levers(text: str) -> tuple[str, ...]:
     "--max-collision-share SHARE",
     "Of a hashed table's lookups, those whose id shares its row with another one that came: 5% or 0.05.",
     opts.share,
-    DEFAULT_COLLISION_SHARE,
+    "5%",
 )
-@opts.option(
-    "--keep-share SHARE",
-    "Of lookups, what pruning leaves alone.",
-    opts.FiniteRange(0, 1, min_open=True),
-    DEFAULT_KEEP_SHARE,
-)
+@opts.option("--keep-share SHARE", "Of lookups, what pruning leaves alone.", opts.PART, 0.999)
 @opts.option("--levers LEVER,...", "Which may be proposed, such as prune,precision. Default: all.", _levers)
 @opts.option("--out", "Write the proposal as a model description.", opts.WRITABLE_FILE)
 @opts.option(
@@ -101,7 +88,7 @@ def fit(model: str, **options: Any) -> None:
       shardrank fit shop.json --counts shop-counts.safetensors --bytes 8GB --levers prune,precision
     """
     from router.fitting import measure
-    from router.levers import LeveredTable, Propose, size_curve
+    from router.levers import LEVERS, LeveredTable, Propose, size_curve
 
     if options["out"] is not None and options["limit_bytes"] is None:
         raise click.UsageError("--out needs --bytes: without it nothing is proposed.")
@@ -118,14 +105,12 @@ def fit(model: str, **options: Any) -> None:
     }
     proposal, done = None, tables
     if options["limit_bytes"] is not None:
-        names = ("limit_bytes", "max_collision_share", "keep_share", "levers")
-        limits = {name: options[name] for name in names if options[name] is not None}
-        proposal, done = Propose(**limits).make(tables)
+        limits = {name: options[name] for name in ("limit_bytes", "max_collision_share", "keep_share")}
+        proposal, done = Propose(**limits, levers=options["levers"] or LEVERS).make(tables)
         document["proposal"] = proposal.model_dump()
         if options["out"] is not None:
             proposed = description.model_copy(update={"tables": tuple(table.table for table in done)})
-            with _writing(options["out"]) as path:
-                path.write_text(proposed.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
+            options["out"].write_text(proposed.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
     if options["counts_out"] is not None:
         _write_counts(options["counts_out"], done)
     if options["plot"] is not None:
@@ -137,19 +122,13 @@ def fit(model: str, **options: Any) -> None:
     if measured:
         _print_measures(measured, ids_known=bool(traces))
     if curve:
-        rows = [(f"{one.rows_per_id:.0%}", human_bytes(one.stored_bytes), _share(one.changed_share)) for one in curve]
+        rows = [
+            (f"{one.rows_per_id:.0%}", human_bytes(one.stored_bytes), _text(one.changed_share, PERCENT))
+            for one in curve
+        ]
         print_table("Hashed tables with so many rows for each id", ("rows / ids", "#model", "#lookups changed"), rows)
     if proposal is not None:
         _print_proposal(proposal)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    """Raise UsageError where the file can't be written."""
-    try:
-        yield path
-    except OSError as error:
-        raise click.UsageError(f"{path}: {error.strerror or error}") from error
 
 
 def _write_counts(path: Path, tables: Sequence[LeveredTable]) -> None:
@@ -216,11 +195,12 @@ def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:
 
     Each row has the name of the dtypes, `code_bytes`, `scale_bytes`, `class_bytes`, `stored_bytes` and `of_float32`.
     """
+    from router.levers import DTYPE_ROUNDS
+
     float32 = sum(4 * table.num_embeddings * table.table.width for table in tables)
     by_dtypes = {"as described": list(tables)}
-    by_dtypes |= {dtype: [table.in_dtypes(dtype, dtype, 1.0) for table in tables] for dtype in DTYPES}
-    for hot, cold, share in _BY_POPULARITY:
-        name = f"hottest {share:.0%} {hot}, others {cold}"
+    for hot, cold, share in (("fp32", "fp32", 1.0), *sorted(DTYPE_ROUNDS, key=lambda dtypes: dtypes[0] != dtypes[1])):
+        name = hot if hot == cold else f"hottest {share:.0%} {hot}, others {cold}"
         by_dtypes[name] = [table.in_dtypes(hot, cold, share) for table in tables]
     rows = []
     for name, sized in by_dtypes.items():
@@ -244,12 +224,8 @@ def _print_bytes(sizes: Sequence[Mapping[str, Any]]) -> None:
     print_table("Bytes of all rows", columns, rows)
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
-
-
-def _count(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
+def _text(value: float | None, form: str = ",.0f") -> str:
+    return "" if value is None else format(value, form)
 
 
 def _print_measures(measured: Sequence[TableMeasures], *, ids_known: bool) -> None:
@@ -258,10 +234,10 @@ def _print_measures(measured: Sequence[TableMeasures], *, ids_known: bool) -> No
     largest = sorted(measured, key=lambda table: -table.stored_bytes)[:MAX_TABLES]
     title = f"the largest {MAX_TABLES} of {len(measured)}" if len(measured) > MAX_TABLES else "all with a trace"
     rows = [
-        (table.table, _count(table.num_embeddings), human_bytes(table.stored_bytes), _count(table.lookups),
-         _count(table.distinct_ids), _count(table.ids_seen_once), _count(table.rows_used),
-         _share(table.rows_unused_share), *(_share(head.share_of_lookups) for head in table.head),
-         _share(table.unseen_share))
+        (table.table, _text(table.num_embeddings), human_bytes(table.stored_bytes), _text(table.lookups),
+         _text(table.distinct_ids), _text(table.ids_seen_once), _text(table.rows_used),
+         _text(table.rows_unused_share, PERCENT), *(_text(head.share_of_lookups, PERCENT) for head in table.head),
+         _text(table.unseen_share, PERCENT))
         for table in largest
     ]  # fmt: skip
     columns: tuple[str, ...] = ("table", "#rows", "#bytes", "#lookups", "#ids", "#seen once", "#rows used", "#rows not",
@@ -270,9 +246,9 @@ def _print_measures(measured: Sequence[TableMeasures], *, ids_known: bool) -> No
     if not ids_known:
         click.echo("Counts are of rows, not of ids, so collisions can't be measured: for those give a --trace.\n")
     collisions = [
-        (table.table, _count(table.distinct_ids), _share(table.expected_rows_used / table.distinct_ids),
-         _share(table.rows_used / table.distinct_ids), _share(table.expected_ids_alone_share),
-         _share(table.ids_alone_share), _share(table.lookups_colliding_share))
+        (table.table, _text(table.distinct_ids), _text(table.expected_rows_used / table.distinct_ids, PERCENT),
+         _text(table.rows_used / table.distinct_ids, PERCENT), _text(table.expected_ids_alone_share, PERCENT),
+         _text(table.ids_alone_share, PERCENT), _text(table.lookups_colliding_share, PERCENT))
         for table in largest
         if table.expected_rows_used is not None and table.distinct_ids
     ]  # fmt: skip
@@ -290,8 +266,8 @@ def _print_measures(measured: Sequence[TableMeasures], *, ids_known: bool) -> No
 
 def _print_proposal(proposal: Proposal) -> None:
     rows = [
-        (step.lever, human_bytes(step.bytes_before), human_bytes(step.bytes_after), _share(step.changed_share),
-         _share(step.all_changed_share), "yes" if step.needs_training else "no")
+        (step.lever, human_bytes(step.bytes_before), human_bytes(step.bytes_after), _text(step.changed_share, PERCENT),
+         _text(step.all_changed_share, PERCENT), "yes" if step.needs_training else "no")
         for step in proposal.steps
     ]  # fmt: skip
     columns = ("lever", "#before", "#after", "#lookups it changes", "#all changed", "train again")
@@ -336,5 +312,5 @@ def _draw(path: Path, document: Mapping[str, Any]) -> None:
         for number, (size, share, lever) in enumerate(points):
             axes.annotate(lever, (size, share), (0, 8 + 12 * (number % 2)), textcoords="offset points", ha="center")
     axes.legend()
-    with _writing(path), mpl.rc_context({"svg.fonttype": "none"}):
+    with mpl.rc_context({"svg.fonttype": "none"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
