@@ -112,11 +112,11 @@ class TableDescription(Frozen):
         if self.blocks:
             if not isinstance(self.dtype, str):
                 raise ValueError(f"{where}: blocks have dtypes of their own; dtype by popularity is two blocks more")
-            if any(one.share is None for one in self.blocks[:-1]) or self.blocks[-1].share is not None:
+            if any(block.share is None for block in self.blocks[:-1]) or self.blocks[-1].share is not None:
                 raise ValueError(f"{where}: every block but the last needs a share, the last has what is left")
-            if (total := sum(one.share or 0 for one in self.blocks)) >= 1:
+            if (total := sum(block.share or 0 for block in self.blocks)) >= 1:
                 raise ValueError(f"{where}: blocks have {total:g} of the rows without the last; it must be below 1")
-            if (widest := max(one.dim or 0 for one in self.blocks)) > self.width:
+            if (widest := max(block.dim or 0 for block in self.blocks)) > self.width:
                 raise ValueError(f"{where}: a block has {widest} columns, features get {self.width}")
         if self.project_to is not None and self.project_to <= self.embedding_dim:
             raise ValueError(f"{where}: project_to {self.project_to} is not above embedding_dim {self.embedding_dim}")
@@ -127,10 +127,10 @@ class TableDescription(Frozen):
         return self
 
     def _ways(self) -> list[str]:
-        """Name what divides it into parts."""
-        found = ["id_mapping quotient_remainder"] * isinstance(self.id_mapping, QuotientRemainderMapping)
-        found += ["dtype by popularity"] * (not isinstance(self.dtype, str))
-        return found + ["blocks"] * bool(self.blocks) + ["project_to"] * (self.project_to is not None)
+        """Return what divides it into parts, by name."""
+        ways = ["id_mapping quotient_remainder"] * isinstance(self.id_mapping, QuotientRemainderMapping)
+        ways += ["dtype by popularity"] * (not isinstance(self.dtype, str))
+        return ways + ["blocks"] * bool(self.blocks) + ["project_to"] * (self.project_to is not None)
 
     @property
     def width(self) -> int:

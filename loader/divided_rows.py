@@ -30,8 +30,8 @@ _CHUNK_ROWS = 1 << 16
 
 def _check_counts(table: str, counts: npt.NDArray[Any], rows: int) -> None:
     if counts.shape != (rows,) or counts.dtype.kind not in "iu":
-        found = f"{counts.dtype} {list(counts.shape)}"
-        raise ExportError(f"table {table!r}: counts are {found}, expected whole numbers [{rows}]")
+        shape = f"{counts.dtype} {list(counts.shape)}"
+        raise ExportError(f"table {table!r}: counts are {shape}, expected whole numbers [{rows}]")
     if counts.dtype.kind == "i" and int(counts.min()) < 0:
         raise ExportError(f"table {table!r}: row {int(counts.argmin())} has count {counts.min()}, which is below 0")
 

@@ -30,9 +30,9 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 HEAD_SHARES = (0.01, 0.1)
-"""Shares of the ids that occur, hottest first, whose share of lookups is told."""
+"""Shares of the ids that occur, hottest first, whose share of lookups is reported."""
 CACHE_SHARES = (0.001, 0.01, 0.1, 0.5)
-"""Shares of a table's bytes whose hit rate, if they hold its hottest rows, is told."""
+"""Shares of a table's bytes whose hit rate, if they hold its hottest rows, is reported."""
 _HASHES = 2**32
 
 

@@ -27,7 +27,7 @@ from router.fitting import RowLookups, TableIds, smallest_size
 Lever: TypeAlias = Literal["prune", "precision", "fit", "unify", "compose", "dims", "shard"]
 LEVERS: tuple[Lever, ...] = get_args(Lever)
 TRAINED_LEVERS: tuple[Lever, ...] = ("fit", "unify", "compose", "dims")
-WIDTH: dict[RowDtype, int] = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
+_NARROWEST_FIRST: tuple[RowDtype, ...] = ("int4", "int8", "fp16", "fp32")
 """The dtypes of rows from the narrowest."""
 
 _LEAST_BUCKETS_SHARE = 1 / 200
@@ -376,12 +376,12 @@ class Propose:
     def _joined(
         self, members: Sequence[LeveredTable], excess: int, tables: Sequence[LeveredTable]
     ) -> LeveredTable | None:
-        taken = {table.table.name for table in tables}
+        used_names = {table.table.name for table in tables}
         names = (f"unified_{number}" for number in count(1))
         kept = [table.keep_share for table in members if table.keep_share is not None]
         share = self._collisions_allowed(members)
         joined = replace(members[0], keep_share=max(kept, default=None)).updated(
-            name=next(name for name in names if name not in taken),
+            name=next(name for name in names if name not in used_names),
             num_embeddings=min(sum(table.num_embeddings for table in members), MAX_NUM_EMBEDDINGS),
             default_row=0,
             feature_names=tuple(name for table in members for name in table.table.feature_names),
@@ -445,6 +445,9 @@ def _narrowed(shape: Sequence[tuple[float | None, int]], table: LeveredTable, _e
 def _coarsened(
     hot: RowDtype, cold: RowDtype, hot_share: float, table: LeveredTable, _excess: int
 ) -> LeveredTable | None:
-    own = [part.dtype for part in table.stored[0]]
-    hot, cold = (min(wanted, one, key=WIDTH.__getitem__) for wanted, one in ((hot, own[0]), (cold, own[-1])))
+    parts = table.stored[0]
+    hot, cold = (
+        min(hot, parts[0].dtype, key=_NARROWEST_FIRST.index),
+        min(cold, parts[-1].dtype, key=_NARROWEST_FIRST.index),
+    )
     return table.in_dtypes(hot, cold, hot_share)

@@ -94,7 +94,7 @@ def fit(model: str, **options: Any) -> None:
         raise click.UsageError("--out needs --bytes: without it nothing is proposed.")
     description, traces, observed = _read_lookups(model, options)
     tables = tuple(LeveredTable.of(table, traces, observed.get(table.name)) for table in description.tables)
-    measured = [measure(one.table, one.stored_bytes, one.rows, one.ids) for one in tables if one.rows is not None]
+    measured = [measure(each.table, each.stored_bytes, each.rows, each.ids) for each in tables if each.rows is not None]
     curve = size_curve(tables)
     document: dict[str, Any] = {
         "model": description.model,
@@ -123,8 +123,8 @@ def fit(model: str, **options: Any) -> None:
         _print_measures(measured, ids_known=bool(traces))
     if curve:
         rows = [
-            (f"{one.rows_per_id:.0%}", human_bytes(one.stored_bytes), _text(one.changed_share, PERCENT))
-            for one in curve
+            (f"{point.rows_per_id:.0%}", human_bytes(point.stored_bytes), _text(point.changed_share, PERCENT))
+            for point in curve
         ]
         print_table("Hashed tables with so many rows for each id", ("rows / ids", "#model", "#lookups changed"), rows)
     if proposal is not None:
@@ -135,9 +135,9 @@ def _write_counts(path: Path, tables: Sequence[LeveredTable]) -> None:
     from loader.snapshot.per_row import write_access_counts
 
     rows, counts = dict[str, int](), dict[str, Any]()
-    for one in tables:
-        if one.ids is not None and (counted := one.ids.row_counts(one.table)) is not None:
-            rows[one.table.name], counts[one.table.name] = one.num_embeddings, counted
+    for table in tables:
+        if table.ids is not None and (counted := table.ids.row_counts(table.table)) is not None:
+            rows[table.table.name], counts[table.table.name] = table.num_embeddings, counted
     if not counts:
         raise click.UsageError("--counts-out: there is no --trace of a table whose rows are known.")
     write_access_counts(path, counts, rows)
