@@ -8,7 +8,7 @@ for when a snapshot is exported. All of them come to the same: a table is stored
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -22,6 +22,7 @@ from loader.snapshot.tables import (
     MAX_NUM_EMBEDDINGS,
     MAX_PARTS,
     Bucketing,
+    Combine,
     DividedTable,
     Frozen,
     HashMapping,
@@ -40,7 +41,7 @@ class QuotientRemainderMapping(Frozen):
 
     kind: Literal["quotient_remainder"] = "quotient_remainder"
     buckets: int = Field(ge=1, le=MAX_NUM_EMBEDDINGS)
-    combine: Literal["add", "multiply"] = "add"
+    combine: Combine = "add"
 
 
 class Block(Frozen):
@@ -111,11 +112,11 @@ class TableDescription(Frozen):
         if self.blocks:
             if not isinstance(self.dtype, str):
                 raise ValueError(f"{where}: blocks have dtypes of their own; dtype by popularity is two blocks more")
-            if any(one.share is None for one in self.blocks[:-1]) or self.blocks[-1].share is not None:
+            if any(block.share is None for block in self.blocks[:-1]) or self.blocks[-1].share is not None:
                 raise ValueError(f"{where}: every block but the last needs a share, the last has what is left")
-            if (total := sum(one.share or 0 for one in self.blocks)) >= 1:
+            if (total := sum(block.share or 0 for block in self.blocks)) >= 1:
                 raise ValueError(f"{where}: blocks have {total:g} of the rows without the last; it must be below 1")
-            if (widest := max(one.dim or 0 for one in self.blocks)) > self.width:
+            if (widest := max(block.dim or 0 for block in self.blocks)) > self.width:
                 raise ValueError(f"{where}: a block has {widest} columns, features get {self.width}")
         if self.project_to is not None and self.project_to <= self.embedding_dim:
             raise ValueError(f"{where}: project_to {self.project_to} is not above embedding_dim {self.embedding_dim}")
@@ -126,10 +127,10 @@ class TableDescription(Frozen):
         return self
 
     def _ways(self) -> list[str]:
-        """Name what divides it into parts."""
-        found = ["id_mapping quotient_remainder"] * isinstance(self.id_mapping, QuotientRemainderMapping)
-        found += ["dtype by popularity"] * (not isinstance(self.dtype, str))
-        return found + ["blocks"] * bool(self.blocks) + ["project_to"] * (self.project_to is not None)
+        """Return what divides it into parts, by name."""
+        ways = ["id_mapping quotient_remainder"] * isinstance(self.id_mapping, QuotientRemainderMapping)
+        ways += ["dtype by popularity"] * (not isinstance(self.dtype, str))
+        return ways + ["blocks"] * bool(self.blocks) + ["project_to"] * (self.project_to is not None)
 
     @property
     def width(self) -> int:
@@ -139,8 +140,7 @@ class TableDescription(Frozen):
     def compiled(self, kept: int | None = None) -> tuple[tuple[TableSpec, ...], DividedTable | None]:
         """Return the tables that it is stored as, and how it is divided into them, if it is.
 
-        Args:
-            kept: how many rows are left, of a table that is pruned.
+        `kept` is how many rows are left of a table that is pruned.
 
         Raises:
             ExportError: `num_embeddings` is still auto, `kept` is not 1 to `num_embeddings`, or a block has no row.
@@ -158,52 +158,41 @@ class TableDescription(Frozen):
             return (TableSpec(num_embeddings=rows, id_mapping=self.id_mapping, **seen, **same),), None
         if self.column_dims:
             raise ExportError(f"table {self.name!r}: column_dims goes with a table that is stored whole, not pruned")
-        mapping, more = self.id_mapping, dict[str, Any]()
+        mapping, blocks = self.id_mapping, self.blocks or (Block(),)
         if isinstance(mapping, QuotientRemainderMapping):
             if pruned:
                 raise ExportError(f"table {self.name!r}: by quotient_remainder a row is of many ids: none is pruned")
-            shapes = [("q", -(-rows // mapping.buckets), Block()), ("r", min(rows, mapping.buckets), Block())]
-            more = {"by": "quotient_remainder", "buckets": mapping.buckets, "combine": mapping.combine}
-            mapping = IdentityMapping()
+            sizes, blocks = [-(-rows // mapping.buckets), min(rows, mapping.buckets)], (Block(), Block())
+            names = [f"{self.name}.q", f"{self.name}.r"]
+            division = {"by": "quotient_remainder", "buckets": mapping.buckets, "id_mapping": IdentityMapping()}
         else:
-            blocks = self._blocks()
+            division = {"id_mapping": mapping}
+            if isinstance(self.dtype, DtypeByPopularity):
+                hot = Block(share=self.dtype.hot_share, dtype=self.dtype.hot)
+                blocks = (hot, Block(dtype=self.dtype.cold))
             sizes = _block_rows(self.name, rows - pruned, blocks)
             sizes[-1] += pruned > 0
-            shapes = [(f"b{number}", *one) for number, one in enumerate(zip(sizes, blocks, strict=True))]
+            names = [self.name] if len(blocks) == 1 else [f"{self.name}.b{number}" for number in range(len(blocks))]
         parts = tuple(
-            self._part(self.name if len(shapes) == 1 else f"{self.name}.{suffix}", size, block)
-            for suffix, size, block in shapes
+            TableSpec(
+                name=name,
+                num_embeddings=size,
+                embedding_dim=block.dim or self.embedding_dim,
+                dtype=block.dtype or cast("RowDtype", self.dtype),
+                feature_names=self.feature_names,
+                pooling=self.pooling,
+                bucketing=self.bucketing,
+            )
+            for name, size, block in zip(names, sizes, blocks, strict=True)
         )
         divided = DividedTable(
-            num_embeddings=rows,
-            embedding_dim=self.width,
-            id_mapping=mapping,
-            parts=tuple(part.name for part in parts),
-            pruned=pruned,
-            **seen,
-            **more,
+            num_embeddings=rows, embedding_dim=self.width, parts=tuple(names), pruned=pruned, **seen, **division
         )
         return parts, divided
 
-    def _part(self, name: str, rows: int, block: Block) -> TableSpec:
-        assert isinstance(self.dtype, str) or block.dtype is not None
-        return TableSpec(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=block.dim or self.embedding_dim,
-            dtype=block.dtype or self.dtype,
-            feature_names=self.feature_names,
-            pooling=self.pooling,
-            bucketing=self.bucketing,
-        )
-
-    def _blocks(self) -> tuple[Block, ...]:
-        if isinstance(self.dtype, DtypeByPopularity):
-            return Block(share=self.dtype.hot_share, dtype=self.dtype.hot), Block(dtype=self.dtype.cold)
-        return self.blocks or (Block(),)
-
 
 def _block_rows(table: str, rows: int, blocks: Sequence[Block]) -> list[int]:
+    """Return how many of the rows that are left each block has."""
     sizes = [max(1, round((block.share or 0) * rows)) for block in blocks[:-1]]
     sizes.append(rows - sum(sizes))
     if sizes[-1] < 1:

@@ -16,7 +16,7 @@ from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import RowSource
-from loader.snapshot.tables import DividedTable, TableSpec
+from loader.snapshot.tables import AnyTable, DividedTable, TableSpec
 
 PrunedRow = Literal["mean", "zeros"]
 """What ids of pruned rows get: the mean of these rows, or zeros."""
@@ -29,8 +29,8 @@ _CHUNK_ROWS = 1 << 16
 
 def _check_counts(table: str, counts: npt.NDArray[Any], rows: int) -> None:
     if counts.shape != (rows,) or counts.dtype.kind not in "iu":
-        found = f"{counts.dtype} {list(counts.shape)}"
-        raise ExportError(f"table {table!r}: counts are {found}, expected whole numbers [{rows}]")
+        shape = f"{counts.dtype} {list(counts.shape)}"
+        raise ExportError(f"table {table!r}: counts are {shape}, expected whole numbers [{rows}]")
     if counts.dtype.kind == "i" and int(counts.min()) < 0:
         raise ExportError(f"table {table!r}: row {int(counts.argmin())} has count {counts.min()}, which is below 0")
 
@@ -63,22 +63,14 @@ def choose_rows(
     keep_share: float = 1.0,
     also: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.bool_]:
-    """Choose the rows of a table that stay when it is pruned: bool [num_embeddings].
+    """Choose the rows of a table that stay when it is pruned: bool [num_embeddings]. Raises ExportError as `kept_rows`.
 
-    Args:
-        table: its name.
-        counts: how often each row was looked up, [num_embeddings].
-        keep_share: of the lookups, which the hottest rows have that stay.
-        also: rows that stay whatever their counts are, those above 0, [num_embeddings].
-
-    Raises:
-        ExportError: as `kept_rows`.
+    `counts` are lookups of each row, [num_embeddings]; the hottest rows with `keep_share` of them stay, and those that
+    are above 0 in `also`, [num_embeddings].
     """
     chosen = np.zeros(counts.size, np.bool_) if also is None else also > 0
-    if chosen.any() and not counts.any():
-        return chosen
-    kept = kept_rows(table, counts, keep_share)
-    chosen[_hottest_first(counts)[:kept]] = True
+    if counts.any() or not chosen.any():
+        chosen[_hottest_first(counts)[: kept_rows(table, counts, keep_share)]] = True
     return chosen
 
 
@@ -130,54 +122,50 @@ def divide_rows(
         ExportError: rows, counts or classes are missing, of another table, or of another size; or rows of a table are
             given of which nothing is made.
     """
-    given, classes = dict(row_classes or {}), dict[str, RowClasses]()
-    found, split = dict[str, RowSource](), dict[str, npt.NDArray[np.uint32]]()
+    trained_classes, kept = row_classes or {}, kept or {}
+    classes, sources = dict[str, RowClasses](), dict[str, RowSource]()
+    access_counts = dict[str, npt.NDArray[np.uint32]]()
     names = {table.name for table in spec.logical_tables}
     if unknown := sorted(set(counts) - names):
         raise ExportError(f"counts: unknown tables {unknown}; the model has {sorted(names)}")
-    needed = names - {one.name for one in spec.divided if rows.keys() >= set(one.parts)}
+    needed = names - {table.name for table in spec.divided if rows.keys() >= set(table.parts)}
     if unused := sorted(rows.keys() - needed - {table.name for table in spec.tables}):
         raise ExportError(f"rows: {unused} are no tables of the model, or their parts are given themselves")
-    if unknown := sorted(given.keys() - {one.name for one in spec.divided if one.num_classes > 1}):
+    if unknown := sorted(trained_classes.keys() - {table.name for table in spec.divided if table.num_classes > 1}):
         raise ExportError(f"row_classes: of tables {unknown}, which are not divided by popularity")
     for table in spec.logical_tables:
-        if (own := counts.get(table.name)) is not None:
-            _check_counts(table.name, own, table.num_embeddings)
-        parts = spec.parts(table)
-        if not isinstance(table, DividedTable):
-            found[table.name] = _source(rows, table.name)
-            split |= {} if own is None else {table.name: _as_uint32(own)}
-            continue
-        of_rows = None
-        if table.num_classes > 1:
-            made = given.get(table.name) or classes_by_counts(table, parts, own, (kept or {}).get(table.name))
+        if (table_counts := counts.get(table.name)) is not None:
+            _check_counts(table.name, table_counts, table.num_embeddings)
+        parts, class_of_row = spec.parts(table), None
+        if isinstance(table, DividedTable) and table.num_classes > 1:
+            made = trained_classes.get(table.name)
+            made = made or classes_by_counts(table, parts, table_counts, kept.get(table.name))
             made.check(table, parts)
-            classes[table.name], of_rows = made, made.classes()
+            classes[table.name], class_of_row = made, made.classes()
         for number, part in enumerate(parts):
-            source = _own_rows(rows, table, part)
+            source = _given_rows(rows, table, part)
             if source is None:
-                whole = _source(rows, table.name)
-                if of_rows is None or whole.embedding_dim != part.embedding_dim:
+                if table.name not in rows:
+                    raise ExportError(f"rows: missing for table {table.name!r}; given are {sorted(rows)}")
+                whole = rows[table.name]
+                if class_of_row is None or whole.embedding_dim != part.embedding_dim:
                     raise ExportError(f"rows: missing for part {part.name!r}, which is not cut out of {table.name!r}")
-                source = _PartRows(whole, of_rows, number, table, part, pruned_row)
-            found[part.name] = source
-        if own is not None:
-            split |= part_counts(table, parts, own, of_rows)
-    return DividedRows(found, classes, split)
+                if whole.num_embeddings != table.num_embeddings:
+                    size = f"{whole.num_embeddings} rows, num_embeddings is {table.num_embeddings}"
+                    raise ExportError(f"table {table.name!r}: the source has {size}")
+                source = _PartRows(whole, class_of_row, number, part, pruned_row)
+            sources[part.name] = source
+        if table_counts is not None:
+            access_counts |= part_counts(table, parts, table_counts, class_of_row)
+    return DividedRows(sources, classes, access_counts)
 
 
-def _own_rows(rows: Mapping[str, RowSource], table: DividedTable, part: TableSpec) -> RowSource | None:
+def _given_rows(rows: Mapping[str, RowSource], table: AnyTable, part: TableSpec) -> RowSource | None:
     """Return the rows that are given for a part itself, if they are."""
     source = rows.get(part.name)
-    if source is None or part.name != table.name or not table.pruned:
+    if source is None or part.name != table.name or not (isinstance(table, DividedTable) and table.pruned):
         return source
     return source if part.num_embeddings == source.num_embeddings != table.num_embeddings else None
-
-
-def _source(rows: Mapping[str, RowSource], table: str) -> RowSource:
-    if table not in rows:
-        raise ExportError(f"rows: missing for table {table!r}; given are {sorted(rows)}")
-    return rows[table]
 
 
 def classes_by_counts(
@@ -186,7 +174,7 @@ def classes_by_counts(
     counts: npt.NDArray[np.integer[Any]] | None,
     is_kept: npt.NDArray[np.bool_] | None = None,
 ) -> RowClasses:
-    """Give the hottest rows to the first part, the next to the second, and so on; of equals the first is the hotter.
+    """Return classes with the hottest rows in the first part, and so on; of equals the first is the hotter.
 
     `is_kept`, bool [num_embeddings], says which rows of a pruned table stay. Raises ExportError without counts.
     """
@@ -204,58 +192,41 @@ def _as_uint32(counts: npt.NDArray[np.integer[Any]] | npt.NDArray[np.float64]) -
 
 
 def part_counts(
-    table: DividedTable,
+    table: AnyTable,
     parts: Sequence[TableSpec],
     counts: npt.NDArray[np.integer[Any]],
     classes: npt.NDArray[np.uint8] | None,
 ) -> dict[str, npt.NDArray[np.uint32]]:
     """Return how often the rows of each part are looked up, uint32 [its num_embeddings], by name.
 
-    Args:
-        table: that is divided.
-        parts: of it.
-        counts: how often each of its rows is, [num_embeddings].
-        classes: of its rows, [num_embeddings]; None if it has one class.
+    `counts` are of the table's rows, [num_embeddings], and so are `classes`; None if it has one class.
     """
+    if not isinstance(table, DividedTable) or (classes is None and table.buckets is None):
+        return {parts[0].name: _as_uint32(counts)}
     if table.buckets is not None:
         ids = np.arange(counts.size)
         rows = ids // table.buckets, ids % table.buckets
         return {
-            part.name: _as_uint32(np.bincount(of, counts, part.num_embeddings))
-            for part, of in zip(parts, rows, strict=True)
+            part.name: _as_uint32(np.bincount(of_part, counts, part.num_embeddings))
+            for part, of_part in zip(parts, rows, strict=True)
         }
-    if classes is None:
-        return {parts[0].name: _as_uint32(counts)}
-    found = [counts[classes == number].astype(np.uint64) for number in range(len(parts))]
+    by_part = [counts[classes == number].astype(np.uint64) for number in range(len(parts))]
     if table.pruned:
-        found[-1] = np.append(found[-1], counts[classes == len(parts)].sum(dtype=np.uint64))
-    return {part.name: _as_uint32(one) for part, one in zip(parts, found, strict=True)}
+        by_part[-1] = np.append(by_part[-1], counts[classes == len(parts)].sum(dtype=np.uint64))
+    return {part.name: _as_uint32(of_part) for part, of_part in zip(parts, by_part, strict=True)}
 
 
 class _PartRows(RowSource):
-    """The rows of one class of another source, in order.
-
-    Behind them, in the last part of a pruned table, stands the row of all that are pruned.
-    """
+    """The rows of one class of another source, in order; a pruned table's last part ends with the row of all pruned."""
 
     def __init__(
-        self,
-        source: RowSource,
-        classes: npt.NDArray[np.uint8],
-        number: int,
-        table: DividedTable,
-        part: TableSpec,
-        pruned_row: PrunedRow,
+        self, source: RowSource, classes: npt.NDArray[np.uint8], number: int, part: TableSpec, pruned_row: PrunedRow
     ) -> None:
         super().__init__(part.num_embeddings, part.embedding_dim)
-        if source.num_embeddings != table.num_embeddings:
-            rows = f"{source.num_embeddings} rows"
-            raise ExportError(f"table {table.name!r}: the source has {rows}, num_embeddings is {table.num_embeddings}")
         self._source, self._classes, self._number = source, classes, number
         self._pruned_row = pruned_row
-        self._has_default = bool(table.pruned) and part.name == table.parts[-1]
-        ones = np.add.reduceat(classes == number, np.arange(0, classes.size, _CHUNK_ROWS), dtype=np.int64)
-        self._chunk_ends = np.cumsum(ones)
+        in_class = np.add.reduceat(classes == number, np.arange(0, classes.size, _CHUNK_ROWS), dtype=np.int64)
+        self._chunk_ends = np.cumsum(in_class)
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """Yield the rows of the class among each chunk of the source's; as of `RowSource`."""
@@ -263,29 +234,29 @@ class _PartRows(RowSource):
         row, chunk = first_row, int(np.searchsorted(self._chunk_ends, first_row, side="right"))
         while row < end and chunk < self._chunk_ends.size:
             before = int(self._chunk_ends[chunk - 1]) if chunk else 0
-            taken = self._of_class(chunk, self._number)[row - before : end - before]
-            row, chunk = row + len(taken), chunk + 1
-            if len(taken):
-                yield taken
+            rows = self._of_class(chunk, self._number)[row - before : end - before]
+            row, chunk = row + len(rows), chunk + 1
+            if len(rows):
+                yield rows
         if row < end:
-            assert self._has_default
-            yield self._default_row()
+            yield self._row_of_pruned()
 
     def fingerprint(self) -> str:
         """Of the source, and of which of its rows these are."""
-        own = hashlib.sha256(self._classes.data).hexdigest()
-        return f"{self._source.fingerprint()} {own} {self._number} {self._pruned_row}"
+        classes = hashlib.sha256(self._classes.data).hexdigest()
+        return f"{self._source.fingerprint()} {classes} {self._number} {self._pruned_row}"
 
     def _of_class(self, chunk: int, number: int) -> Float32Array:
         first = chunk * _CHUNK_ROWS
         is_of = self._classes[first : first + _CHUNK_ROWS] == number
-        found, at = [np.empty((0, self.embedding_dim), np.float32)], 0
+        chosen, start = [np.empty((0, self.embedding_dim), np.float32)], 0
+        # A block is valid until the next one: what is chosen of it is copied at once.
         for block in self._source.blocks(first, is_of.size):
-            found.append(block[is_of[at : at + len(block)]])
-            at += len(block)
-        return np.concatenate(found)
+            chosen.append(block[is_of[start : start + len(block)]])
+            start += len(block)
+        return np.concatenate(chosen)
 
-    def _default_row(self) -> Float32Array:
+    def _row_of_pruned(self) -> Float32Array:
         total, count = np.zeros(self.embedding_dim), 0
         if self._pruned_row == "mean":
             for chunk in range(self._chunk_ends.size):

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
-from loader.snapshot.tables import DividedTable
 from shard_node.bags import Int32Array, Int64Array, TableLayout
 
 
@@ -116,12 +115,6 @@ class FeatureSchema:
             [self.layout.slices[part.name] for part in self.spec.parts(self.spec.table_of(feature.name))]
             for feature in self.features
         ]
-
-    @cached_property
-    def is_product(self) -> npt.NDArray[np.bool_]:
-        """Bool [F], True for features whose parts are multiplied, id by id, before they are pooled."""
-        tables = [self.spec.table_of(feature.name) for feature in self.features]
-        return np.array([isinstance(table, DividedTable) and table.combine == "multiply" for table in tables])
 
     @cached_property
     def is_none(self) -> npt.NDArray[np.bool_]:

@@ -28,11 +28,10 @@ from router.id_mapping import hashed_rows
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
-DEFAULT_COLLISION_SHARE = 0.05
 HEAD_SHARES = (0.01, 0.1)
-"""Shares of the ids that occur, hottest first, whose share of lookups is told."""
+"""Shares of the ids that occur, hottest first, whose share of lookups is reported."""
 CACHE_SHARES = (0.001, 0.01, 0.1, 0.5)
-"""Shares of a table's bytes whose hit rate, if they hold its hottest rows, is told."""
+"""Shares of a table's bytes whose hit rate, if they hold its hottest rows, is reported."""
 _HASHES = 2**32
 
 
@@ -57,28 +56,29 @@ class TableIds:
         Raises:
             FittingError: an id that the table refuses: identity, `unknown_id` reject, and not below num_embeddings.
         """
-        asked = {name: by_feature[name] for name in table.feature_names if name in by_feature}
-        if not asked:
+        traced = {name: by_feature[name] for name in table.feature_names if name in by_feature}
+        if not traced:
             return None
-        mapping = table.id_mapping
+        mapping, where = table.id_mapping, f"table {table.name!r}"
         if isinstance(mapping, HashMapping) and mapping.salt == "per_feature":
-            seeds = np.array([mapping.seed_of(name) for name in asked], np.uint64)
-            sizes = [one.keys.size for one in asked.values()]
-            ids = np.concatenate([one.keys for one in asked.values()])
-            counts = np.concatenate([one.counts for one in asked.values()])
-            return cls(ids, counts, np.repeat(seeds, sizes))
-        merged = functools.reduce(AccessCounts.plus, asked.values())
+            seeds = np.array([mapping.seed_of(name) for name in traced], np.uint64)
+            return cls(
+                np.concatenate([counts.keys for counts in traced.values()]),
+                np.concatenate([counts.counts for counts in traced.values()]),
+                np.repeat(seeds, [counts.keys.size for counts in traced.values()]),
+            )
+        merged = functools.reduce(AccessCounts.plus, traced.values())
         seed = mapping.seed if isinstance(mapping, HashMapping) else 0
         rows, is_row = table.num_embeddings, not isinstance(mapping, HashMapping | VocabularyMapping)
         if is_row and isinstance(rows, int) and merged.keys.size and int(merged.keys[-1]) >= rows:
             if table.unknown_id == "reject":
                 raise FittingError(
-                    f"table {table.name!r}: id {int(merged.keys[-1])} of features {sorted(asked)} is not below "
+                    f"{where}: id {int(merged.keys[-1])} of features {sorted(traced)} is not below "
                     f"num_embeddings {rows}: is the trace of another table?"
                 )
-            known = merged.keys < rows
-            unknown = int(merged.counts[~known].sum())
-            merged = AccessCounts(merged.keys[known], merged.counts[known])
+            is_known = merged.keys < rows
+            unknown = int(merged.counts[~is_known].sum())
+            merged = AccessCounts(merged.keys[is_known], merged.counts[is_known])
             if table.unknown_id == "default_row":
                 # Unknown ids read this row: it is as if they were its id.
                 merged = merged.plus(AccessCounts(np.array([table.default_row]), np.array([unknown])))
@@ -86,7 +86,7 @@ class TableIds:
 
     @functools.cached_property
     def _by_hash(self) -> tuple[UInt64Array, Int64Array]:
-        """Return the upper 32 bits of ids' hashes, ascending, and the ids' counts: by one sort, 24 bytes an id."""
+        """The upper 32 bits of ids' hashes, ascending, and the ids' counts: by one sort, 24 bytes an id."""
         if self.ids.size >= _HASHES:
             raise FittingError(f"{self.ids.size} ids of one table; at most {_HASHES - 1} can be grouped")
         keys = hashed_rows(self.ids, self.seeds, np.array([_HASHES], np.uint64)).view(np.uint64)
@@ -100,7 +100,7 @@ class TableIds:
     def hashed_to(self, num_embeddings: int) -> tuple[UInt64Array, Int64Array]:
         """Return the row of each id in a hashed table of so many, uint64 [n], ascending, and its count, int64 [n].
 
-        The row is floor(hash * num_embeddings / 2^32): whatever the size, rows stand in the order of the hashes.
+        The row is floor(hash * num_embeddings / 2^32): whatever the size, rows are in the order of the hashes.
         """
         hashes, counts = self._by_hash
         return (hashes * np.uint64(num_embeddings)) >> np.uint64(32), counts
@@ -116,15 +116,22 @@ class TableIds:
         return AccessCounts.from_lookups(rows, counts, int(table.num_embeddings))
 
     def rows(self, table: TableDescription) -> RowLookups:
-        """Find how often each row is looked up: hashed, or a row for each id, as identity and vocabulary have it."""
-        if isinstance(table.id_mapping, HashMapping):
-            return _shared_rows(self, int(table.num_embeddings))
-        if self.ids.size > int(table.num_embeddings):
-            raise FittingError(
-                f"table {table.name!r}: the trace has {self.ids.size} different ids, num_embeddings is "
-                f"{table.num_embeddings}: is the trace of another table?"
-            )
-        return RowLookups.alone(self.counts)
+        """Return how often each row is looked up: hashed, or a row for each id, as identity and vocabulary have it."""
+        if not isinstance(table.id_mapping, HashMapping):
+            if self.ids.size > int(table.num_embeddings):
+                raise FittingError(
+                    f"table {table.name!r}: the trace has {self.ids.size} different ids, num_embeddings is "
+                    f"{table.num_embeddings}: is the trace of another table?"
+                )
+            return RowLookups.alone(self.counts)
+        rows, counts = self.hashed_to(int(table.num_embeddings))
+        if not rows.size:
+            return RowLookups.alone(counts)
+        first = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
+        lookups, ids = np.add.reduceat(counts, first), np.diff(first, append=rows.size)
+        hottest = np.argsort(-lookups, kind="stable")
+        is_shared = ids > 1
+        return RowLookups(lookups[hottest], is_shared[hottest], int(ids[is_shared].sum()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,9 +150,9 @@ class RowLookups:
 
     @classmethod
     def alone(cls, lookups: npt.NDArray[np.integer], *, of_ids: bool = True) -> RowLookups:
-        """Sort lookups of rows [n], of which each has one id, or, without `of_ids`, nobody knows how many."""
-        asked = np.sort(lookups[lookups > 0].astype(np.int64))[::-1]
-        return cls(asked, np.zeros(asked.size, np.bool_), 0 if of_ids else None)
+        """Sort lookups of rows [n], each read by one id, or, without `of_ids`, by an unknown number of them."""
+        falling = np.sort(lookups[lookups > 0].astype(np.int64))[::-1]
+        return cls(falling, np.zeros(falling.size, np.bool_), 0 if of_ids else None)
 
     @property
     def total(self) -> int:
@@ -153,34 +160,13 @@ class RowLookups:
         return int(self.lookups.sum())
 
     @property
-    def seen_once(self) -> int:
-        """Count the rows with one lookup."""
-        return int((self.lookups == 1).sum())
-
-    @property
     def colliding(self) -> int:
         """Return the lookups of rows that several ids read."""
         return int(self.lookups[self.is_shared].sum())
 
-    def of_hottest(self, rows: int) -> int:
-        """Return the lookups of so many rows, the hottest."""
-        return int(self.lookups[: max(rows, 0)].sum())
-
     def changed(self, kept: int) -> int:
         """Return the lookups of shared rows among the `kept` hottest, and of all rows after them."""
         return int(self.lookups[:kept][self.is_shared[:kept]].sum()) + int(self.lookups[kept:].sum())
-
-
-def _shared_rows(asked: TableIds, num_embeddings: int) -> RowLookups:
-    """Group ids by the row that they are hashed to."""
-    rows, counts = asked.hashed_to(num_embeddings)
-    if not rows.size:
-        return RowLookups.alone(counts)
-    first = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
-    lookups, ids = np.add.reduceat(counts, first), np.diff(first, append=rows.size)
-    hottest = np.argsort(-lookups, kind="stable")
-    is_shared = ids > 1
-    return RowLookups(lookups[hottest], is_shared[hottest], int(ids[is_shared].sum()))
 
 
 def expected_rows(num_ids: int, num_embeddings: int) -> float:
@@ -197,43 +183,39 @@ def expected_alone(num_ids: int, num_embeddings: int) -> float:
     return 0.0 if num_embeddings == 1 else math.exp((num_ids - 1) * math.log1p(-1 / num_embeddings))
 
 
-def smallest_size(asked: TableIds, max_collision_share: float = DEFAULT_COLLISION_SHARE) -> int:
-    """Find the smallest hashed table with at most so much of its lookups in a collision.
+def smallest_size(ids: TableIds, max_collision_share: float) -> int:
+    """Return the smallest hashed table with at most so much of its lookups in a collision, a share above 0, below 1.
 
     A lookup is in a collision if its id shares its row with another id that occurs. The share does not fall with every
     row more, as each size hashes anew, so "the smallest" is defined: begin with a row for each id that must be alone,
     double until the share is small enough, then halve the interval between the last two sizes down to one row, keeping
     its upper end a size that is good. The same ids give the same size.
 
-    Args:
-        asked: the table's ids.
-        max_collision_share: share of lookups, above 0 and below 1.
-
     Raises:
         FittingError: the share is out of range, there are no ids, or a table of `MAX_NUM_EMBEDDINGS` rows is too small.
     """
     if not 0 < max_collision_share < 1:
         raise FittingError(f"max_collision_share {max_collision_share} must be above 0 and below 1")
-    if not asked.ids.size:
+    if not ids.ids.size:
         raise FittingError("no id of the table is in the trace, so that no size can be found for it")
-    allowed = max_collision_share * asked.counts.sum()
+    allowed = max_collision_share * ids.counts.sum()
 
     def is_enough(size: int) -> bool:
-        rows, counts = asked.hashed_to(size)
+        rows, counts = ids.hashed_to(size)
         is_shared = np.zeros(rows.size, np.bool_)
         is_shared[1:] = rows[1:] == rows[:-1]
         is_shared[:-1] |= is_shared[1:]
         return bool(counts[is_shared].sum() <= allowed)
 
-    # Whoever is alone has a row of its own: fewer rows than the hottest ids that make up the rest can't be enough.
-    must_be_alone = np.cumsum(np.sort(asked.counts)[::-1])
-    high = min(int(np.searchsorted(must_be_alone, must_be_alone[-1] - allowed)) + 1, asked.ids.size)
+    # Fewer rows than the hottest ids that make up the rest can't be enough: each of these needs a row for itself.
+    must_be_alone = np.cumsum(np.sort(ids.counts)[::-1])
+    high = min(int(np.searchsorted(must_be_alone, must_be_alone[-1] - allowed)) + 1, ids.ids.size)
     low = high - 1
     while not is_enough(high):
         if high == MAX_NUM_EMBEDDINGS:
             raise FittingError(
                 f"max_collision_share {max_collision_share}: even {MAX_NUM_EMBEDDINGS} rows, the most of a table, are "
-                f"too few for {asked.ids.size} ids"
+                f"too few for {ids.ids.size} ids"
             )
         low, high = high, min(2 * high, MAX_NUM_EMBEDDINGS)
     while high - low > 1:
@@ -291,19 +273,17 @@ class TableMeasures(Frozen):
     caches: tuple[CacheUse, ...]
 
 
-def measure(
-    table: TableDescription, stored_bytes: int, rows: RowLookups, asked: TableIds | None = None
-) -> TableMeasures:
+def measure(table: TableDescription, stored_bytes: int, rows: RowLookups, ids: TableIds | None = None) -> TableMeasures:
     """Measure a table by its rows' lookups and, if they are known, its ids; `stored_bytes` are of all its rows."""
     num_embeddings, total = int(table.num_embeddings), max(rows.total, 1)
-    cumulated = np.cumsum(rows.lookups)
+    shares = np.append(0, np.cumsum(rows.lookups)) / total
 
     def of_hottest(count: int) -> float:
-        return int(cumulated[min(count, cumulated.size) - 1]) / total if count and cumulated.size else 0.0
+        return float(shares[min(count, rows.lookups.size)])
 
     heads = [(share, math.ceil(share * rows.lookups.size)) for share in HEAD_SHARES]
     caches = [(int(share * stored_bytes), int(share * num_embeddings)) for share in CACHE_SHARES]
-    num_ids = None if asked is None else asked.ids.size
+    num_ids = None if ids is None else ids.ids.size
     is_hashed = isinstance(table.id_mapping, HashMapping) and num_ids is not None
     sharing = rows.ids_sharing
     return TableMeasures(
@@ -312,18 +292,16 @@ def measure(
         stored_bytes=stored_bytes,
         lookups=rows.total,
         distinct_ids=num_ids,
-        ids_seen_once=None if asked is None else int((asked.counts == 1).sum()),
+        ids_seen_once=None if ids is None else int((ids.counts == 1).sum()),
         rows_used=rows.lookups.size,
         rows_unused_share=1 - rows.lookups.size / num_embeddings,
         expected_rows_used=expected_rows(num_ids or 0, num_embeddings) if is_hashed else None,
         ids_alone_share=None if sharing is None else 1 - sharing / max(num_ids or 0, 1),
         expected_ids_alone_share=expected_alone(num_ids or 0, num_embeddings) if is_hashed else None,
         lookups_colliding_share=None if sharing is None else rows.colliding / total,
-        unseen_share=None if sharing is None else rows.seen_once / total,
-        head=tuple(
-            HeadUse(share_of_rows=share, rows=count, share_of_lookups=of_hottest(count)) for share, count in heads
-        ),
-        caches=tuple(CacheUse(size_bytes=size, rows=count, hit_rate=of_hottest(count)) for size, count in caches),
+        unseen_share=None if sharing is None else int((rows.lookups == 1).sum()) / total,
+        head=tuple(HeadUse(share_of_rows=share, rows=n, share_of_lookups=of_hottest(n)) for share, n in heads),
+        caches=tuple(CacheUse(size_bytes=size, rows=n, hit_rate=of_hottest(n)) for size, n in caches),
     )
 
 
@@ -333,12 +311,12 @@ def count_rows(tables: Iterable[TableDescription], by_feature: Mapping[str, Acce
     Tables without a trace are left out, and those of a vocabulary, whose rows a description does not tell. Raises
     FittingError as `TableIds.of`.
     """
-    found = {}
+    counts = {}
     for table in tables:
-        asked = TableIds.of(table, by_feature)
-        if asked is not None and (counted := asked.row_counts(table)) is not None:
-            found[table.name] = counted
-    return found
+        ids = TableIds.of(table, by_feature)
+        if ids is not None and (counted := ids.row_counts(table)) is not None:
+            counts[table.name] = counted
+    return counts
 
 
 def fitted(description: ModelDescription, by_feature: Mapping[str, AccessCounts]) -> ModelDescription:
@@ -347,16 +325,14 @@ def fitted(description: ModelDescription, by_feature: Mapping[str, AccessCounts]
     Raises:
         FittingError: such a table has no ids in the trace, or no size is enough.
     """
-    tables = []
-    for table in description.tables:
+    tables = list(description.tables)
+    for number, table in enumerate(tables):
         if table.num_embeddings == "auto":
-            if (asked := TableIds.of(table, by_feature)) is None:
+            if (ids := TableIds.of(table, by_feature)) is None:
                 raise FittingError(
                     f"table {table.name!r}: num_embeddings auto needs a trace of the ids of its features "
                     f"{list(table.feature_names)}"
                 )
-            size = {"num_embeddings": smallest_size(asked, table.max_collision_share), "default_row": 0}
-            tables.append(table.model_copy(update=size))
-        else:
-            tables.append(table)
+            size = {"num_embeddings": smallest_size(ids, table.max_collision_share), "default_row": 0}
+            tables[number] = table.model_copy(update=size)
     return description.model_copy(update={"tables": tuple(tables)})

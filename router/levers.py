@@ -1,19 +1,11 @@
-"""Make a model's tables smaller until they fit, one lever after the other, and tell what each changes.
+"""Propose how a model's tables become small enough: what needs no training first, then what changes least.
 
-The levers, in the order in which they are tried, each only as far as needed:
+Each lever of docs/levers.md goes only as far as needed. First unused rows are pruned, then bits narrowed, then the
+rarest rows pruned. If that is not enough, the next lever is always the one that changes the fewest lookups for each
+byte that it saves of those above the limit. What is left is divided over shards.
 
-| lever | what it does | needs training again |
-|---|---|---|
-| fit | hashed tables get the smallest size that holds collisions down | yes |
-| prune | rows that nobody asks for go; then the rarest | no |
-| unify | hashed tables alike share one, each feature with a seed of its own | yes |
-| compose | the largest table, of identity ids, becomes two small ones: quotient and remainder | yes |
-| dims | rows by popularity get fewer dims and a projection | yes |
-| precision | fewer bits, the hottest rows' last | no |
-| shard | what is left is divided | no |
-
-"Changed" is a lookup that no longer gets a row of its own, whole: its id shares the row with another one that occurs
-(in a collision), or the row is pruned, composed, of fewer dims, or of a narrower dtype than described.
+A lookup is changed if it no longer gets an undivided row of its own: its id shares the row with another one that occurs
+(in a collision), or the row is pruned, composed, or of fewer dims. A row of a narrower dtype is the same row, rounded.
 """
 
 from __future__ import annotations
@@ -22,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
-from math import ceil, isqrt
-from typing import Any, Literal, TypeAlias, get_args
+from math import ceil, inf, isqrt
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 from loader.access_counts import AccessCounts
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
@@ -31,14 +23,12 @@ from loader.divided_rows import rows_with_share
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.row_classes import classes_bytes
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, DividedTable, Frozen, HashMapping, RowDtype, TableSpec
-from router.errors import FittingError
 from router.fitting import RowLookups, TableIds, smallest_size
 
-Lever: TypeAlias = Literal["fit", "prune", "unify", "compose", "dims", "precision", "shard"]
+Lever: TypeAlias = Literal["prune", "precision", "fit", "unify", "compose", "dims", "shard"]
 LEVERS: tuple[Lever, ...] = get_args(Lever)
-NEEDS_TRAINING = frozenset({"fit", "unify", "compose", "dims"})
-DEFAULT_KEEP_SHARE = 0.999
-WIDTH: dict[RowDtype, int] = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
+TRAINED_LEVERS: tuple[Lever, ...] = ("fit", "unify", "compose", "dims")
+_NARROWEST_FIRST: tuple[RowDtype, ...] = ("int4", "int8", "fp16", "fp32")
 """The dtypes of rows from the narrowest."""
 
 _LEAST_BUCKETS_SHARE = 1 / 200
@@ -49,7 +39,7 @@ _DIM_ROUNDS: tuple[tuple[tuple[float | None, int], ...], ...] = (
     ((0.05, 1), (0.25, 4), (None, 16)),
 )
 """From mild to strong: shares of rows by falling popularity, the last one what is left, and what divides their dim."""
-_DTYPE_ROUNDS: tuple[tuple[RowDtype, RowDtype, float], ...] = (
+DTYPE_ROUNDS: tuple[tuple[RowDtype, RowDtype, float], ...] = (
     ("fp16", "fp16", 1.0),
     ("int8", "int8", 1.0),
     ("int8", "int4", 0.5),
@@ -60,16 +50,8 @@ _DTYPE_ROUNDS: tuple[tuple[RowDtype, RowDtype, float], ...] = (
 """From mild to strong: dtype of the hottest rows, of the others, and the hottest rows' share."""
 _LEAST_ROWS = 100
 """Of a table whose rows are divided by popularity: of fewer, blocks would be of no rows."""
-_OF_ONE_TABLE = {
-    "name",
-    "num_embeddings",
-    "feature_names",
-    "id_mapping",
-    "default_row",
-    "unknown_id",
-    "max_collision_share",
-}
-"""What may differ between hashed tables that become one."""
+_ALIKE = {"embedding_dim", "pooling", "dtype", "bucketing", "column_dims", "blocks", "project_to"}
+"""What hashed tables that become one must have in common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,24 +60,29 @@ class LeveredTable:
 
     Attributes:
         table: its `num_embeddings` is a number.
-        first: as it was described before any lever.
-        traced: by feature of the model, the ids it was asked for, where they are known.
-        asked: its own, None if there is no trace of them.
+        traces: by feature of the model, the ids of a trace, where they are known.
+        ids: the table's ids; None if there is no trace of them.
         observed: how often its rows are looked up, where only that is known.
         keep_share: pruned to the hottest rows with that share of lookups; None if it is not.
     """
 
     table: TableDescription
-    first: TableDescription
-    traced: Mapping[str, AccessCounts]
-    asked: TableIds | None = None
+    traces: Mapping[str, AccessCounts]
+    ids: TableIds | None = None
     observed: RowLookups | None = None
     keep_share: float | None = None
 
+    @classmethod
+    def of(
+        cls, table: TableDescription, traces: Mapping[str, AccessCounts], observed: RowLookups | None = None
+    ) -> Self:
+        """Return a table with no lever on; `observed` is of a table without a trace of ids."""
+        return cls(table, traces, TableIds.of(table, traces) if observed is None else None, observed)
+
     @cached_property
     def rows(self) -> RowLookups | None:
-        """Return how often its rows are looked up; None if nobody knows."""
-        return self.observed if self.asked is None else self.asked.rows(self.table)
+        """Return how often its rows are looked up; None if that is not known."""
+        return self.observed if self.ids is None else self.ids.rows(self.table)
 
     @property
     def num_embeddings(self) -> int:
@@ -114,75 +101,53 @@ class LeveredTable:
         """Return the tables that it is stored as, and how it is divided into them, if it is."""
         return self.table.compiled(self.kept_rows)
 
-    @cached_property
-    def class_bytes(self) -> int:
-        """Count the bytes that say which row is where."""
-        parts, divided = self.stored
-        return 0 if divided is None else classes_bytes(divided, parts)
-
     @property
-    def projection_bytes(self) -> int:
-        """Count the bytes of the matrices that make rows of fewer columns as wide as features get them."""
-        width = self.table.width
-        return sum(4 * part.embedding_dim * width for part in self.stored[0] if part.embedding_dim < width)
+    def class_bytes(self) -> int:
+        """Count the bytes that say which row is where, and those of projections, which make narrow rows wide."""
+        (parts, divided), width = self.stored, self.table.width
+        projections = sum(4 * part.embedding_dim * width for part in parts if part.embedding_dim < width)
+        return projections + (0 if divided is None else classes_bytes(divided, parts))
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Count the bytes of its rows with their scales, of what says which row is where, and of projections."""
-        total = self.class_bytes + self.projection_bytes
-        for part in self.stored[0]:
-            total += part.num_embeddings * sum(codec_for(part.dtype, dim).row_bytes for dim in part.slice_dims)
-        return total
+        """Count the bytes of its rows with their scales, and `class_bytes`."""
+        return self.class_bytes + sum(
+            part.num_embeddings * codec_for(part.dtype, dim).row_bytes
+            for part in self.stored[0]
+            for dim in part.slice_dims
+        )
 
     @property
     def is_divided(self) -> bool:
-        """Tell whether it is stored in several tables by what its description says, pruning aside."""
+        """Return whether its description stores it in several tables, pruning aside."""
         return len(self.stored[0]) > 1 or bool(self.table.column_dims or self.table.project_to)
 
-    @property
-    def is_composed(self) -> bool:
-        """Tell whether each id has two rows, of its quotient and its remainder."""
-        return isinstance(self.table.id_mapping, QuotientRemainderMapping)
-
-    def changed(self, by: Lever | None = None) -> int:
-        """Count the lookups that one lever changes, or, each once, all of them."""
+    @cached_property
+    def changed(self) -> int:
+        """Count the lookups that do not get an undivided row of their own, each once; 0 if none were counted."""
         if self.rows is None:
             return 0
-        if self.is_composed:
-            return self.rows.total if by in (None, "compose") else 0
-        if by in ("fit", "unify"):
-            return self.rows.colliding
-        if by == "compose":
-            return 0
-        if by == "prune":
-            return self.rows.total - self.rows.of_hottest(self.kept_rows)
-        # Parts are by popularity: what is less than described begins after some hottest rows.
-        first = self._rows_as_described(dims=by in (None, "dims"), dtypes=by in (None, "precision"))
-        if by is None:
-            return self.rows.changed(first)
-        return self.rows.of_hottest(self.kept_rows) - self.rows.of_hottest(first)
-
-    def _rows_as_described(self, *, dims: bool, dtypes: bool) -> int:
-        """Count the rows before the first part of fewer columns, or of a narrower dtype, than described."""
-        widest, rows = max((one.dtype for one in self.first.compiled()[0]), key=WIDTH.__getitem__), 0
+        if self.table.id_mapping.kind == "quotient_remainder":
+            return self.rows.total
+        # Parts are by popularity: all rows from the first narrow part on are changed.
+        undivided = 0
         for part in self.stored[0]:
-            if (dims and part.embedding_dim < self.table.width) or (dtypes and WIDTH[part.dtype] < WIDTH[widest]):
-                return rows
-            rows += part.num_embeddings
-        return self.kept_rows
+            if part.embedding_dim < self.table.width:
+                return self.rows.changed(undivided)
+            undivided += part.num_embeddings
+        return self.rows.changed(self.kept_rows)
 
     def updated(self, **changes: Any) -> LeveredTable:
         """Return it with other fields of its description, which are checked."""
         fields = {name: getattr(self.table, name) for name in TableDescription.model_fields}
-        table, asked = TableDescription(**{**fields, **changes}), self.asked
-        if asked is not None and not changes.keys().isdisjoint({"feature_names", "id_mapping"}):
-            asked = TableIds.of(table, self.traced)
-        return replace(self, table=table, asked=asked)
+        table, ids = TableDescription(**{**fields, **changes}), self.ids
+        if ids is not None and not changes.keys().isdisjoint({"feature_names", "id_mapping"}):
+            ids = TableIds.of(table, self.traces)
+        return replace(self, table=table, ids=ids)
 
-    def told(self) -> str:
-        """Say what it is stored as: rows, dims, dtypes."""
+    def __str__(self) -> str:
         parts, divided = self.stored
-        words = " + ".join(f"{one.num_embeddings} x {one.embedding_dim} {one.dtype}" for one in parts)
+        words = " + ".join(f"{part.num_embeddings} x {part.embedding_dim} {part.dtype}" for part in parts)
         return f"{words} of {self.num_embeddings} rows" if divided is not None and divided.pruned else words
 
     def in_dtypes(self, hot: RowDtype, cold: RowDtype, hot_share: float) -> LeveredTable:
@@ -194,36 +159,21 @@ class LeveredTable:
         is_odd = any(dim % 2 for part in self.stored[0] for dim in part.slice_dims)
         hot, cold = (("int8" if is_odd and dtype == "int4" else dtype) for dtype in (hot, cold))
         if table.blocks:
-            blocks = [{**dict(one), "dtype": cold if number else hot} for number, one in enumerate(table.blocks)]
+            blocks = [{**dict(block), "dtype": cold if number else hot} for number, block in enumerate(table.blocks)]
             return self.updated(blocks=blocks, dtype=cold)
-        if hot == cold or self.is_composed or table.column_dims or self.kept_rows < _LEAST_ROWS:
+        is_whole = table.column_dims or table.id_mapping.kind == "quotient_remainder"
+        if hot == cold or is_whole or self.kept_rows < _LEAST_ROWS:
             return self.updated(dtype=cold)
         return self.updated(dtype=DtypeByPopularity(hot=hot, cold=cold, hot_share=hot_share))
 
 
-def levered(
-    tables: Sequence[TableDescription], traced: Mapping[str, AccessCounts], observed: Mapping[str, RowLookups]
-) -> tuple[LeveredTable, ...]:
-    """Return a model's tables with no lever on.
-
-    Args:
-        tables: of the model; none with a `num_embeddings` of auto.
-        traced: by feature, ids of a trace.
-        observed: by table, how often its rows are looked up; of tables without a trace of ids.
-    """
-    return tuple(
-        LeveredTable(
-            one, one, traced, None if one.name in observed else TableIds.of(one, traced), observed.get(one.name)
-        )
-        for one in tables
-    )
-
+Tables: TypeAlias = tuple[LeveredTable, ...]
 
 CURVE_SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
 
 
 class CurvePoint(Frozen):
-    """All hashed tables with so many rows for each id that occurs: bytes of the model, and lookups in a collision."""
+    """All hashed tables with so many rows for each id that occurs: bytes of the model, and share of lookups changed."""
 
     rows_per_id: float
     stored_bytes: int
@@ -232,22 +182,18 @@ class CurvePoint(Frozen):
 
 def size_curve(tables: Sequence[LeveredTable]) -> tuple[CurvePoint, ...]:
     """Measure the model with hashed tables of 100 % down to 1 % of the ids that occur; empty if no ids are known."""
-    ids = [0 if one.asked is None or one.table.id_mapping.kind != "hash" else one.asked.ids.size for one in tables]
-    if not any(ids):
+    num_ids = [table.ids.ids.size if table.ids and table.table.id_mapping.kind == "hash" else 0 for table in tables]
+    if not any(num_ids):
         return ()
-    found = []
+    points = []
     for share in CURVE_SHARES:
         sized = [
-            one.updated(num_embeddings=ceil(share * size), default_row=0) if size else one
-            for one, size in zip(tables, ids, strict=True)
+            table.updated(num_embeddings=ceil(share * size), default_row=0) if size else table
+            for table, size in zip(tables, num_ids, strict=True)
         ]
-        changed = share_of_lookups(sized, "fit")
-        found.append(CurvePoint(rows_per_id=share, stored_bytes=stored_bytes(sized), changed_share=changed))
-    return tuple(found)
-
-
-Round: TypeAlias = Callable[[LeveredTable, int], LeveredTable | None]
-"""Makes a table smaller, by so many bytes if a milder form is enough; None if it can't."""
+        changed, size_bytes = share_of_lookups(sized), stored_bytes(sized)
+        points.append(CurvePoint(rows_per_id=share, stored_bytes=size_bytes, changed_share=changed))
+    return tuple(points)
 
 
 class TableChange(Frozen):
@@ -261,14 +207,13 @@ class TableChange(Frozen):
 
 
 class Step(Frozen):
-    """One lever. Shares are of all lookups that were counted, None if none were.
+    """A lever that made tables smaller. Shares are of all lookups that were counted, None if none were.
 
     Attributes:
         bytes_before, bytes_after: of all rows; of the last step, `shard`, of one shard's.
-        changed_share: lookups that this lever changes, in the tables as they are after it: in a collision, of a pruned
-            row, composed, of fewer dims, of a narrower dtype.
-        all_changed_share: lookups that any lever so far changes, each once.
-        note: why it did nothing, or what it needs.
+        changed_share: lookups that this step changes beyond those that were changed before.
+        all_changed_share: lookups that are changed after it, each once.
+        note: what it needs.
     """
 
     lever: Lever
@@ -299,213 +244,187 @@ class Propose:
         limit_bytes: to reach, 1 or more.
         max_collision_share: of hashed tables' lookups, above 0 and below 1; None for what each table's says.
         keep_share: of lookups that pruning leaves alone, above 0 and at most 1.
-        levers: which may be tried; their order is `LEVERS`'.
-
-    Raises:
-        FittingError: one of them is out of range.
+        levers: which may be proposed, of `LEVERS`.
     """
 
     limit_bytes: int
     max_collision_share: float | None = None
-    keep_share: float = DEFAULT_KEEP_SHARE
+    keep_share: float = 0.999
     levers: Sequence[str] = LEVERS
 
-    def __post_init__(self) -> None:
-        if self.limit_bytes < 1:
-            raise FittingError(f"bytes {self.limit_bytes} must be 1 or more")
-        if self.max_collision_share is not None and not 0 < self.max_collision_share < 1:
-            raise FittingError(f"max_collision_share {self.max_collision_share} must be above 0 and below 1")
-        if not 0 < self.keep_share <= 1:
-            raise FittingError(f"keep_share {self.keep_share} must be above 0 and at most 1")
-        if unknown := sorted(set(self.levers) - set(LEVERS)):
-            raise FittingError(f"levers {unknown} are not among {list(LEVERS)}")
+    def make(self, tables: Sequence[LeveredTable]) -> tuple[Proposal, Tables]:
+        """Apply levers until the tables fit; return the steps that changed something, and the tables."""
+        done, steps, shards = tuple(tables), list[Step](), 1
+        untrained: list[tuple[Lever, Sequence[Round]]] = [
+            ("prune", [partial(_pruned, 1.0)]),
+            ("precision", [partial(_coarsened, *dtypes) for dtypes in DTYPE_ROUNDS]),
+            ("prune", [partial(_pruned, self.keep_share)]),
+        ]
+        for lever, rounds in untrained:
+            after = self._rounds(done, rounds) if lever in self.levers else done
+            if after != done:
+                steps.append(self._step(lever, done, after))
+                done = after
+        trained = [lever for lever in TRAINED_LEVERS if lever in self.levers]
+        while (cheapest := self._cheapest(done, trained)) is not None:
+            steps.append(self._step(*cheapest))
+            done = cheapest[2]
+            trained.remove(cheapest[0])
+        total = stored_bytes(done)
+        if total > self.limit_bytes and "shard" in self.levers:
+            shards = -(-total // self.limit_bytes)
+            note = f"{shards} shards, none above {self.limit_bytes} bytes"
+            step = self._step("shard", done, done)
+            steps.append(step.model_copy(update={"bytes_after": -(-total // shards), "note": note}))
+        sizes = {"limit_bytes": self.limit_bytes, "bytes_before": stored_bytes(tables), "bytes_after": total}
+        return Proposal(**sizes, shards=shards, steps=tuple(steps)), done
 
-    def make(self, tables: Sequence[LeveredTable]) -> tuple[Proposal, tuple[LeveredTable, ...]]:
-        """Apply one lever after the other until the tables fit; return what was done, and the tables."""
-        done, steps, shards = tuple(tables), [], 1
-        for lever in LEVERS:
-            before = stored_bytes(done)
-            if before <= self.limit_bytes:
-                break
-            if lever not in self.levers:
-                continue
-            if lever == "shard":
-                shards = -(-before // self.limit_bytes)
-                told = f"{shards} shards, none above {self.limit_bytes} bytes"
-                steps.append(_step(lever, done, done, before, -(-before // shards), told))
-                break
-            after, note = self._pull(lever, done)
-            steps.append(_step(lever, done, after, before, stored_bytes(after), note))
-            done = after
-        proposal = Proposal(
-            limit_bytes=self.limit_bytes,
-            bytes_before=stored_bytes(tables),
-            bytes_after=stored_bytes(done),
-            shards=shards,
-            steps=tuple(steps),
-        )
-        return proposal, done
+    def _cheapest(self, tables: Tables, levers: Iterable[Lever]) -> tuple[Lever, Tables, Tables] | None:
+        """Return the lever that changes the fewest lookups for each byte saved, the tables, and what it makes of them.
 
-    def _pull(self, lever: Lever, tables: tuple[LeveredTable, ...]) -> tuple[tuple[LeveredTable, ...], str]:
+        Bytes below the limit save nothing. Levers on tables whose lookups are unknown come last. None if none helps.
+        """
+        total, best, least = stored_bytes(tables), None, inf
+        for lever in levers if total > self.limit_bytes else ():
+            after = self._trained(lever, tables)
+            if (saved := total - max(stored_bytes(after), self.limit_bytes)) > 0:
+                is_known = all(table.rows is not None for table in after if table not in tables)
+                cost = (_changed(after) - _changed(tables)) / saved if is_known else inf
+                if best is None or cost < least:
+                    best, least = (lever, tables, after), cost
+        return best
+
+    def _trained(self, lever: Lever, tables: Tables) -> Tables:
         if lever == "fit":
-            done = self._rounds(tables, [self._fitted])
-            return done, _nothing(tables, done, "no hashed table with a trace of raw ids is larger than its ids need")
-        if lever == "prune":
-            done = self._rounds(tables, [partial(_pruned, 1.0), partial(_pruned, self.keep_share)])
-            return done, _nothing(
-                tables, done, "no table with counts has rows that nobody asks for", self._pruning(done)
-            )
+            return self._rounds(tables, [self._fitted])
         if lever == "unify":
-            done = self._unified(tables)
-            return done, _nothing(
-                tables, done, "no hashed tables alike with a trace of raw ids would be smaller as one"
-            )
-        if lever == "compose":
-            largest = max(tables, key=lambda one: one.stored_bytes)
-            done = self._rounds(tables, [lambda table, excess: _composed(table, excess) if table is largest else None])
-            return done, _nothing(
-                tables, done, "the largest table has no identity ids, is divided, or would not shrink"
-            )
+            return self._unified(tables)
         if lever == "dims":
-            done = self._rounds(tables, [partial(_narrowed, shape) for shape in _DIM_ROUNDS])
-        else:
-            done = self._rounds(tables, [partial(_coarsened, *dtypes) for dtypes in _DTYPE_ROUNDS])
-        note = "by popularity: export needs counts" if any(one.class_bytes for one in done) else ""
-        return done, _nothing(tables, done, "no table would be smaller", note)
+            return self._rounds(tables, [partial(_narrowed, shape) for shape in _DIM_ROUNDS])
+        largest = max(tables, key=lambda table: table.stored_bytes)
+        return self._rounds(tables, [lambda table, excess: _composed(table, excess) if table is largest else None])
 
-    def _rounds(self, tables: tuple[LeveredTable, ...], rounds: Sequence[Round]) -> tuple[LeveredTable, ...]:
+    def _rounds(self, tables: Tables, rounds: Sequence[Round]) -> Tables:
         """Try each round, mild to strong, on each table, largest first, until they fit."""
         done, total = list(tables), stored_bytes(tables)
-        largest_first = sorted(range(len(done)), key=lambda at: -tables[at].stored_bytes)
+        largest_first = sorted(range(len(done)), key=lambda number: -tables[number].stored_bytes)
         for make in rounds:
-            for at in largest_first:
+            for number in largest_first:
                 if total <= self.limit_bytes:
                     return tuple(done)
-                others = total - done[at].stored_bytes
-                made = make(tables[at], others + tables[at].stored_bytes - self.limit_bytes)
-                if made is not None and made.stored_bytes < done[at].stored_bytes:
-                    done[at], total = made, others + made.stored_bytes
+                others = total - done[number].stored_bytes
+                made = make(tables[number], others + tables[number].stored_bytes - self.limit_bytes)
+                if made is not None and made.stored_bytes < done[number].stored_bytes:
+                    done[number], total = made, others + made.stored_bytes
         return tuple(done)
 
-    def _pruning(self, tables: Sequence[LeveredTable]) -> str:
-        rarest = any(one.keep_share not in (None, 1.0) for one in tables)
-        told = f"at export: export --counts FILE --prune{f' --keep-share {self.keep_share:g}' * rarest}"
-        known = [one.rows for one in tables if one.asked is not None and one.rows is not None]
-        lookups = sum(one.total for one in known)
-        pruned = [
-            one.rows.seen_once
-            for one in tables
-            if one.asked is not None and one.rows and one.kept_rows < one.num_embeddings
-        ]
-        if not lookups or not pruned:
-            return told
-        return f"{told}; and of lookups to come about {sum(pruned) / lookups:.2%} are of rows that the trace has not"
+    def _step(self, lever: Lever, before: Sequence[LeveredTable], after: Sequence[LeveredTable]) -> Step:
+        changes = []
+        for new in after:
+            old = [table for table in before if set(table.table.feature_names) <= set(new.table.feature_names)]
+            if old != [new]:
+                was = "; ".join(f"{table.table.name} {table}" if len(old) > 1 else str(table) for table in old)
+                sizes = {"bytes_before": stored_bytes(old), "bytes_after": new.stored_bytes}
+                changes.append(TableChange(table=new.table.name, before=was, after=str(new), **sizes))
+        share, all_changed = share_of_lookups(before), share_of_lookups(after)
+        return Step(
+            lever=lever,
+            needs_training=lever in TRAINED_LEVERS,
+            bytes_before=stored_bytes(before),
+            bytes_after=stored_bytes(after),
+            changed_share=None if share is None or all_changed is None else all_changed - share,
+            all_changed_share=all_changed,
+            tables=tuple(changes),
+            note=self._note(lever, after),
+        )
 
-    def _collisions_allowed(self, tables: Sequence[LeveredTable]) -> float:
-        return self.max_collision_share or min(one.table.max_collision_share for one in tables)
+    def _note(self, lever: Lever, tables: Sequence[LeveredTable]) -> str:
+        if lever == "prune":
+            rarest = any(table.keep_share not in (None, 1.0) for table in tables)
+            return f"at export: export --counts FILE --prune{f' --keep-share {self.keep_share:g}' * rarest}"
+        described = [table.table for table in tables if lever in ("dims", "precision")]
+        by_popularity = any(table.blocks or isinstance(table.dtype, DtypeByPopularity) for table in described)
+        return "by popularity: export needs counts" if by_popularity else ""
+
+    def _collisions_allowed(self, tables: Iterable[LeveredTable]) -> float:
+        return self.max_collision_share or min(table.table.max_collision_share for table in tables)
 
     def _fitted(self, table: LeveredTable, excess: int) -> LeveredTable | None:
-        if not isinstance(table.table.id_mapping, HashMapping) or table.asked is None or not table.asked.ids.size:
+        if not isinstance(table.table.id_mapping, HashMapping) or table.ids is None or not table.ids.ids.size:
             return None
         share = self._collisions_allowed([table])
-        if table.changed("fit") > share * table.asked.counts.sum():
+        if table.ids.rows(table.table).colliding > share * table.ids.counts.sum():
             return None
         row_bytes = max(table.stored_bytes // table.num_embeddings, 1)
-        rows = max(smallest_size(table.asked, share), table.num_embeddings - -(-excess // row_bytes))
+        rows = max(smallest_size(table.ids, share), table.num_embeddings - -(-excess // row_bytes))
         return table.updated(num_embeddings=rows, default_row=0) if rows < table.num_embeddings else None
 
-    def _unified(self, tables: tuple[LeveredTable, ...]) -> tuple[LeveredTable, ...]:
+    def _unified(self, tables: Tables) -> Tables:
         """Join each group of tables alike, those of most bytes first, until all fit."""
         groups: dict[str, list[LeveredTable]] = {}
-        for one in tables:
-            mapping, names = one.table.id_mapping, one.table.feature_names
+        for table in tables:
+            mapping, names = table.table.id_mapping, table.table.feature_names
             # Features that share a table and a seed do so on purpose: equal ids of theirs mean the same.
             alone = len(names) == 1 or (isinstance(mapping, HashMapping) and mapping.salt == "per_feature")
-            if isinstance(mapping, HashMapping) and alone and one.asked is not None and one.asked.ids.size:
-                alike = one.table.model_dump_json(exclude=_OF_ONE_TABLE)
-                groups.setdefault(alike, []).append(one)
+            if isinstance(mapping, HashMapping) and alone and table.ids is not None and table.ids.ids.size:
+                groups.setdefault(table.table.model_dump_json(include=_ALIKE), []).append(table)
         done = tables
         for members in sorted(groups.values(), key=stored_bytes, reverse=True):
             excess = stored_bytes(done) - self.limit_bytes
             if len(members) > 1 and excess > 0 and (made := self._joined(members, excess, done)) is not None:
-                at = done.index(members[0])
-                done = tuple(one for one in (*done[:at], made, *done[at:]) if one not in members)
+                first = done.index(members[0])
+                done = tuple(table for table in (*done[:first], made, *done[first:]) if table not in members)
         return done
 
     def _joined(
         self, members: Sequence[LeveredTable], excess: int, tables: Sequence[LeveredTable]
     ) -> LeveredTable | None:
-        first, taken = members[0], {one.table.name for one in tables}
+        used_names = {table.table.name for table in tables}
         names = (f"unified_{number}" for number in count(1))
-        kept = [one.keep_share for one in members if one.keep_share is not None]
+        kept = [table.keep_share for table in members if table.keep_share is not None]
         share = self._collisions_allowed(members)
-        joined = replace(first, keep_share=max(kept, default=None)).updated(
-            name=next(name for name in names if name not in taken),
-            num_embeddings=min(sum(one.num_embeddings for one in members), MAX_NUM_EMBEDDINGS),
+        joined = replace(members[0], keep_share=max(kept, default=None)).updated(
+            name=next(name for name in names if name not in used_names),
+            num_embeddings=min(sum(table.num_embeddings for table in members), MAX_NUM_EMBEDDINGS),
             default_row=0,
-            feature_names=tuple(name for one in members for name in one.table.feature_names),
+            feature_names=tuple(name for table in members for name in table.table.feature_names),
             id_mapping=HashMapping(salt="per_feature"),
         )
-        if joined.asked is None or joined.changed("unify") > share * joined.asked.counts.sum():
+        if joined.ids is None or joined.ids.rows(joined.table).colliding > share * joined.ids.counts.sum():
             return None
         if joined.keep_share is None:
             enough = joined.num_embeddings - -(-excess // max(joined.stored_bytes // joined.num_embeddings, 1))
-            rows = max(smallest_size(joined.asked, share), enough)
+            rows = max(smallest_size(joined.ids, share), enough)
             joined = joined.updated(num_embeddings=min(rows, joined.num_embeddings))
         return joined if joined.stored_bytes < stored_bytes(members) else None
 
 
 def stored_bytes(tables: Iterable[LeveredTable]) -> int:
     """Count the bytes of all tables."""
-    return sum(one.stored_bytes for one in tables)
+    return sum(table.stored_bytes for table in tables)
 
 
-def share_of_lookups(tables: Sequence[LeveredTable], by: Lever | None = None) -> float | None:
-    """Return the share of lookups that one lever changes, or any; None if none were counted."""
-    total = sum(one.rows.total for one in tables if one.rows is not None)
-    return sum(one.changed(by) for one in tables) / total if total else None
+def _changed(tables: Iterable[LeveredTable]) -> int:
+    return sum(table.changed for table in tables)
 
 
-def _nothing(before: Sequence[LeveredTable], after: Sequence[LeveredTable], why: str, note: str = "") -> str:
-    return f"nothing: {why}" if stored_bytes(before) == stored_bytes(after) else note
+def share_of_lookups(tables: Sequence[LeveredTable]) -> float | None:
+    """Return the share of lookups that are changed; None if none were counted."""
+    total = sum(table.rows.total for table in tables if table.rows is not None)
+    return _changed(tables) / total if total else None
 
 
-def _step(
-    lever: Lever,
-    before: Sequence[LeveredTable],
-    after: Sequence[LeveredTable],
-    bytes_before: int,
-    bytes_after: int,
-    note: str,
-) -> Step:
-    changes = []
-    for new in after:
-        old = [one for one in before if set(one.table.feature_names) <= set(new.table.feature_names)]
-        if old != [new]:
-            told = "; ".join(f"{one.table.name} {one.told()}" if len(old) > 1 else one.told() for one in old)
-            change = {"table": new.table.name, "before": told, "after": new.told()}
-            changes.append(TableChange(**change, bytes_before=stored_bytes(old), bytes_after=new.stored_bytes))
-    return Step(
-        lever=lever,
-        needs_training=lever in NEEDS_TRAINING and bool(changes),
-        bytes_before=bytes_before,
-        bytes_after=bytes_after,
-        changed_share=share_of_lookups(after, lever) if changes else 0.0,
-        all_changed_share=share_of_lookups(after),
-        tables=tuple(changes),
-        note=note,
-    )
+Round: TypeAlias = Callable[[LeveredTable, int], LeveredTable | None]
+"""Makes a table smaller, by so many bytes if a milder form is enough; None if it can't."""
 
 
-def _pruned(keep_share: float, table: LeveredTable, excess: int) -> LeveredTable | None:
-    del excess  # which rows go is a question of lookups, not of bytes
-    if table.rows is None or not table.rows.total or table.table.column_dims or table.is_composed:
-        return None
-    return replace(table, keep_share=keep_share)
+def _pruned(keep_share: float, table: LeveredTable, _excess: int) -> LeveredTable | None:
+    is_whole = table.table.column_dims or table.table.id_mapping.kind == "quotient_remainder"
+    return None if is_whole or table.rows is None or not table.rows.total else replace(table, keep_share=keep_share)
 
 
 def _composed(table: LeveredTable, excess: int) -> LeveredTable | None:
-    """Take as many buckets as there is room for: (ceil(ids / buckets) + buckets) rows."""
+    """Return it with as many buckets as there is room for: (ceil(ids / buckets) + buckets) rows."""
     if table.table.id_mapping.kind != "identity" or table.is_divided:
         return None
     ids = table.num_embeddings
@@ -517,8 +436,7 @@ def _composed(table: LeveredTable, excess: int) -> LeveredTable | None:
     return replace(table, keep_share=None).updated(id_mapping=mapping)
 
 
-def _narrowed(shape: Sequence[tuple[float | None, int]], table: LeveredTable, excess: int) -> LeveredTable | None:
-    del excess
+def _narrowed(shape: Sequence[tuple[float | None, int]], table: LeveredTable, _excess: int) -> LeveredTable | None:
     dim = table.table.embedding_dim
     if table.is_divided or dim // shape[-1][1] < 2 or table.kept_rows < _LEAST_ROWS:
         return None
@@ -528,9 +446,11 @@ def _narrowed(shape: Sequence[tuple[float | None, int]], table: LeveredTable, ex
 
 
 def _coarsened(
-    hot: RowDtype, cold: RowDtype, hot_share: float, table: LeveredTable, excess: int
+    hot: RowDtype, cold: RowDtype, hot_share: float, table: LeveredTable, _excess: int
 ) -> LeveredTable | None:
-    del excess
-    own = [part.dtype for part in table.stored[0]]
-    hot, cold = (min(wanted, one, key=WIDTH.__getitem__) for wanted, one in ((hot, own[0]), (cold, own[-1])))
+    parts = table.stored[0]
+    hot, cold = (
+        min(hot, parts[0].dtype, key=_NARROWEST_FIRST.index),
+        min(cold, parts[-1].dtype, key=_NARROWEST_FIRST.index),
+    )
     return table.in_dtypes(hot, cold, hot_share)

@@ -2,8 +2,8 @@
 
 A plan is either read from a plan file, which says it for each table, or a pure function of the model and a few numbers.
 So router and shard nodes have it for themselves and only compare digests. By numbers, rows are divided by bucket
-(`hash`, `range`: the table's own bucketing decides which rows a bucket has, `mixed` going with `hash`) or by whole
-tables (`table`). Small tables are replicated to every shard: their bags add no fan-out.
+(`hash` of tables stored `mixed`, `range` of those stored `range`) or by whole tables (`table`). Small tables are
+replicated to every shard: their bags add no fan-out.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class Plan:
     ) -> Plan:
         """Plan a model.
 
-        By `hash` or `range` every table's buckets are divided evenly; tables must be stored with that bucketing (`hash`
-        takes `mixed` ones too), unless they are replicated or there is one shard only. By `table` each table is given
-        to one shard, the largest first to the emptiest shard. Tables of at most `replicate_bytes` go to every shard.
+        By `hash` or `range` every table's buckets are divided evenly; tables must be stored with the bucketing `mixed`
+        or `range`, unless they are replicated or there is one shard only. By `table` each table is given to one shard,
+        the largest first to the emptiest shard. Tables of at most `replicate_bytes` go to every shard.
 
         Raises PlanError for numbers out of range, or a table stored with another bucketing than `sharding` needs.
         """
@@ -144,14 +144,14 @@ class Plan:
                 shard = loads.index(min(loads))
                 loads[shard] += table_bytes(table)
                 owners[number] = _all_buckets(table, shard)
-            elif num_shards == 1 or table.bucketing == sharding or (table.bucketing, sharding) == ("mixed", "hash"):
+            elif num_shards == 1 or (table.bucketing == "range") == (sharding == "range"):
                 # One shard owns every bucket, however rows were put into them.
                 owners[number] = _spread_buckets(table, num_shards)
             else:
-                own = "hash" if table.bucketing == "mixed" else table.bucketing
+                needed, fitting = ("range", "hash") if sharding == "range" else ("mixed", "range")
                 raise PlanError(
-                    f"sharding {sharding!r} needs tables stored with that bucketing, but table {table.name!r} "
-                    f"is stored with {table.bucketing!r}; use sharding {own!r} or 'table', or re-export it"
+                    f"sharding {sharding!r} needs tables stored with bucketing {needed!r}, but table {table.name!r} "
+                    f"is stored with {table.bucketing!r}; use sharding {fitting!r} or 'table', or re-export it"
                 )
         return cls(layout, num_shards, cards_per_shard, sharding, tuple(owners))
 
@@ -223,7 +223,7 @@ def _spread_buckets(table: TableSpec, num_shards: int) -> npt.NDArray[np.int16]:
     if table.bucketing == "mixed":
         # Neighbouring rows are in buckets that differ in their low bits: so they are on different shards.
         return (buckets % num_shards).astype(np.int16)
-    # Contiguous runs of the buckets that hold rows, as plans have been made since `mixed` was not there.
+    # Contiguous runs of the buckets that hold rows.
     used = int(np.count_nonzero(RowBuckets.of(table).rows_per_bucket()))
     return np.minimum(buckets * num_shards // used, num_shards - 1).astype(np.int16)
 

@@ -6,12 +6,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loader.errors import ShardrankError
 from loader.snapshot.tables import DividedTable
@@ -22,7 +21,6 @@ from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
 from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, Forms, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
-from shard_node.engine.kernels import pool_rows
 from shard_node.errors import NodeUnavailableError
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
@@ -88,8 +86,6 @@ class Embeddings:
         rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
         times: where the time went.
         sequence: every row is of this delta or a later one.
-        products: by flat index, float32 [rows, embedding_dim] of features whose parts are multiplied: their blocks have
-            a row for each id, of each part.
     """
 
     schema: FeatureSchema
@@ -102,7 +98,6 @@ class Embeddings:
     rejected: RejectedIds
     times: LookupTimes = field(default_factory=LookupTimes)
     sequence: int = UNKNOWN_SEQUENCE
-    products: Mapping[int, Float32Array] | None = None
 
     def feature(self, index: int, projections: Mapping[str, Float32Array] | None = None) -> Float32Array:
         """Return one feature by its flat index, float32 [bags, embedding_dim]: a view, or made of slices and parts.
@@ -110,8 +105,6 @@ class Embeddings:
         With pooling `none` it is [ids, embedding_dim]. `projections` are float32 [columns, embedding_dim] by the name
         of the part. KeyError if it was not asked for, or a projection is missing.
         """
-        if self.products is not None and index in self.products:
-            return self.products[index]
         stored, spec = self.stored(index), self.schema.spec
         table = spec.table_of(self.schema.features[index].name)
         if isinstance(table, DividedTable):
@@ -150,8 +143,7 @@ class LookedUp(NamedTuple):
         mapped: rows of the features' tables, and ids that have none.
         num_rows: int64 [S], how many rows each feature has in what is answered.
         whole: the bags of all lookups, before parts of divided tables have left out what is not theirs: bag lengths.
-        rows: the same bags, with the rows of stored tables. Keys are numbers of lookups. Features that are made of
-            products have their weights with each of their parts.
+        rows: the same bags, with the rows of stored tables. Keys are numbers of lookups.
     """
 
     mapped: MappedBags
@@ -236,14 +228,10 @@ class Router:
         self._cutter = Cutter(plan.layout)
         self._is_narrow = max(table.num_embeddings for table in plan.layout.tables) <= 2**31
         self._owners = BucketOwners(plan)
-        self._has_rows = bool((schema.is_none | schema.is_product).any())
+        self._has_rows = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
-        # Features whose rows come one by one: of those pooled `none`, and of those that are made of products.
-        self._by_row = schema.is_none | schema.is_product
-        self._has_products = bool(schema.is_product.any())
         lookups = self._lookups = schema.lookups
         self._is_repeated = lookups.feature.size > len(schema.features)
-        self._is_product = schema.is_product[lookups.feature]
         # A rank request has all features. What follows from that alone is worked out once: the lookup that each one's
         # group begins with, and the first lookup of each table.
         self._first_in_group = lookups.group_starts[lookups.group]
@@ -271,7 +259,7 @@ class Router:
         """Find the rows of all lookups, for whoever pools them himself; `mapped` is what `map` gives."""
         by_feature, parts = mapped.bags, self._mapper.parts
         found = by_feature if parts is None else parts.find(by_feature)
-        by_row = _one_bag_per_id(found, self._by_row) if self._has_rows else found
+        by_row = _one_bag_per_id(found, self.schema.is_none) if self._has_rows else found
         whole = _of_lookups(by_row, self._lookups.feature) if self._is_repeated else by_row
         rows = whole if parts is None else parts.take(whole)
         return LookedUp(mapped, by_row.bags_per_key, whole, rows)
@@ -290,9 +278,6 @@ class Router:
         times, began = LookupTimes(), self._clock()
         asked = self.look_ups(self.map(bags))
         mapped, by_lookup = asked.mapped, asked.rows
-        if self._has_products:
-            # Weights are for the products.
-            by_lookup = without_weights(by_lookup, self._is_product)
         by_table = self._by_table(by_lookup)
         mapped_at = self._clock()
         times.map_s = mapped_at - began
@@ -321,8 +306,6 @@ class Router:
             times=times,
             sequence=sequence,
         )
-        if self._has_products:
-            embeddings = replace(embeddings, products=_products(embeddings))
         times.add_s += self._clock() - began
         return embeddings
 
@@ -460,38 +443,6 @@ class Router:
             of_bags = np.repeat(mean & here, bags.bags_per_key)
             lengths[np.repeat(mean[here], bags.bags_per_key[here])] = np.maximum(bags.lengths[of_bags], 1)
             block /= lengths[:, None]
-
-
-def _products(embeddings: Embeddings) -> dict[int, Float32Array]:
-    """Multiply the parts of features that are made of products, id by id, and pool: float32 [bags, embedding_dim]."""
-    schema, bags = embeddings.schema, embeddings.bags
-    bag_starts, value_starts = bags.bag_starts(), bags.value_starts()
-    found = {}
-    for segment, key in enumerate(bags.keys.tolist()):
-        if not schema.is_product[key]:
-            continue
-        quotients, remainders = embeddings.stored(key)
-        rows = quotients * remainders
-        if not schema.is_none[key]:
-            first, end = int(value_starts[segment]), int(value_starts[segment + 1])
-            offsets = bags.offsets[int(bag_starts[segment]) : int(bag_starts[segment + 1]) + 1] - first
-            weights = None if bags.weights is None else bags.weights[first:end]
-            if rows.shape[0]:
-                rows = pool_rows("fp32", torch.from_numpy(rows), np.arange(end - first), offsets, weights)
-            else:
-                rows = np.zeros((offsets.size - 1, rows.shape[1]), np.float32)
-            if schema.is_mean[key]:
-                rows /= np.maximum(np.diff(offsets), 1).astype(np.float32)[:, None]
-        found[key] = rows
-    return found
-
-
-def without_weights(bags: KeyedBags, of_keys: npt.NDArray[np.bool_]) -> KeyedBags:
-    """Set the weights of some keys, bool [keys of all], to 1."""
-    if bags.weights is None:
-        return bags
-    chosen = np.repeat(of_keys[bags.keys], bags.values_per_key())
-    return bags.with_values(bags.values, np.where(chosen, np.float32(1), bags.weights))
 
 
 def _first_of_each(ascending: Int32Array) -> Int64Array:

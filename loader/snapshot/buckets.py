@@ -5,13 +5,12 @@ A plan gives whole buckets to shards and cards, so any number of them can load j
 | bucketing | buckets | bucket of a row | number of the row within it |
 |---|---|---|---|
 | mixed | 4,096 | `(row ^ h(row >> 12)) & 4095` | `row >> 12` |
-| hash | 256 | `row & 255` | `row >> 8` |
 | range | 256 | `row >> s`, s the smallest that leaves 256 buckets | `row - (bucket << s)` |
 
 `h` is a 64-bit mix (multiply, shift, multiply) with a seed for each table, the XXH3 of its name. So each run of 4,096
 rows has one row of every bucket, and which row that is changes from run to run: rows in order of popularity are spread
-evenly however buckets are divided. `hash` is the same without the mix. docs/snapshot-format.md has examples. File i of
-a table holds rows [i * rows_per_file, (i + 1) * rows_per_file) in bucket order.
+evenly however buckets are divided. docs/snapshot-format.md has an example. File i of a table holds rows
+[i * rows_per_file, (i + 1) * rows_per_file) in bucket order.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from loader.snapshot.tables import NUM_BUCKETS, Bucketing, TableSpec
 Int64Array = npt.NDArray[np.int64]
 
 MIXED_BITS = 12
-HASH_BITS = 8
+RANGE_BITS = 8
 # Of a murmur finaliser: odd numbers whose products spread every bit.
 MIX_FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 FILE_BYTES = 256 << 20
@@ -61,7 +60,7 @@ class RowBuckets:
         count: buckets; a power of two.
         bucket_shift: bucket = ((row ^ mix) >> bucket_shift) & (count - 1).
         slot_shift: (row >> slot_shift) counts the rows of a bucket, from `first_slots` on.
-        seed: of the mix; None if there is none.
+        seed: of the mix; None of `range`, which has none.
     """
 
     num_rows: int
@@ -82,8 +81,8 @@ class RowBuckets:
         """Return the buckets of so many rows."""
         count = NUM_BUCKETS[bucketing]
         if bucketing == "range":
-            return cls(num_rows, count, max(0, (num_rows - 1).bit_length() - HASH_BITS), 0, None)
-        return cls(num_rows, count, 0, HASH_BITS if bucketing == "hash" else MIXED_BITS, seed)
+            return cls(num_rows, count, max(0, (num_rows - 1).bit_length() - RANGE_BITS), 0, None)
+        return cls(num_rows, count, 0, MIXED_BITS, seed)
 
     def of_rows(self, rows: Int64Array) -> Int64Array:
         """Return the bucket of each row, int64 [n]."""
@@ -94,7 +93,7 @@ class RowBuckets:
     def rows_below(self, edges: Int64Array) -> Int64Array:
         """Count, for each edge, int64 [m], the rows below it in each bucket: int64 [m, count]."""
         buckets = np.arange(self.count, dtype=np.int64)
-        if not self.slot_shift:
+        if self.seed is None:
             # Where there are fewer rows than buckets a shift of 0 leaves one for each bucket.
             clipped: Int64Array = np.clip(edges[:, None] - (buckets << self.bucket_shift), 0, 1 << self.bucket_shift)
             return clipped
@@ -107,8 +106,9 @@ class RowBuckets:
 
         Of that, bool [m, count]: whether the row of each bucket is below the edge. Not for `range`, which has no runs.
         """
+        assert self.seed is not None
         runs, part = edges >> self.slot_shift, (edges & (self.count - 1)).astype(np.int16)
-        mixes = np.zeros(runs.size, np.int16) if self.seed is None else mix(runs, self.seed).astype(np.int16)
+        mixes = mix(runs, self.seed).astype(np.int16)
         return runs, (np.arange(self.count, dtype=np.int16) ^ mixes[:, None]) < part[:, None]
 
     def rows_per_bucket(self) -> Int64Array:
@@ -150,7 +150,7 @@ class FileOrder:
 
     def positions(self, local_rows: Int64Array) -> Int64Array:
         """Find the positions of rows, int64 [n], that are counted from the file's first row in row order."""
-        if not self.buckets.slot_shift:
+        if self.buckets.seed is None:
             return local_rows
         positions: Int64Array = self.starts.take(self.buckets.of_rows(local_rows + self.first_row))
         positions += local_rows >> self.buckets.slot_shift
@@ -166,14 +166,14 @@ class FileOrder:
     def rows_at(self, positions: Int64Array) -> Int64Array:
         """Find the row at each position, int64 [n], ascending."""
         buckets = self.buckets
-        if not buckets.slot_shift:
+        if buckets.seed is None:
             return positions + self.first_row
         edges = positions.searchsorted(self.starts)
         bucket = np.repeat(np.arange(buckets.count), np.diff(edges))
         block = positions - self.starts.take(bucket)
         block += self.first_row >> buckets.slot_shift
         rows = block << buckets.slot_shift
-        rows += bucket if buckets.seed is None else bucket ^ mix(block, buckets.seed)
+        rows += bucket ^ mix(block, buckets.seed)
         return rows
 
     def row_at(self, position: int) -> int:

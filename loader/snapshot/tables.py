@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 MAX_NUM_EMBEDDINGS = 2**32 - 1
 MAX_EMBEDDING_DIM = 4096
@@ -17,8 +17,22 @@ MAX_FEATURES = 4096
 MAX_PARTS = 8
 RowDtype = Literal["int8", "int4", "fp16", "fp32"]
 Pooling = Literal["sum", "mean", "none"]
-Bucketing = Literal["mixed", "hash", "range"]
-NUM_BUCKETS: dict[Bucketing, int] = {"mixed": 4096, "hash": 256, "range": 256}
+
+
+def _removed(name: str, removed: str, instead: str) -> BeforeValidator:
+    """Return a validator that raises ValueError for a value of earlier releases."""
+
+    def refuse(value: Any) -> Any:
+        if value == removed:
+            raise ValueError(f"{name} {removed!r} is gone: export again with {name} {instead}")
+        return value
+
+    return BeforeValidator(refuse)
+
+
+Bucketing = Annotated[Literal["mixed", "range"], _removed("bucketing", "hash", "'mixed' or 'range'")]
+Combine = Annotated[Literal["add"], _removed("combine", "multiply", "'add'")]
+NUM_BUCKETS: dict[Bucketing, int] = {"mixed": 4096, "range": 256}
 UnknownId = Literal["reject", "default_row", "skip"]
 # A name becomes a folder, a metric label and a JSON key: no separators, no leading dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$")]
@@ -139,7 +153,7 @@ class DividedTable(Frozen):
     Divided by `popularity` each row lies in one part: the hottest rows in the first, the next in the second, and so on,
     as the snapshot's row classes say. `pruned` rows lie nowhere: they read the last row of the last part. By
     `quotient_remainder` (Shi et al., "Compositional Embeddings Using Complementary Partitions", 2019) an id has a row
-    in each of two parts, id // buckets and id % buckets, which are added or, with `combine` multiply, multiplied.
+    in each of two parts, id // buckets and id % buckets, which are added (`combine`).
 
     Features see rows of `embedding_dim`; a part of fewer columns has a projection, a tensor of the dense model called
     `projection_name(part)`: float32 [columns, embedding_dim]. A part's own mapping is from rows to rows.
@@ -157,7 +171,7 @@ class DividedTable(Frozen):
     by: Literal["popularity", "quotient_remainder"] = "popularity"
     pruned: int = Field(default=0, ge=0, le=MAX_NUM_EMBEDDINGS)
     buckets: int | None = Field(default=None, ge=1, le=MAX_NUM_EMBEDDINGS)
-    combine: Literal["add", "multiply"] = "add"
+    combine: Combine = "add"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -168,8 +182,6 @@ class DividedTable(Frozen):
             raise ValueError(f"{where}: buckets go with by quotient_remainder, and only with it")
         if self.by == "quotient_remainder" and (len(self.parts) != 2 or self.pruned):
             raise ValueError(f"{where}: by quotient_remainder it has 2 parts and nothing pruned, got {self.parts}")
-        if self.by == "popularity" and self.combine != "add":
-            raise ValueError(f"{where}: combine {self.combine!r} goes with by quotient_remainder only")
         return self
 
     @property
@@ -193,8 +205,7 @@ class DividedTable(Frozen):
                 raise ValueError(f"{where}: part {part.name!r} must have the identity mapping and no column_dims")
             if part.feature_names != self.feature_names:
                 raise ValueError(f"{where}: part {part.name!r} must have its features {list(self.feature_names)}")
-            is_narrow = part.embedding_dim < self.embedding_dim
-            if part.embedding_dim > self.embedding_dim or (is_narrow and self.combine == "multiply"):
+            if part.embedding_dim > self.embedding_dim:
                 limit = f"embedding_dim is {self.embedding_dim}"
                 raise ValueError(f"{where}: part {part.name!r} has {part.embedding_dim} columns, {limit}")
         rows = [part.num_embeddings for part in parts]

@@ -128,8 +128,7 @@ def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
         }
 
     levers, subjects = levers_for(DIM), {}
-    for name, combine in (("sums", "add"), ("products", "multiply")):
-        levers[name] = {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000, "combine": combine}}
+    levers["sums"] = {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000}}
     for name, words in levers.items():
         bench.say(f"writing {FEATURES} tables of {rows} rows: {name}")
         subjects[name] = subject(*serve_tables(bench.folder / name, words, counts, pruned=name == PRUNED))

@@ -4,7 +4,7 @@ One output holds both input matrices, with a row a candidate and a row a request
 come. One section behind the batch's ids holds dense inputs and which request a candidate is of.
 
 Features of tables that are divided into parts are pooled beside these, into scratch: on the card, before the model
-runs, what their parts bring is projected, added or multiplied, and written into the inputs.
+runs, what their parts bring is projected, added, and written into the inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from router.id_mapping import MappedBags
-from router.router import Router, without_weights
+from router.router import Router
 from serving.models.inputs import InputShapes, Run, find_runs, write_run
 from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchSize, OutputRuns
@@ -94,15 +94,13 @@ class OutputPlaces(NamedTuple):
 class Extra(NamedTuple):
     """What is sent along with the ids: each candidate's request, int64 [N], dense inputs float32 [R, Kc] and [N, Kd].
 
-    `sequences` is int64 [sequence features, 2, R]: where each request's rows begin, and how many there are. `products`
-    is int64 [pooled products, max(R, N) + 1]: where the rows of each bag begin, and end.
+    `sequences` is int64 [sequence features, 2, R]: where each request's rows begin, and how many there are.
     """
 
     owner: Tensor
     context_dense: Tensor
     candidate_dense: Tensor
     sequences: Tensor
-    products: Tensor
 
 
 class Sum(NamedTuple):
@@ -114,30 +112,13 @@ class Sum(NamedTuple):
     target: int
 
 
-class CardProduct(NamedTuple):
-    """A feature whose two parts come into scratch id by id, side by side; their products are pooled into the target.
-
-    Attributes:
-        feature: its flat index.
-        source, target: areas.
-        column, dim: of the target.
-    """
-
-    feature: int
-    source: int
-    target: int
-    column: int
-    dim: int
-
-
 class CardLayout:
     """Places and runs of one model in one number format, float32 or bfloat16. Immutable.
 
     Attributes:
         areas: of the output: the candidates' matrix, the context's, one for each sequence, then scratch.
         sequences: (flat index, name, dim) of each sequence feature.
-        sums, products: what is to be done with scratch before the model runs. Empty where no table is divided.
-        pooled_products: those of `products` that are pooled.
+        sums: what is to be done with scratch before the model runs. Empty where no table is divided.
         num_keys: of the bags that are pooled: features; where tables are divided, lookups.
         values_per_id: int64 [features], values that are pooled for an id.
     """
@@ -158,10 +139,9 @@ class CardLayout:
         self.num_keys = lookups.feature.size if self._is_divided else len(schema.features)
         # What comes row by row from parts is a bag for each id, and a part has not all ids of a bag to divide by.
         num_parts = np.array([len(spec.parts(table)) for table in tables])
-        self._by_id = (schema.is_none | schema.is_product) & self._is_divided
+        self._by_id = schema.is_none & self._is_divided
         self._is_mean_of_parts = schema.is_mean & (num_parts > 1)
         self._has_mean_of_parts = bool(self._is_mean_of_parts.any())
-        self._is_second_factor = schema.is_product[self._features] & (lookups.part > 0)
         modes = np.where(schema.is_none, MODES["none"], np.where(schema.is_mean, MODES["mean"], MODES["sum"]))
         modes[self._by_id | self._is_mean_of_parts] = MODES["sum"]
         self._modes = modes[self._features].astype(np.int64)
@@ -183,10 +163,7 @@ class CardLayout:
         needed = spec.projections()
         is_narrow = np.array([any(part.name in needed for part in spec.parts(table)) for table in tables])
         in_scratch = (num_parts > 1) | is_narrow
-        self.sums = tuple(self._place_sums(spec, np.flatnonzero(in_scratch & ~schema.is_product).tolist()))
-        dims = {index: tables[index].embedding_dim for index in np.flatnonzero(schema.is_product).tolist()}
-        self.products = tuple(self._place_products(dims, columns))
-        self.pooled_products = tuple(one for one in self.products if not schema.is_none[one.feature])
+        self.sums = tuple(self._place_sums(spec, np.flatnonzero(in_scratch).tolist()))
 
     def _place_sums(self, spec: ModelSpec, features: list[int]) -> Iterator[Sum]:
         for target, area in enumerate(tuple(self.areas)):
@@ -200,21 +177,13 @@ class CardLayout:
             if width:
                 self.areas.append(Area(area.rows, width))
 
-    def _place_products(self, dims: Mapping[int, int], columns: list[int]) -> Iterator[CardProduct]:
-        for index, dim in dims.items():
-            yield CardProduct(index, len(self.areas), self._targets[index], columns[index], dim)
-            for place, lookup in enumerate(self._schema.lookups.of_feature[index]):
-                self._areas[lookup], self._columns[lookup] = len(self.areas), place * dim
-            self.areas.append(Area("value", 2 * dim))
-
     def pooled(self, router: Router, mapped: MappedBags) -> KeyedBags:
         """Find what is pooled of a batch of all features, `num_keys` keys: its bags, or the bags of all lookups."""
         if not self._is_divided:
             return mapped.bags
         if self._has_mean_of_parts:
             mapped = replace(mapped, bags=self._with_means_as_weights(mapped.bags))
-        rows = router.look_ups(mapped).rows
-        return without_weights(rows, self._is_second_factor) if self.products else rows
+        return router.look_ups(mapped).rows
 
     def _with_means_as_weights(self, bags: KeyedBags) -> KeyedBags:
         lengths = bags.lengths
@@ -222,27 +191,17 @@ class CardLayout:
         weights = np.repeat((1 / divisors).astype(np.float32), lengths)
         return bags.with_values(bags.values, weights if bags.weights is None else weights * bags.weights)
 
-    def combine(self, areas: Sequence[Tensor], products: Tensor, projections: Mapping[str, Tensor]) -> None:
+    def combine(self, areas: Sequence[Tensor], projections: Mapping[str, Tensor]) -> None:
         """Make what is in scratch into inputs: of a whole class, and the same however often it is done.
 
         Args:
             areas: matrices [rows of the class, width], on one device.
-            products: of `Extra`, there too.
             projections: float32 [columns, embedding_dim] by part, there too.
         """
         for run, source, column, target in self.sums:
             rows = areas[source]
             shape, strides = (rows.shape[0], run.count, run.dim), (rows.stride(0), run.dim, 1)
             write_run(run, rows.as_strided(shape, strides, rows.storage_offset() + column), areas[target], projections)
-        offsets = iter(products)
-        for product in self.products:
-            factors = areas[product.source]
-            rows = factors[:, : product.dim].float() * factors[:, product.dim :]
-            matrix = areas[product.target][:, product.column : product.column + product.dim]
-            if product in self.pooled_products:
-                bags = next(offsets)[: matrix.shape[0] + 1]
-                rows = torch.segment_reduce(rows, "sum", offsets=bags, axis=0, initial=0, unsafe=True)
-            matrix.copy_(rows)
 
     def size(self, most: BatchClass) -> BatchSize:
         """Say what the largest batch of a class takes."""
@@ -287,7 +246,6 @@ class CardLayout:
             (torch.float32, (requests, self.shapes.context.dense_width)),
             (torch.float32, (candidates, self.shapes.candidate.dense_width)),
             (torch.int64, (len(self.sequences), 2, requests)),
-            (torch.int64, (len(self.pooled_products), max(requests, candidates) + 1)),
         ]
 
 

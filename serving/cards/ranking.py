@@ -111,7 +111,7 @@ class CardBatch:
         """
         self._slot.fill(pooled)
         num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
-        owner, context_dense, candidate_dense, sequences, products = self._host_extra
+        owner, context_dense, candidate_dense, sequences = self._host_extra
         # What lies behind the batch stays as it was: candidates that nobody reads, each of some request.
         owner[:num_candidates] = batch.request_of_candidate
         context_dense[:num_requests] = batch.context_dense
@@ -121,12 +121,6 @@ class CardBatch:
             offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
             np.subtract(offsets[:-1], value_starts[index], out=target[0, :num_requests])
             np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
-        for number, product in enumerate(self._layout.pooled_products):
-            index, target = product.feature, products[number]
-            offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
-            np.subtract(offsets, value_starts[index], out=target[: offsets.size])
-            # Bags behind the batch's are empty.
-            target[offsets.size :] = target[offsets.size - 1]
 
     def run_empty(self) -> None:
         """Run the work of the whole class without a batch, by its graphs if there are any.
@@ -188,7 +182,7 @@ class CardBatch:
         count = self.most.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
-                self._layout.combine(self._areas, self._extra.products, self._projections)
+                self._layout.combine(self._areas, self._projections)
                 self._score(self._inputs if batch is None else self._inputs_of(batch))
         except torch.OutOfMemoryError as error:
             raise MemoryBudgetError(

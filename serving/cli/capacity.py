@@ -253,13 +253,12 @@ class LookupProfile:
         """
         shares, found = self._part_shares(spec), []
         for table in layout.tables:
-            divided, share = spec.divided_of(table.name), shares.get(table.name, 1.0)
-            is_product = divided is not None and divided.combine == "multiply"
+            share = shares.get(table.name, 1.0)
             of_table = []
             for name in table.feature_names:
                 times = requests if spec.feature(name).side == "context" else candidates
                 ids = self.hotness.get(name, 1.0)
-                if is_product or spec.pooling_of(name) == "none":
+                if spec.pooling_of(name) == "none":
                     # A bag of what is not pooled is one id.
                     of_table.append((times * ids, share, 1.0))
                 else:
@@ -279,11 +278,6 @@ class LookupProfile:
                 lookups = np.diff(ranked_share(ends, table.num_embeddings, self.zipf, self.head)).tolist()
             found |= {part: one / sum(lookups) for part, one in zip(names, lookups, strict=True)}
         return found
-
-
-def _added(spec: ModelSpec) -> ModelSpec:
-    """Return the model as if no parts were multiplied."""
-    return spec.model_copy(update={"divided": tuple(one.model_copy(update={"combine": "add"}) for one in spec.divided)})
 
 
 def part_ranks(spec: ModelSpec) -> dict[str, PartOfRanks]:
@@ -484,7 +478,6 @@ class CapacityPlan(Frozen):
             fleet_lookups = FleetLookups(fleet, plan.hotness, loads, batch, options.system)
             hot = network.hot_rows(layout, plan.hotness)
             part = fleet_lookups.part(hot, shard)
-        added = profile.bags(_added(spec), layout, options.requests, options.candidates)
         traffic = Traffic.of(plan, part, options.system, missed=None if hot is None else hot.missed)
         return cls(
             model=spec.model,
@@ -499,7 +492,7 @@ class CapacityPlan(Frozen):
             fits_on_cards=not plan.tier_rows[:, :, HOST].any(),
             tiers=_tiers(plan, traffic),
             tables=_tables(plan, layout, loads),
-            divided=tuple(DividedUse.of(spec, table, fleet, loads, added) for table in spec.divided),
+            divided=tuple(DividedUse.of(spec, table, fleet, loads) for table in spec.divided),
             batch=BatchUse(
                 lookups=float(sum(load.values for load in loads)),
                 bags=float(sum(load.bags for load in loads)),

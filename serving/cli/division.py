@@ -28,16 +28,14 @@ from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardPlan
-from shard_node.planning.cost_model import INDEX_BYTES, BagLoad, Traffic, batch_time, tier_shares
+from shard_node.planning.cost_model import BagLoad, Traffic, batch_time, tier_shares
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
 from shard_node.planning.network_cost import (
     AskedShards,
-    BatchBags,
     NetworkBytes,
     NetworkTime,
     SentLookups,
     WireForm,
-    shards_hit,
 )
 
 Way = Literal["per table", "all row_wise", "all table_wise"]
@@ -57,20 +55,6 @@ class PartUse(Frozen):
     lookups: float
 
 
-class MultiplyUse(Frozen):
-    """What is moved of a table whose parts are multiplied: a row of each for every id, since shards can only add.
-
-    Attributes:
-        id_bytes: for one id: two row numbers and where their bags begin out, two rows as float16 back.
-        batch_bytes: for those of a batch.
-        added_bytes: for a batch if the parts were added: sums for each bag and shard.
-    """
-
-    id_bytes: int
-    batch_bytes: float
-    added_bytes: float
-
-
 class DividedUse(Frozen):
     """A table that is stored as parts.
 
@@ -79,12 +63,10 @@ class DividedUse(Frozen):
         float32_bytes: of the rows that features see.
         stored_bytes: of its parts.
         classes_bytes: which row is in which part, as stored; a router holds a quarter more.
-        multiply: only of parts that are multiplied.
     """
 
     name: str
     by: Literal["popularity", "quotient_remainder"]
-    combine: Literal["add", "multiply"]
     num_embeddings: int
     embedding_dim: int
     pruned: int
@@ -92,10 +74,9 @@ class DividedUse(Frozen):
     stored_bytes: int
     classes_bytes: int
     parts: tuple[PartUse, ...]
-    multiply: MultiplyUse | None = None
 
     @classmethod
-    def of(cls, spec: ModelSpec, table: DividedTable, plan: Plan, loads: Sequence[BagLoad], added: BatchBags) -> Self:
+    def of(cls, spec: ModelSpec, table: DividedTable, plan: Plan, loads: Sequence[BagLoad]) -> Self:
         """Describe one.
 
         Args:
@@ -103,7 +84,6 @@ class DividedUse(Frozen):
             table: the one.
             plan: over shards.
             loads: of a batch, by stored table in layout order.
-            added: the batch's bags if no parts were multiplied.
         """
         index, stored = plan.layout.index, spec.parts(table)
         parts = tuple(
@@ -114,38 +94,20 @@ class DividedUse(Frozen):
             )
             for one in stored
         )
-        multiply = None
-        if table.combine == "multiply":
-            moved = 0.0
-            for part in parts:
-                number = index[part.name]
-                shards = len(set(plan.shard_of_bucket[number].tolist()))
-                bags = zip(added.bags[added.table == number], added.lengths[added.table == number], strict=True)
-                sums = sum(times * (shards_hit(shards, ids) if shards > 1 else min(1.0, ids)) for times, ids in bags)
-                moved += _moved_bytes(part.lookups, sums, part.embedding_dim)
-            ids = parts[0].lookups
-            id_bytes = sum(int(_moved_bytes(1, 1, part.embedding_dim)) for part in parts)
-            multiply = MultiplyUse(id_bytes=id_bytes, batch_bytes=ids * id_bytes, added_bytes=moved)
         return cls(
-            **table.model_dump(include={"name", "by", "combine", "num_embeddings", "embedding_dim", "pruned"}),
+            **table.model_dump(include={"name", "by", "num_embeddings", "embedding_dim", "pruned"}),
             float32_bytes=4 * table.num_embeddings * table.embedding_dim,
             stored_bytes=sum(part.size_bytes for part in parts),
             classes_bytes=classes_bytes(table, stored),
             parts=parts,
-            multiply=multiply,
         )
-
-
-def _moved_bytes(values: float, sums: float, dim: int) -> float:
-    """Return the bytes of ids and of where bags begin to shards, and of sums back."""
-    return INDEX_BYTES * (values + sums) + SUM_ITEM_BYTES * dim * sums
 
 
 def print_parts(tables: Sequence[DividedUse]) -> None:
     """Print the parts of divided tables, and what dividing them costs beside."""
     rows = [
         (
-            one.name, f"{one.by}, {one.combine}" if one.by == "quotient_remainder" else one.by, part.name,
+            one.name, one.by, part.name,
             human_count(part.num_embeddings), part.embedding_dim, part.dtype, human_bytes(part.size_bytes),
             human_count(part.lookups),
         )
@@ -162,12 +124,6 @@ def print_parts(tables: Sequence[DividedUse]) -> None:
         if one.classes_bytes:
             line += f"; which row is where: {human_bytes(one.classes_bytes)}, a quarter more in every router"
         click.echo(line)
-        if one.multiply is not None:
-            click.echo(
-                f"{one.name}: multiplied, so rows are asked for and never sums: {one.multiply.id_bytes} B an id, "
-                f"{human_bytes(one.multiply.batch_bytes)} a batch; added it would be "
-                f"{human_bytes(one.multiply.added_bytes)} a batch"
-            )
 
 
 class ShardUse(Frozen):

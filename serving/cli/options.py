@@ -305,8 +305,8 @@ def cards_option(default: int) -> Option:
 sharding_option = choice(
     "--sharding",
     ["hash", "range", "table"],
-    "What a shard owns: rows by hash, contiguous ranges of rows, or whole tables. hash and range need tables exported "
-    "with that bucketing, except those that --replicate-bytes or a single shard leaves whole.",
+    "What a shard owns: rows by hash, contiguous ranges of rows, or whole tables. hash needs tables exported with the "
+    "bucketing mixed, range with range, except those that --replicate-bytes or a single shard leaves whole.",
 )
 network_options = together(
     option("--network-gb-per-s GB", "Of the router's line to the shards, one direction.",

@@ -45,7 +45,7 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 @opts.option(
     "--pruned-row", "With --prune: what ids of dropped rows get; default: their mean.", click.Choice(["mean", "zeros"])
 )
-@opts.choice("--bucketing", ["mixed", "hash", "range"], "Order of rows in their files: --sharding range needs range.")
+@opts.choice("--bucketing", ["mixed", "range"], "Order of rows in their files: --sharding range needs range.")
 def train(
     store: Path,
     movielens: Path | None,
@@ -57,7 +57,7 @@ def train(
     keep_share: float | None,
     pruned_row: str | None,
     table: Sequence[tuple[str, str]],
-    bucketing: Literal["mixed", "hash", "range"],
+    bucketing: Literal["mixed", "range"],
     **described: Any,
 ) -> None:
     """Train the demo's model and write it into a store.

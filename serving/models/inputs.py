@@ -234,11 +234,10 @@ class Run:
 def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] | None = None) -> tuple[Run, ...]:
     """Split the lookups for features, by flat index, in order, into the fewest runs: those that add come last.
 
-    By default they are the pooled ones that are not made of products, which are pooled already. Rows of sequences
-    begin in column 0.
+    By default they are the pooled ones. Rows of sequences begin in column 0.
     """
     shapes, lookups, projections = InputShapes.of(spec), schema.lookups, spec.projections()
-    own = set(np.flatnonzero(~(schema.is_none | schema.is_product)).tolist() if features is None else features)
+    own = set(np.flatnonzero(~schema.is_none).tolist() if features is None else features)
     runs: list[Run] = []
     # Of each feature, the part that is written first, to which the others are added.
     first_parts: dict[int, int] = {}
@@ -321,11 +320,6 @@ class InputAssembler:
         self.shapes = InputShapes.of(spec)
         self.dtype = dtype
         self.runs = find_runs(spec, schema)
-        self._products = tuple(
-            (index, feature.side, self.shapes.side(feature.side).columns_of(feature.name))
-            for index, feature in enumerate(schema.features)
-            if schema.is_product[index] and not schema.is_none[index]
-        )
         self._sequences = tuple(
             (index, feature.name)
             for index, feature in enumerate(schema.features)
@@ -371,8 +365,6 @@ class InputAssembler:
             start = int(embeddings.row_starts[run.first]) * dim
             source = blocks[run.block].as_strided((bags, run.count, dim), (dim, bags * dim, 1), start)
             write_run(run, source, matrix, projections or {})
-        for index, side, columns in self._products:
-            matrices[side][: counts[side], columns].copy_(torch.from_numpy(embeddings.feature(index)))
         sequences: dict[str, SequenceInput] = {}
         of_parts = {name: matrix.numpy() for name, matrix in (projections or {}).items()}
         for index, name in self._sequences:

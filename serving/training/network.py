@@ -156,10 +156,6 @@ class RankingNetwork(nn.Module):
                 for table in spec.tables
             }
         )
-        for table in spec.divided:
-            if table.combine == "multiply":
-                # Products of two small factors would hardly learn: the quotient's begins at one.
-                self.tables[_key(table.parts[0])].data.add_(1.0)
         self._projected = spec.projections().keys()
         self._places = {name: _places(spec, name, classes) for name, classes in (row_classes or {}).items()}
 
@@ -208,7 +204,7 @@ class RankingNetwork(nn.Module):
         if table.buckets is not None:
             places = rows // table.buckets, rows % table.buckets
             first, second = (self._part(part, place) for part, place in zip(table.parts, places, strict=True))
-            return first * second if table.combine == "multiply" else first + second
+            return first + second
         if table.num_classes == 1:
             return self._part(table.parts[0], rows)
         part_of, place_in = self._places[table.name]

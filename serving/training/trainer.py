@@ -119,17 +119,13 @@ def _optimizers(network: RankingNetwork) -> list[torch.optim.Optimizer]:
     on MovieLens 100K that costs 0.1 of the AUC.
     """
     spec = network.spec
-    factors = {one.parts[0] for one in spec.divided if one.combine == "multiply"}
-    groups: dict[str, list[nn.Parameter]] = {"tables": [], "factors": [], "crosses": []}
+    groups: dict[str, list[nn.Parameter]] = {"tables": [], "crosses": []}
     for table in spec.tables:
-        kind = "factors" if table.name in factors else "tables"
-        kind = "crosses" if CROSSES.keys() >= {*table.feature_names} else kind
+        kind = "crosses" if CROSSES.keys() >= {*table.feature_names} else "tables"
         groups[kind].append(network.parameter(table.name))
     decays = [
         {"params": list(network.ranking.parameters()), "weight_decay": DENSE_WEIGHT_DECAY},
         {"params": groups["tables"], "weight_decay": TABLE_WEIGHT_DECAY},
-        # Factors of products are not drawn to zero.
-        {"params": groups["factors"], "weight_decay": 0.0},
     ]
     found: list[torch.optim.Optimizer] = [torch.optim.AdamW(decays, lr=LEARNING_RATE)]
     if groups["crosses"]:

@@ -197,7 +197,7 @@ async def test_with_no_replica_the_error_names_all_until_one_is_back(fleet):
 
 @pytest.mark.parametrize(
     ("shard_index", "replicate_bytes", "message"),
-    [(1, 0, r"the node is shard 1 of 2 \(hash\), wanted is 0 of 2"), (0, 1 << 20, "by another plan")],
+    [(1, 0, r"the node is shard 1 of 2 \(range\), wanted is 0 of 2"), (0, 1 << 20, "by another plan")],
 )
 async def test_a_node_of_another_shard_or_plan_is_refused(fleet, shard_index, replicate_bytes, message):
     other = Topology(shards=2, replicate_bytes=replicate_bytes).plan(SPEC)

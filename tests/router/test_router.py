@@ -35,7 +35,7 @@ REMOTE = {
     "3x1 with two replicas": Topology(shards=3, replicate_bytes=4096, replicas=2),
     "partly mapped 2x1": Topology(shards=2, memory_budget_bytes=8000),
 }
-KINDS = [("hash", None), ("range", None), *(("hash", dtype) for dtype in ("int8", "int4", "fp16", "fp32"))]
+KINDS = [("mixed", None), ("range", None), *(("mixed", dtype) for dtype in ("int8", "int4", "fp16", "fp32"))]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_any_topology_gives_the_references_answer(
 @pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
 async def test_shards_behind_sockets_give_the_references_answer(stores, tmp_path, topology):
     """One shard gives the same bits as in this process."""
-    stored = stores["hash", None]
+    stored = stores["mixed", None]
     local = local_router(stored.snapshot, topology)
 
     async with remote_router(stored.snapshot, topology, tmp_path) as router:
@@ -96,7 +96,7 @@ async def test_shards_behind_sockets_give_the_references_answer(stores, tmp_path
 @pytest.mark.parametrize("forms", [Forms(), Forms(float16=True), Forms(stored=True), Forms(stored=True, float16=True)])
 async def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
     """Their bytes are counted by form."""
-    stored = stores["hash", None]
+    stored = stores["mixed", None]
 
     async with remote_router(stored.snapshot, Topology(shards=2, cards=2), tmp_path) as router:
         for seed, max_hotness in enumerate((1, 2, 9, 9)):
@@ -118,7 +118,7 @@ async def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
 @pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
 @pytest.mark.parametrize("hotness", [1, 2])
 async def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_path, topology, hotness):
-    stored = stores["hash", "int4"]
+    stored = stores["mixed", "int4"]
     one_node = local_router(stored.snapshot, Topology())
     # Two int4 rows of 16 numbers take less than a float16 sum; of the narrower tables one does.
     features = ("user", "film", "history") if hotness == 2 else stored.schema.index
@@ -178,7 +178,7 @@ class DownShard:
 
 def test_with_a_shard_down_replicated_rows_are_answered(stores):
     """What only that shard holds is not."""
-    stored = stores["hash", None]
+    stored = stores["mixed", None]
     plan = Topology(shards=2, replicate_bytes=8000).plan(stored.spec)
     down, now = DownShard(), 100.0
     up = LocalShard(make_node(stored.snapshot, plan, 0))
@@ -207,7 +207,7 @@ def slow(call: Callable[..., Any], clock: Clock, seconds: float) -> Callable[...
 
 @pytest.mark.parametrize(("shards", "wait_s"), [(1, 5.0), (2, 10.0)])
 def test_mapping_and_waiting_are_measured_apart(stores, shards, wait_s):
-    stored, clock = stores["hash", None], Clock()
+    stored, clock = stores["mixed", None], Clock()
     plan, mapper = Topology(shards=shards).plan(stored.spec), IdMapper(stored.schema, {})
     nodes = [make_node(stored.snapshot, plan, shard) for shard in range(shards)]
     mapper.map = slow(mapper.map, clock, 2.0)
@@ -275,7 +275,7 @@ def router_of(stored: StoredModel, **changes: Any) -> tuple[Router, list[KeyedBa
 
 @pytest.mark.parametrize("policy", ["reject", "default_row", "skip"])
 def test_values_called_checked_are_rows(stores, policy):
-    stored = stores["hash", None]
+    stored = stores["mixed", None]
     router, sent = router_of(stored, unknown_id=policy)
     rng, num_features = np.random.default_rng(8), len(stored.spec.features)
     for _ in range(30):
@@ -291,7 +291,7 @@ def test_values_called_checked_are_rows(stores, policy):
 
 
 def test_a_node_with_other_tables_checks_for_itself(stores):
-    stored = stores["hash", None]
+    stored = stores["mixed", None]
     num_films = stored.spec.table_of("film").num_embeddings
     router, _ = router_of(stored, num_embeddings=4 * num_films)
     look_up(router, stored, single_ids(stored, "film", [num_films - 1]))

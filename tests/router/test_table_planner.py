@@ -60,7 +60,6 @@ def lookups_by_shard(spec: ModelSpec, file: PlanFile, probability: np.ndarray) -
     [
         ("counts", "mixed", 32, "row_wise"),
         ("shuffled counts", "mixed", 32, "row_wise"),
-        ("shuffled counts", "hash", 32, "row_wise"),
         # Wide enough for slices.
         ("near rows", "mixed", 128, "grid_shard"),
     ],
@@ -112,7 +111,7 @@ def test_what_fits_in_no_way_is_refused():
 @given(
     tables=st.lists(st.tuples(st.integers(1, 300_000), st.sampled_from([16, 64, 128, 256])), min_size=1, max_size=6),
     hotness=st.lists(st.sampled_from([0.0, 1.0, 5.0, 80.0]), min_size=6, max_size=6),
-    bucketing=st.sampled_from(["mixed", "hash", "range"]),
+    bucketing=st.sampled_from(["mixed", "range"]),
     shards=st.sampled_from([1, 3, 4]),
     cards=st.sampled_from([1, 4]),
     replicate=st.sampled_from([0, 1 << 20]),

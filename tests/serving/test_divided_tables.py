@@ -31,7 +31,7 @@ from shardrank_testing.divided import Twins, write_twins
 from shardrank_testing.ranking import random_tensors
 
 ON = (OnCards(1, "peers"), OnCards(3, "every tier"))
-PRODUCT = {"kind": "quotient_remainder", "buckets": 16, "combine": "multiply"}
+COMPOSED = {"kind": "quotient_remainder", "buckets": 16}
 
 
 def shop_twins(folder: Path, kind: str, levers: dict | None = None, **how) -> Twins:
@@ -51,7 +51,7 @@ def batches_of(served: ServedModel) -> list[MergedBatch]:
 @pytest.mark.parametrize("on", engine_params(ON, (OnCards(2, "peers", "logical"),)))
 def test_divided_and_sliced_tables_score_like_whole_ones(tmp_path, kind, on):
     """On cards again and again: by graphs too."""
-    levers = SHOP_LEVERS | ({"tags": {"id_mapping": PRODUCT}} if on.num_cards == 1 else {})
+    levers = SHOP_LEVERS | ({"tags": {"id_mapping": COMPOSED}} if on.num_cards == 1 else {})
     twins = shop_twins(tmp_path, kind, levers, pruned=("films",))
     divided = twins.divided.path
     assert [table.name for table in twins.divided.spec.divided] == [name for name in levers if name != "genres"]

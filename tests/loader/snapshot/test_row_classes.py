@@ -141,7 +141,10 @@ def test_classes_that_do_not_count_right_are_refused_by_file(damaged, change, me
         (lambda one: one["spec"]["divided"][0].update(parts=["item.b0", "item.b0"]), "duplicate part of a divided"),
         (lambda one: one["spec"]["divided"][0].update(name="item.b0"), "that of a table which is not its only part"),
         (lambda one: one["spec"]["divided"][0].update(parts=["item.b0"] * 9), "at most 8"),
-        (lambda one: one["spec"]["divided"][0].update(combine="multiply"), "goes with by quotient_remainder only"),
+        (
+            lambda one: one["spec"]["divided"][0].update(combine="multiply"),
+            "combine 'multiply' is gone: export again with combine 'add'",
+        ),
         (lambda one: one["spec"]["divided"][0].update(by="quotient_remainder"), "buckets go with"),
     ],
 )

@@ -14,7 +14,7 @@ from serving.models.ranking_models import build_model
 from shardrank_testing.card_ranking import DENSE, SHOP_LEVERS, shop_levers, shop_spec
 from shardrank_testing.ranking import converted, random_inputs
 
-PRODUCT = {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}
+COMPOSED = {"kind": "quotient_remainder", "buckets": 20}
 DEVICE = torch.device("meta")
 """Stands for a card: it refuses what would have to wait for a value, and work with tensors of another device."""
 
@@ -52,14 +52,12 @@ def test_a_models_work_is_of_the_device_alone(kind, dense, number_format):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_work_on_parts_is_of_the_device_alone(dtype):
-    spec = shop_levers(shop_spec("target_attention"), SHOP_LEVERS | {"films": {"id_mapping": PRODUCT}}).compiled()
+    spec = shop_levers(shop_spec("target_attention"), SHOP_LEVERS | {"films": {"id_mapping": COMPOSED}}).compiled()
     layout, most = CardLayout(spec, FeatureSchema.of(spec), dtype), BatchClass.of(40, 3, 500)
     with torch.inference_mode():
         projections = build_model(spec).to(DEVICE).projections_by_part
         areas = [torch.zeros(one.count(most), one.width, dtype=dtype, device=DEVICE) for one in layout.areas]
-        sent = layout.extra(most, torch.zeros(layout.extra_bytes(most), dtype=torch.uint8, device=DEVICE))
         with OfTheHost() as mode:
-            layout.combine(areas, sent.products, projections)
+            layout.combine(areas, projections)
     assert mode.found == []
     assert len(layout.sums) > 3
-    assert (len(layout.products), len(layout.pooled_products)) == (3, 2)

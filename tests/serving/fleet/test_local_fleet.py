@@ -142,8 +142,8 @@ def test_several_models_begin_each_with_its_own_version(store: Path) -> None:
 
 
 def test_what_a_snapshot_does_not_allow_is_refused_first(store: Path) -> None:
-    with pytest.raises(PlanError, match="sharding 'range'"):
-        begun(store, sharding="range", replicate_bytes=0)
+    with pytest.raises(PlanError, match="sharding 'hash'"):
+        begun(store, sharding="hash", replicate_bytes=0)
     with pytest.raises(SnapshotNotFoundError, match="has no version 9"):
         begun(store, versions={"small": 9})
     assert on(store, lambda fleet: fleet.wanted()) == {}
@@ -222,4 +222,4 @@ CASES = [
 
 @pytest.mark.parametrize(("shards", "sharding", "replicate_bytes", "line"), CASES)
 def test_every_table_is_told_as_whole_or_divided(shards, sharding, replicate_bytes, line):
-    assert placement_line(Plan.make(with_bucketing(make_spec(), "hash"), shards, sharding, 1, replicate_bytes)) == line
+    assert placement_line(Plan.make(with_bucketing(make_spec(), "mixed"), shards, sharding, 1, replicate_bytes)) == line

@@ -28,10 +28,7 @@ EVERY_LEVER = {
         "id_mapping": {"kind": "hash", "salt": "per_feature"},
     },
     "age_genre": {"num_embeddings": 256, "id_mapping": {"kind": "quotient_remainder", "buckets": 16}},
-    "occupation_film": {
-        "num_embeddings": 1024,
-        "id_mapping": {"kind": "quotient_remainder", "buckets": 40, "combine": "multiply"},
-    },
+    "occupation_film": {"num_embeddings": 1024, "id_mapping": {"kind": "quotient_remainder", "buckets": 40}},
 }
 EXACT = {"dtype": "fp32", "profile": True}
 

@@ -20,7 +20,7 @@ from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCpu, engine_params
 from shardrank_testing.reference import ReferenceEngine
-from shardrank_testing.snapshots import model_of, sharding_of, table_of, write_snapshot
+from shardrank_testing.snapshots import model_of, plain_buckets, sharding_of, table_of, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
@@ -28,7 +28,7 @@ ROWS_PER_FILE = 256
 SEED = 1
 
 
-def spec_of(dtypes: list[str], bucketing: str = "hash", rows: tuple[int, ...] = (1, 255, 700, 1500)) -> ModelSpec:
+def spec_of(dtypes: list[str], bucketing: str = "mixed", rows: tuple[int, ...] = (1, 255, 700, 1500)) -> ModelSpec:
     return model_of(
         [
             table_of(f"{dtype}_{dim}_{count}", count, dim, dtype=dtype, bucketing=bucketing)
@@ -48,7 +48,7 @@ ON_CPU = [
 ]
 
 
-@pytest.fixture(scope="module", params=["hash", "range"])
+@pytest.fixture(scope="module", params=["mixed", "range"])
 def stored(request, tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
     spec = spec_of(DTYPES, request.param)
     path, tables = write_snapshot(tmp_path_factory.mktemp("store"), spec, SEED, rows_per_file=ROWS_PER_FILE)
@@ -102,8 +102,10 @@ def test_a_partition_refuses_rows_of_another_node(stored):
     plan = Plan.make(snapshot.spec, num_shards=2, sharding=sharding_of(snapshot.spec), replicate_bytes=0)
     engine = load_tables(snapshot, plan.partition(1), plan.digest).engine
     table = next(number for number, one in enumerate(engine.layout.tables) if one.num_embeddings == 1500)
-    with pytest.raises(InvalidBagsError, match=r"row 0 of table '.*_1500' is not on this node"):
-        engine.pool(bags_of({table: [[0]]}))
+    shards = plan.shard_of_bucket[table][plain_buckets(engine.layout.tables[table])]
+    row = int(np.flatnonzero(shards == 0)[0])
+    with pytest.raises(InvalidBagsError, match=rf"row {row} of table '.*_1500' is not on this node"):
+        engine.pool(bags_of({table: [[row]]}))
 
 
 def test_memory_is_reported_by_card_and_tier(tmp_path: Path):

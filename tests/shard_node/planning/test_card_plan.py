@@ -114,7 +114,7 @@ def test_how_many_rows_are_hot(plan, split):
 
 def test_copies_drive_no_row_off_the_cards(monkeypatch):
     monkeypatch.setattr(card_plan, "max_slots", lambda num_cards: 70)
-    layout = one_table_layout(100, bucketing="hash")
+    layout = one_table_layout(100, bucketing="range")
     # Rows 0 to 59 are card 0's.
     partition = Partition(2, (np.where(np.arange(256) < 60, 0, 1).astype(np.int16),))
     budget = CardBudget((places_bytes(layout) + 74 * ROW, places_bytes(layout) + 200 * ROW), 0)

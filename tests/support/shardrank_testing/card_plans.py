@@ -56,7 +56,7 @@ def models(draw: st.DrawFn, rows: st.SearchStrategy[int], max_tables: int = 4) -
                 draw(st.sampled_from([2, 4, 8, 10, 16, 64])),
                 *(f"f{number}.{feature}" for feature in range(draw(st.integers(1, 2)))),
                 dtype=draw(st.sampled_from(DTYPES)),
-                bucketing=draw(st.sampled_from(["mixed", "hash", "range"])),
+                bucketing=draw(st.sampled_from(["mixed", "range"])),
             )
             for number in range(draw(st.integers(1, max_tables)))
         ]

@@ -33,8 +33,8 @@ MODEL = "fresh"
 
 
 def delta_spec(dtypes: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32"), rows: int = 300) -> ModelSpec:
-    """One table per dtype, named after it, alternately in `hash` and `range` order, dims 4, 6, 8, …"""
-    order = ("hash", "range")
+    """One table per dtype, named after it, alternately in `range` and `mixed` order, dims 4, 6, 8, …"""
+    order = ("range", "mixed")
     return model_of(
         [
             table_of(dtype, rows + 7 * number, 4 + 2 * number, dtype=dtype, bucketing=order[number % 2])
@@ -66,7 +66,7 @@ def all_divisions(seed: int) -> DividedModel:
 
     def table(name: str, **fields: Any) -> dict[str, Any]:
         base = {"name": name, "num_embeddings": 600, "embedding_dim": 8, "feature_names": [f"f_{name}"]}
-        return {**base, "bucketing": "hash", **fields}
+        return {**base, **fields}
 
     tables = [
         table("item", dtype={"hot": "fp16", "cold": "int4", "hot_share": 0.1}),

@@ -141,8 +141,7 @@ def worth(made: DividedModel, table: TableSpec | DividedTable, pruned_row: Prune
     ids = np.arange(table.num_embeddings)
     if table.buckets is not None:
         quotients, remainders = (stored(part, given[part.name]) for part in parts)
-        first, second = quotients[ids // table.buckets], remainders[ids % table.buckets]
-        return first * second if table.combine == "multiply" else first + second
+        return quotients[ids // table.buckets] + remainders[ids % table.buckets]
     hottest = sorted(ids.tolist(), key=lambda row: (-int(made.counts[table.name][row]), row))
     out = np.zeros((ids.size, table.embedding_dim), np.float32)
     begin = 0

@@ -105,7 +105,7 @@ class KernelArena:
         self.stored = [self.codec.encode(rows) for rows in tables]
         spec = model_of(
             [
-                table_of(f"t{number}", len(rows), dim, dtype=dtype, bucketing="range" if number % 2 else "hash")
+                table_of(f"t{number}", len(rows), dim, dtype=dtype, bucketing="range" if number % 2 else "mixed")
                 for number, rows in enumerate(tables)
             ]
         )

@@ -54,7 +54,7 @@ def make_spec(
     """
 
     layouts: list[tuple[str, int, int, RowDtype, Bucketing, tuple[str, ...], Pooling]] = [
-        ("user", 1000, 16, "int8", "hash", ("user",), "sum"),
+        ("user", 1000, 16, "int8", "range", ("user",), "sum"),
         ("film", 777, 16, "int8", "mixed", ("film", "history"), "sum"),
         ("genre", 19, 8, "fp32", "range", ("genre",), "mean"),
         ("tag", 257, 8, "int4", "range", ("tag", "liked_tag"), "sum"),
@@ -85,7 +85,7 @@ def one_table_spec(
     embedding_dim: int = 8,
     *,
     dtype: RowDtype = "int8",
-    bucketing: Bucketing = "hash",
+    bucketing: Bucketing = "range",
     id_mapping: VocabularyMapping | HashMapping | None = None,
     model: str = "small",
 ) -> ModelSpec:
@@ -191,8 +191,6 @@ def rewrite_manifest(snapshot_path: Path, edit: Callable[[dict[str, Any]], None]
 
 def plain_bucket(table: TableSpec, row: int) -> int:
     """The bucket of a row by the formulas of docs/snapshot-format.md, in whole numbers of any size."""
-    if table.bucketing == "hash":
-        return row % 256
     if table.bucketing == "range":
         return row >> max(0, (table.num_embeddings - 1).bit_length() - 8)
     mixed = ((row >> 12) + xxhash.xxh3_64_intdigest(table.name.encode())) * 0xFF51AFD7ED558CCD % 2**64
