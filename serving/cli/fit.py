@@ -197,8 +197,7 @@ def _model(named: str) -> tuple[ModelDescription, dict[str, Any]]:
     tables = tuple(
         TableDescription(**{name: getattr(one, name) for name in type(one).model_fields}) for one in spec.tables
     )
-    found = {one.name: counts[one.slices[0].name] for one in spec.tables if one.slices[0].name in counts}
-    return ModelDescription(**{**fields, "tables": tables}), found
+    return ModelDescription(**{**fields, "tables": tables}), dict(counts)
 
 
 def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ class CardPlan:
         layout: TableLayout,
         partition: Partition,
         budget: CardBudget,
-        hotness: Hotness,
+        hotness: Hotness | Sequence[RowHotness],
         level_rows: Sequence[Int64Array] | None = None,
     ) -> CardPlan:
         """Decides where rows go. The same inputs give the same plan.
@@ -128,7 +128,7 @@ class CardPlan:
             layout: the tables.
             partition: the card of each bucket; -1 for another node's.
             budget: what may be taken.
-            hotness: how often rows are looked up.
+            hotness: how often rows are looked up; by table in layout order where it is known already.
             level_rows: as the attribute, where it is known already.
 
         Raises:
@@ -138,7 +138,8 @@ class CardPlan:
                 table at one owner.
         """
         _check(layout, partition, budget)
-        rows, num_cards = hotness.of(layout), partition.num_cards
+        rows = hotness.of(layout) if isinstance(hotness, Hotness) else tuple(hotness)
+        num_cards = partition.num_cards
         if level_rows is None:
             level_rows = [
                 table.rows_by_owner(of_bucket, num_cards)

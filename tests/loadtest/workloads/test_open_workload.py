@@ -8,7 +8,7 @@ import pytest
 from loadtest.errors import WorkloadError
 from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
 from loadtest.workloads.workload import features_of
-from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
+from router.planning.catalog import DLRM_V2_HOTNESS, DLRM_V2_ROWS
 
 
 def request_of(workload, seed: int = 0):
