@@ -13,22 +13,11 @@ import numpy.typing as npt
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
 from router.errors import PlanError
-from shard_node.bags import Int64Array, TableLayout
+from shard_node.bags import TableLayout
 from shard_node.planning.cost_model import BagLoad
-from shard_node.planning.hotness import Float64Array, Head, Hotness, PartOfRanks, ranked_share
+from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share
 
 MAX_HOTNESS = 1_000_000
-
-
-def shards_hit(num_shards: int, bag_ids: float, hit_rate: float = 0.0) -> float:
-    """Return how many shards a bag is sent to, in the mean: S * (1 - (1 - (1 - h) / S) ** L).
-
-    Args:
-        num_shards: S; each has a row with the same chance.
-        bag_ids: L, ids of the bag.
-        hit_rate: h, the share of lookups that hot rows at the router answer.
-    """
-    return float(num_shards * (1 - (1 - (1 - hit_rate) / num_shards) ** bag_ids))
 
 
 class TableLookups(NamedTuple):
@@ -48,38 +37,13 @@ class TableLookups(NamedTuple):
         return TableLookups(load, tuple((length * (1 - hit_rate), bags) for length, bags in self.lengths))
 
     def bags_hit(self, shards: int) -> float:
-        """Return how many bags are sent, to all shards together, if so many share the rows."""
-        return sum(
-            bags * (shards_hit(shards, length) if shards > 1 else min(1.0, length)) for length, bags in self.lengths
-        )
+        """Return how many bags are sent, to all shards together, if each of so many has a row with the same chance.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchBags:
-    """A batch's bags by table and number of ids; means over batches need not be whole.
-
-    Attributes:
-        num_tables: of the layout.
-        table: int64 [k], ascending, number in the layout; every table comes.
-        lengths: float64 [k], ids of a bag.
-        bags: float64 [k], how many bags of that table have as many ids.
-    """
-
-    num_tables: int
-    table: Int64Array
-    lengths: Float64Array
-    bags: Float64Array
-
-    @classmethod
-    def of(cls, lookups: Sequence[TableLookups]) -> BatchBags:
-        """Return the bags of all tables, in layout order."""
-        flat = [(number, *bags) for number, of_table in enumerate(lookups) for bags in of_table.lengths]
-        return cls(len(lookups), *(np.array(column) for column in zip(*flat, strict=True)))
-
-    def by_table(self, each: Float64Array) -> Float64Array:
-        """Add up numbers, float64 [k] or [k, shards], of each table."""
-        sums: Float64Array = np.add.reduceat(each, np.searchsorted(self.table, np.arange(self.num_tables)), axis=0)
-        return sums
+        A bag of L ids is sent to S * (1 - (1 - 1 / S) ** L) of S shards in the mean.
+        """
+        if shards == 1:
+            return sum(bags * min(1.0, length) for length, bags in self.lengths)
+        return sum(bags * float(shards * (1 - (1 - 1 / shards) ** length)) for length, bags in self.lengths)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import Frozen
 from router.plan import Plan
-from router.planning.lookups import BatchBags, LookupProfile, TableLookups
+from router.planning.lookups import LookupProfile, TableLookups
 from router.planning.options import GB, CapacityOptions, Network, NetworkOptions
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
@@ -36,6 +36,7 @@ from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.wire.frame import HEADER
 
 NetworkBound: TypeAlias = Literal["bandwidth", "latency"]
+Bounded: TypeAlias = Literal["rows", "bytes", "hit rate"]
 
 # As in `split`: with so many owners or fewer, and more values a bag than this, a part that has this share of all bags
 # is sent all of them.
@@ -71,27 +72,18 @@ class NearRows:
     def of(cls, options: NetworkOptions, layout: TableLayout, hotness: Sequence[RowHotness]) -> NearRows | None:
         """Return what the router looks up itself by its options; None for nothing."""
         if options.hit_rate is not None:
-            return cls.choose(layout, hotness, hit_rate=options.hit_rate)
-        return cls.choose(layout, hotness, size_bytes=options.hot_rows_gb * GB) if options.hot_rows_gb else None
+            return cls.choose(layout, hotness, "hit rate", options.hit_rate)
+        return cls.choose(layout, hotness, "bytes", options.hot_rows_gb * GB) if options.hot_rows_gb else None
 
     @classmethod
-    def choose(
-        cls,
-        layout: TableLayout,
-        hotness: Sequence[RowHotness],
-        *,
-        num_rows: float = np.inf,
-        size_bytes: float = np.inf,
-        hit_rate: float = 1.0,
-    ) -> NearRows:
-        """Return rows by lookups for each byte, the hottest first, until the first of three bounds.
+    def choose(cls, layout: TableLayout, hotness: Sequence[RowHotness], bounded: Bounded, bound: float) -> NearRows:
+        """Return rows by lookups for each byte, the hottest first, as many as a bound allows.
 
         Args:
             layout: the model's tables.
             hotness: of each, in layout order; its lookups are those of one batch or sample of all tables.
-            num_rows: at most so many rows.
-            size_bytes: at most so many bytes, as stored.
-            hit_rate: as few as answer this share of all lookups.
+            bounded: what the bound is of: rows, their bytes as stored, or their share of all lookups.
+            bound: at most so much; of a share, the fewest rows that have it, the last of them in part.
         """
         row_bytes = stored_row_bytes(layout)
         levels = [of_table.rows().astype(np.float64) for of_table in hotness]
@@ -99,20 +91,13 @@ class NearRows:
         rows, lookups = np.concatenate(levels), np.concatenate([of_table.lookups for of_table in hotness])
         order = np.argsort(-lookups / row_bytes[table], kind="stable")
         total = float(rows @ lookups)
-        # Of each level, in order: what is left of every bound once those before it are in.
-        bounds = (
-            (num_rows, 1.0 * rows),
-            (size_bytes, rows * row_bytes[table]),
-            (hit_rate * total, rows * lookups),
-        )
-        shares = np.ones_like(rows)
-        for bound, costs in bounds:
-            ordered = costs[order]
-            left = bound - (np.cumsum(ordered) - ordered)
-            # What costs nothing has no place either once the bound is passed.
-            fitting = (left / np.maximum(ordered, 1e-200)).clip(0, 1)
-            shares[order] = np.minimum(shares[order], np.where(ordered > left, fitting, 1))
-        near = rows * shares if hit_rate < 1 else np.floor(rows * shares + 1e-9)
+        costs = {"rows": rows, "bytes": rows * row_bytes[table], "hit rate": rows * lookups}[bounded][order]
+        # Of each level, in order: what is left of the bound once those before it are in.
+        left = (bound * total if bounded == "hit rate" else bound) - (np.cumsum(costs) - costs)
+        shares = np.empty_like(rows)
+        # What costs nothing has no place either once the bound is passed.
+        shares[order] = np.where(costs > left, (left / np.maximum(costs, 1e-200)).clip(0, 1), 1)
+        near = rows * shares if bounded == "hit rate" and bound < 1 else np.floor(rows * shares + 1e-9)
         by_table = np.split(near, np.cumsum([level.size for level in levels])[:-1])
         hits = np.array([float(rows @ of.lookups) for rows, of in zip(by_table, hotness, strict=True)])
         all_lookups = np.array([float(of.rows() @ of.lookups) for of in hotness])
@@ -169,20 +154,28 @@ class ShardLookups:
     turns: Int64Array
 
     @classmethod
-    def of(cls, batch: BatchBags, shares: Float64Array, is_copied: npt.NDArray[np.bool_]) -> ShardLookups:
+    def of(
+        cls, lookups: Sequence[TableLookups], shares: Float64Array, is_copied: npt.NDArray[np.bool_]
+    ) -> ShardLookups:
         """Divide a batch by shares; of a table that every shard has, bool [tables], all lookups go to one of them."""
-        num_values = batch.by_table(batch.lengths * batch.bags)[:, None]
+        # Tables by features, padded with features of no bags.
+        lengths, bags = np.zeros((2, len(lookups), max(len(of_table.lengths) for of_table in lookups)))
+        for table, of_table in enumerate(lookups):
+            lengths[table, : len(of_table.lengths)], bags[table, : len(of_table.lengths)] = zip(
+                *of_table.lengths, strict=True
+            )
+        num_values = (lengths * bags).sum(axis=1)[:, None]
         turns = np.where(is_copied, shares.shape[1], 1)[:, None]
         left = np.clip(1 - shares * turns, 0, 1)
-        hit = batch.bags[:, None] * (1 - left[batch.table] ** batch.lengths[:, None])
+        hit = (bags[:, :, None] * (1 - left[:, None, :] ** lengths[:, :, None])).sum(axis=1) / turns
         return cls(
             shares,
             num_values * shares,
-            batch.by_table(hit) / turns,
+            hit,
             (1 - left**num_values) / turns,
-            batch.by_table(batch.bags),
+            bags.sum(axis=1),
             float(num_values.sum()),
-            float(batch.bags[batch.lengths > 0].sum()),
+            float(bags[lengths > 0].sum()),
             turns,
         )
 
@@ -369,7 +362,7 @@ class FleetLookups:
         self.layout, _, self.rows, self.near = stored
         self.loads = [of_table.load for of_table in stored.lookups]
         self.is_copied = np.array([bool(owners[0] < 0) for owners in plan.shard_of_bucket])
-        self._batch = BatchBags.of(stored.lookups)
+        self._lookups = stored.lookups
         # Independent of hot rows, and slower than all else.
         self.rows_by_shard = rows_by_shard or [
             rows.rows_by_owner(owners, plan.num_shards)
@@ -385,7 +378,7 @@ class FleetLookups:
             # Of a copied table each shard has all rows, and the mean of its lookups.
             here = rows.rows()[:, None] / shares.shape[1] if self.is_copied[table] else by_shard
             shares[table] = left @ here / float(lookups @ rows.rows())
-        return ShardLookups.of(self._batch, shares, self.is_copied)
+        return ShardLookups.of(self._lookups, shares, self.is_copied)
 
     def part(self, shard: int) -> tuple[BagLoad, ...]:
         """Return what is looked up of each table, with only those bags of which a shard has a row."""
@@ -491,10 +484,10 @@ class NetworkUse(Frozen):
         slowest_us = times[slowest].alone_us
         replicated_us = lookups.resident_us(lookups.loads, system)
 
-        def use(**bound: float) -> HitRateUse:
-            return lookups.use(NearRows.choose(layout, lookups.rows, **bound), options.network, system)
+        def use(bounded: Bounded, bound: float) -> HitRateUse:
+            return lookups.use(NearRows.choose(layout, lookups.rows, bounded, bound), options.network, system)
 
-        crossover = crossover_hit_rate(lambda rate: use(hit_rate=rate).request_us, replicated_us)
+        crossover = crossover_hit_rate(lambda rate: use("hit rate", rate).request_us, replicated_us)
         return cls(
             hit_rate=0.0 if near is None else near.hit_rate,
             hot_rows=0 if near is None else int(near.rows.sum()),
@@ -515,10 +508,10 @@ class NetworkUse(Frozen):
             replicated_bytes=int(sizes.sum()),
             sharded_bytes=int(stored.max() + sizes[lookups.is_copied].sum()),
             crossover_hit_rate=crossover,
-            crossover_hot_bytes=None if crossover is None else use(hit_rate=crossover).hot_bytes,
+            crossover_hot_bytes=None if crossover is None else use("hit rate", crossover).hot_bytes,
             compared=(
-                *(use(hit_rate=rate) for rate in options.compare_hit_rates),
-                *(use(num_rows=rows) for rows in options.compare_hot_rows),
+                *(use("hit rate", rate) for rate in options.compare_hit_rates),
+                *(use("rows", rows) for rows in options.compare_hot_rows),
             ),
         )
 
