@@ -157,11 +157,12 @@ class CapacityPlan(Frozen):
         stored = StoredLookups.of(spec, layout, options, profile)
         missed = None if stored.near is None else stored.near.missed
         lookups = FleetLookups(fleet, stored) if options.network else None
+        all_loads = np.array([of_table.load for of_table in stored.lookups], np.float64)
 
         @cache
         def placed(shard: int) -> tuple[CardPlan, Traffic, BatchTime]:
             plan = CardPlan.make(layout, fleet.partition(shard), options.budget, stored.rows)
-            loads = [of_table.load for of_table in stored.lookups] if lookups is None else lookups.part(shard)
+            loads = all_loads if lookups is None else lookups.part(shard)
             traffic = Traffic.of(plan, loads, system, missed)
             return plan, traffic, batch_time(traffic, system)
 

@@ -28,7 +28,7 @@ from shard_node.bags import Int64Array
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardPlan
-from shard_node.planning.cost_model import BagLoad, Traffic, batch_time, tier_shares
+from shard_node.planning.cost_model import Traffic, batch_time, tier_shares
 from shard_node.planning.hotness import RowHotness
 
 Way = Literal["per table", "all row_wise", "all table_wise"]
@@ -282,7 +282,7 @@ class PlacedModel:
 
     def ranks(self) -> tuple[RankUse, ...]:
         """Return what each card of the fleet has; its lookups are those of rows in its buckets."""
-        values = np.array([load.values for load in self._loads])
+        values = self._loads[:, 0].copy()
         near, ranks = self._stored.near, []
         for placed in self._placements:
             share = tier_shares(placed, None if near is None else near.missed)
@@ -320,12 +320,8 @@ class PlacedModel:
         self._placements.append(placed)
         values, bags = self._sent.values[:, shard], self._sent.hit[:, shard]
         # Which share of a table is on this shard, the placement says itself.
-        loads = [
-            BagLoad(load.values * is_here / turns, hit, load.longest_bag * is_here)
-            for load, is_here, hit, turns in zip(
-                self._loads, (values > 0).tolist(), bags.tolist(), self._sent.turns[:, 0].tolist(), strict=True
-            )
-        ]
+        all_values, _, longest = self._loads.T
+        loads = np.column_stack([all_values * (values > 0) / self._sent.turns[:, 0], bags, longest * (values > 0)])
         traffic = Traffic.of(placed, loads, fleet.system, None if near is None else near.missed)
         return ShardUse(
             shard=shard,

@@ -26,7 +26,6 @@ from shard_node.planning.cost_model import (
     BYTES_PER_US,
     INDEX_BYTES,
     SUM_ITEM_BYTES,
-    BagLoad,
     BatchTime,
     CardSystem,
     Traffic,
@@ -179,14 +178,6 @@ class ShardLookups:
             turns,
         )
 
-    def loads(self, shard: int, loads: Sequence[BagLoad]) -> tuple[BagLoad, ...]:
-        """Return what one shard is sent of each table, of loads of all shards together."""
-        sent = zip(self.values[:, shard].tolist(), self.hit[:, shard].tolist(), loads, strict=True)
-        return tuple(
-            BagLoad(values, bags, min(load.longest_bag, load.longest_bag * values / load.values) if values else 0.0)
-            for values, bags, load in sent
-        )
-
     def chance_of_all_bags(self) -> Float64Array:
         """Return the chance that a shard is sent all bags, rather than those with a value there: float64 [shards].
 
@@ -210,32 +201,24 @@ class ShardLookups:
         return chance
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NetworkBytes:
-    """What one batch sends to each shard and gets back, in the mean: float64 [shards].
+class NetworkBytes(NamedTuple):
+    """What one batch sends to all shards and gets back, in the mean; frames are taken to hold a batch each.
 
     Attributes:
         ids, offsets, keys: bytes of rows' numbers, of where bags begin, and of tables and their bags.
-        framing_out, framing_back: headers, fields and padding; frames are taken to hold a batch each.
         sums: bytes of pooled sums.
+        framing: bytes of headers, fields and padding, both ways.
+        out, back, both: bytes to shards, from them, and of both ways.
     """
 
-    ids: Float64Array
-    offsets: Float64Array
-    keys: Float64Array
-    framing_out: Float64Array
-    sums: Float64Array
-    framing_back: Float64Array
-
-    @property
-    def out(self) -> Float64Array:
-        """Bytes to each shard."""
-        return self.ids + self.offsets + self.keys + self.framing_out
-
-    @property
-    def back(self) -> Float64Array:
-        """Bytes from each shard."""
-        return self.sums + self.framing_back
+    ids: float
+    offsets: float
+    keys: float
+    sums: float
+    framing: float
+    out: float
+    back: float
+    both: float
 
     @classmethod
     def of(cls, layout: TableLayout, sent: ShardLookups) -> NetworkBytes:
@@ -249,22 +232,22 @@ class NetworkBytes:
         # Numbers are int32 where every row of the model fits it. For one shard they are narrowed when they are sent,
         # which is not done to short arrays.
         is_narrow = max(table.num_embeddings for table in layout.tables) <= 2**31
-        ids, offsets = (
+        id_bytes, offset_bytes = (
             np.where(is_narrow & ~((count * 8 <= SMALL_ARRAY_BYTES) & (num_shards == 1)), 4.0, 8.0)
             for count in (num_values, num_bags + 1)
         )
+        ids, offsets = num_values * id_bytes, (num_bags + is_used) * offset_bytes
+        keys = num_keys * np.where(8 * num_keys > SMALL_ARRAY_BYTES, 8, 12)
         dims = np.array([table.embedding_dim for table in layout.tables], np.float64)[:, None]
-        sums, sums_of_all = (
+        some_sums, all_sums = (
             (bags * dims * SUM_ITEM_BYTES).sum(axis=0) for bags in (sent.hit, all_bags[:, None] / sent.turns)
         )
-        return cls(
-            ids=num_values * ids,
-            offsets=(num_bags + is_used) * offsets,
-            keys=num_keys * np.where(8 * num_keys > SMALL_ARRAY_BYTES, 8, 12),
-            framing_out=is_used * (POOL_BYTES + MEAN_PADDING * 4),
-            sums=(1 - sends_all) * sums + sends_all * sums_of_all,
-            framing_back=is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * len(layout.groups)),
-        )
+        sums = (1 - sends_all) * some_sums + sends_all * all_sums
+        framing_out = is_used * (POOL_BYTES + MEAN_PADDING * 4)
+        framing_back = is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * len(layout.groups))
+        out, back = ids + offsets + keys + framing_out, sums + framing_back
+        parts = (ids, offsets, keys, sums, framing_out + framing_back, out, back, out + back)
+        return cls(*(float(part.sum()) for part in parts))
 
 
 def bag_bytes(values: float, sums: float, dim: int) -> float:
@@ -293,7 +276,7 @@ class NetworkTime(Frozen):
     @classmethod
     def of(cls, moved: NetworkBytes, network: Network) -> NetworkTime:
         """Return bytes / bandwidth + latency."""
-        out, back = (float(size.sum()) / (network.gb_per_s * BYTES_PER_US) for size in (moved.out, moved.back))
+        out, back = (size / (network.gb_per_s * BYTES_PER_US) for size in (moved.out, moved.back))
         latency = network.latency_us if out else 0.0
         return cls(
             out_us=out,
@@ -360,7 +343,8 @@ class FleetLookups:
 
     def __init__(self, plan: Plan, stored: StoredLookups, rows_by_shard: Sequence[Int64Array] | None = None) -> None:
         self.layout, _, self.rows, self.near = stored
-        self.loads = [of_table.load for of_table in stored.lookups]
+        # [tables, 3]: fields of `BagLoad`.
+        self.loads = np.array([of_table.load for of_table in stored.lookups], np.float64)
         self.is_copied = np.array([bool(owners[0] < 0) for owners in plan.shard_of_bucket])
         self._lookups = stored.lookups
         # Independent of hot rows, and slower than all else.
@@ -380,34 +364,37 @@ class FleetLookups:
             shares[table] = left @ here / float(lookups @ rows.rows())
         return ShardLookups.of(self._lookups, shares, self.is_copied)
 
-    def part(self, shard: int) -> tuple[BagLoad, ...]:
-        """Return what is looked up of each table, with only those bags of which a shard has a row."""
-        hit = self.sent(self.near).hit[:, shard].tolist()
-        return tuple(load._replace(bags=bags) for load, bags in zip(self.loads, hit, strict=True))
+    def part(self, shard: int) -> Float64Array:
+        """Return the loads of each table, float64 [tables, 3], with only those bags of which a shard has a row."""
+        loads = self.loads.copy()
+        loads[:, 1] = self.sent(self.near).hit[:, shard]
+        return loads
 
     def use(self, near: NearRows, network: Network, system: CardSystem) -> HitRateUse:
         """Return what hot rows at the router leave to do."""
         sent = self.sent(near)
         moved = NetworkBytes.of(self.layout, sent)
         time = NetworkTime.of(moved, network)
-        shard_us, by_shard = 0.0, sent.values.sum(axis=0)
-        if by_shard.any():
-            shard_us = self.resident_us(sent.loads(int(by_shard.argmax()), self.loads), system)
+        busiest = int(sent.values.sum(axis=0).argmax())
+        values, (all_values, _, longest) = sent.values[:, busiest], self.loads.T
+        loads = np.column_stack(
+            [values, sent.hit[:, busiest], np.minimum(longest, _ratio(longest * values, all_values))]
+        )
+        shard_us = self.resident_us(loads, system) if sent.values.any() else 0.0
         row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).code_bytes for table in self.layout.tables]
-        missed = zip(self.loads, near.hit_rates.tolist(), row_bytes, strict=True)
-        moved_bytes = sum(load.values * (1 - hit_rate) * size for load, hit_rate, size in missed)
+        moved_bytes = sum((all_values * (1 - near.hit_rates) * row_bytes).tolist())
         return HitRateUse(
             hit_rate=near.hit_rate,
             hot_rows=int(near.rows.sum()),
             hot_bytes=near.size_bytes,
             moved_bytes=moved_bytes,
             moved_us=moved_bytes / (network.gb_per_s * BYTES_PER_US),
-            network_bytes=float((moved.out + moved.back).sum()),
+            network_bytes=moved.both,
             network_us=time.alone_us,
             request_us=time.alone_us + shard_us,
         )
 
-    def resident_us(self, loads: Sequence[BagLoad], system: CardSystem) -> float:
+    def resident_us(self, loads: Float64Array, system: CardSystem) -> float:
         """Return the time of lookups whose rows are all in the memory of the card that pools them."""
         return batch_time(Traffic.resident(self.layout, loads, system), system).alone_us
 
@@ -493,11 +480,11 @@ class NetworkUse(Frozen):
             hot_rows=0 if near is None else int(near.rows.sum()),
             hot_bytes=0 if near is None else near.size_bytes,
             shards_hit=float(sent.hit.sum() / sent.num_filled) if sent.num_filled else 0.0,
-            ids_bytes=float(moved.ids.sum()),
-            offsets_bytes=float(moved.offsets.sum()),
-            keys_bytes=float(moved.keys.sum()),
-            sums_bytes=float(moved.sums.sum()),
-            framing_bytes=float((moved.framing_out + moved.framing_back).sum()),
+            ids_bytes=moved.ids,
+            offsets_bytes=moved.offsets,
+            keys_bytes=moved.keys,
+            sums_bytes=moved.sums,
+            framing_bytes=moved.framing,
             busiest_to_mean=float(values.max() / values.mean()) if values.any() else 1.0,
             time=network,
             slowest_shard=slowest,

@@ -198,7 +198,7 @@ class Traffic:
     def of(
         cls,
         plan: CardPlan,
-        loads: Sequence[BagLoad],
+        loads: Float64Array | Sequence[BagLoad],
         system: CardSystem,
         missed: Sequence[Float64Array] | None = None,
     ) -> Traffic:
@@ -206,7 +206,7 @@ class Traffic:
 
         Args:
             plan: where rows are.
-            loads: of each table, in layout order, on all shards together.
+            loads: of each table, in layout order, on all shards together; float64 [tables, 3] are fields of `BagLoad`.
             system: packets and latencies.
             missed: as of `tier_shares`.
         """
@@ -215,7 +215,7 @@ class Traffic:
         return cls._of_shares(plan.layout, tier_shares(plan, missed), has_places, loads, system)
 
     @classmethod
-    def resident(cls, layout: TableLayout, loads: Sequence[BagLoad], system: CardSystem) -> Traffic:
+    def resident(cls, layout: TableLayout, loads: Float64Array | Sequence[BagLoad], system: CardSystem) -> Traffic:
         """Return what a batch moves if every row, without places, were in the memory of the one card that pools it."""
         shares = np.zeros((len(layout.tables), 1, NUM_TIERS))
         shares[:, :, HOT] = 1
@@ -227,7 +227,7 @@ class Traffic:
         layout: TableLayout,
         shares: Float64Array,
         has_places: npt.NDArray[np.bool_],
-        loads: Sequence[BagLoad],
+        loads: Float64Array | Sequence[BagLoad],
         system: CardSystem,
     ) -> Traffic:
         """Return what a batch moves whose lookups go to tiers by `shares`, float64 [tables, cards, 3]."""
