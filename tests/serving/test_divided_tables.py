@@ -10,7 +10,9 @@ import pytest
 from loader.registry.fleet import DenseStep
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
-from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
+from router.planning.capacity import CapacityPlan
+from router.planning.lookups import LookupProfile
+from router.planning.options import CapacityOptions
 from serving.rank.ranking import MergedBatch
 from serving.versions.served_model import ServedModel
 from shard_node.planning.cost_model import SYSTEMS
