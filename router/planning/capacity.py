@@ -155,7 +155,6 @@ class CapacityPlan(Frozen):
         )
         system, layout = options.system, fleet.layout
         stored = StoredLookups.of(spec, layout, options, profile)
-        missed = None if stored.near is None else stored.near.missed
         lookups = FleetLookups(fleet, stored) if options.network else None
         all_loads = np.array([of_table.load for of_table in stored.lookups], np.float64)
 
@@ -163,7 +162,7 @@ class CapacityPlan(Frozen):
         def placed(shard: int) -> tuple[CardPlan, Traffic, BatchTime]:
             plan = CardPlan.make(layout, fleet.partition(shard), options.budget, stored.rows)
             loads = all_loads if lookups is None else lookups.part(shard)
-            traffic = Traffic.of(plan, loads, system, missed)
+            traffic = Traffic.of(plan, loads, system, stored.near.missed)
             return plan, traffic, batch_time(traffic, system)
 
         shard = _fullest_shard(fleet)

@@ -283,9 +283,9 @@ class PlacedModel:
     def ranks(self) -> tuple[RankUse, ...]:
         """Return what each card of the fleet has; its lookups are those of rows in its buckets."""
         values = self._loads[:, 0].copy()
-        near, ranks = self._stored.near, []
+        ranks = []
         for placed in self._placements:
-            share = tier_shares(placed, None if near is None else near.missed)
+            share = tier_shares(placed, self._stored.near.missed)
             # Batches alternate between copies.
             share[self._is_copied] /= self._fleet.shards
             lookups = values @ share.sum(axis=2) / max(float(values.sum()), 1e-300)
@@ -309,7 +309,7 @@ class PlacedModel:
 
         What is left over is put into pinned memory that is not there, and is reported in bytes.
         """
-        layout, fleet, rows, near = self._plan.layout, self._fleet, self._stored.rows, self._stored.near
+        layout, fleet, rows = self._plan.layout, self._fleet, self._stored.rows
         partition, left_over = self._plan.partition(shard), 0
         try:
             placed = CardPlan.make(layout, partition, fleet.budget, rows, level_rows)
@@ -322,7 +322,7 @@ class PlacedModel:
         # Which share of a table is on this shard, the placement says itself.
         all_values, _, longest = self._loads.T
         loads = np.column_stack([all_values * (values > 0) / self._sent.turns[:, 0], bags, longest * (values > 0)])
-        traffic = Traffic.of(placed, loads, fleet.system, None if near is None else near.missed)
+        traffic = Traffic.of(placed, loads, fleet.system, self._stored.near.missed)
         return ShardUse(
             shard=shard,
             card_bytes=int(_card_bytes(placed).max()),

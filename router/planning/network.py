@@ -55,24 +55,16 @@ class NearRows:
 
     Attributes:
         missed: for each table float64 [levels], the share of each level's rows that are not among them.
-        rows: int64 [tables].
-        size_bytes: as stored.
+        num_rows, size_bytes: of all of them, as stored.
         hit_rates: float64 [tables], the share of a table's lookups that they answer.
         hit_rate: the same of all lookups.
     """
 
     missed: tuple[Float64Array, ...]
-    rows: Int64Array
+    num_rows: int
     size_bytes: int
     hit_rates: Float64Array
     hit_rate: float
-
-    @classmethod
-    def of(cls, options: NetworkOptions, layout: TableLayout, hotness: Sequence[RowHotness]) -> NearRows | None:
-        """Return what the router looks up itself by its options; None for nothing."""
-        if options.hit_rate is not None:
-            return cls.choose(layout, hotness, "hit rate", options.hit_rate)
-        return cls.choose(layout, hotness, "bytes", options.hot_rows_gb * GB) if options.hot_rows_gb else None
 
     @classmethod
     def choose(cls, layout: TableLayout, hotness: Sequence[RowHotness], bounded: Bounded, bound: float) -> NearRows:
@@ -102,7 +94,7 @@ class NearRows:
         all_lookups = np.array([float(of.rows() @ of.lookups) for of in hotness])
         return cls(
             tuple(1 - _ratio(rows, level) for rows, level in zip(by_table, levels, strict=True)),
-            np.array([int(np.ceil(rows.sum())) for rows in by_table], np.int64),
+            sum(int(np.ceil(rows.sum())) for rows in by_table),
             int(np.ceil(near @ row_bytes[table])),
             _ratio(hits, all_lookups),
             float(hits.sum() / total) if total else 0.0,
@@ -121,14 +113,16 @@ class StoredLookups(NamedTuple):
     layout: TableLayout
     lookups: tuple[TableLookups, ...]
     rows: tuple[RowHotness, ...]
-    near: NearRows | None
+    near: NearRows
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: TableLayout, fleet: CapacityOptions, profile: LookupProfile) -> StoredLookups:
         """Return the lookups of a fleet's batch."""
         lookups = profile.lookups(spec, layout, fleet.requests, fleet.candidates)
-        rows = profile.rows(spec, layout, lookups).of(layout)
-        return cls(layout, lookups, rows, NearRows.of(fleet.shard_network, layout, rows))
+        rows, network = profile.rows(spec, layout, lookups).of(layout), fleet.shard_network
+        if network.hit_rate is None:
+            return cls(layout, lookups, rows, NearRows.choose(layout, rows, "bytes", network.hot_rows_gb * GB))
+        return cls(layout, lookups, rows, NearRows.choose(layout, rows, "hit rate", network.hit_rate))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -353,15 +347,14 @@ class FleetLookups:
             for rows, owners in zip(stored.rows, plan.shard_of_bucket, strict=True)
         ]
 
-    def sent(self, near: NearRows | None) -> ShardLookups:
+    def sent(self, near: NearRows) -> ShardLookups:
         """Return what goes to which shard, with hot rows at the router."""
         shares = np.zeros((len(self.rows), self.rows_by_shard[0].shape[1]))
         for table, (rows, by_shard) in enumerate(zip(self.rows, self.rows_by_shard, strict=True)):
             lookups = rows.lookups if rows.lookups.any() else np.ones_like(rows.lookups)
-            left = lookups if near is None else lookups * near.missed[table]
             # Of a copied table each shard has all rows, and the mean of its lookups.
             here = rows.rows()[:, None] / shares.shape[1] if self.is_copied[table] else by_shard
-            shares[table] = left @ here / float(lookups @ rows.rows())
+            shares[table] = (lookups * near.missed[table]) @ here / float(lookups @ rows.rows())
         return ShardLookups.of(self._lookups, shares, self.is_copied)
 
     def part(self, shard: int) -> Float64Array:
@@ -385,7 +378,7 @@ class FleetLookups:
         moved_bytes = sum((all_values * (1 - near.hit_rates) * row_bytes).tolist())
         return HitRateUse(
             hit_rate=near.hit_rate,
-            hot_rows=int(near.rows.sum()),
+            hot_rows=near.num_rows,
             hot_bytes=near.size_bytes,
             moved_bytes=moved_bytes,
             moved_us=moved_bytes / (network.gb_per_s * BYTES_PER_US),
@@ -476,9 +469,9 @@ class NetworkUse(Frozen):
 
         crossover = crossover_hit_rate(lambda rate: use("hit rate", rate).request_us, replicated_us)
         return cls(
-            hit_rate=0.0 if near is None else near.hit_rate,
-            hot_rows=0 if near is None else int(near.rows.sum()),
-            hot_bytes=0 if near is None else near.size_bytes,
+            hit_rate=near.hit_rate,
+            hot_rows=near.num_rows,
+            hot_bytes=near.size_bytes,
             shards_hit=float(sent.hit.sum() / sent.num_filled) if sent.num_filled else 0.0,
             ids_bytes=moved.ids,
             offsets_bytes=moved.offsets,

@@ -103,10 +103,11 @@ class TablePlanner:
         self._fleet = fleet
         self._profile = profile
         stored = StoredLookups.of(self._spec, TableLayout.of(self._spec), fleet, profile)
-        hits = np.zeros(len(spec.tables)) if stored.near is None else stored.near.hit_rates
         lookups = {
             table.name: of_table.missed(hit_rate)
-            for table, of_table, hit_rate in zip(stored.layout.tables, stored.lookups, hits.tolist(), strict=True)
+            for table, of_table, hit_rate in zip(
+                stored.layout.tables, stored.lookups, stored.near.hit_rates.tolist(), strict=True
+            )
         }
         self._options = [
             self.options(table, lookups[table.name], is_part=spec.divided_of(table.name) is not None)
@@ -327,7 +328,7 @@ class _Dealing:
             piece, stored = self._pieces[number], self._stored
             table, index = piece.table, stored.layout.index[piece.table.name]
             us = stored.lookups[index].load.values * _lookup_us(self._fleet, table, table.embedding_dim)
-            rows, missed = stored.rows[index], None if stored.near is None else stored.near.missed[index]
+            rows, missed = stored.rows[index], stored.near.missed[index]
             total = float(rows.lookups @ rows.rows()) if self._counted else 0.0
             by_bucket = rows.lookups_by_bucket(missed) if total else piece.sizes.astype(np.float64)
             self._loads[number] = by_bucket * (us / (total or float(piece.size_bytes)))
