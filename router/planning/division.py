@@ -21,7 +21,7 @@ from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile, ShardingType
 from router.planning.lookups import LookupProfile, TableLookups
-from router.planning.network import FleetLookups, NetworkBytes, NetworkTime, StoredLookups, bag_bytes
+from router.planning.network import FleetLookups, NetworkTime, StoredLookups, bag_bytes
 from router.planning.options import CapacityOptions
 from router.planning.tables import UNBOUNDED, TablePlanner
 from shard_node.bags import Int64Array
@@ -165,12 +165,6 @@ class Division(Frozen):
         """Of all shards."""
         return sum(shard.left_over_bytes for shard in self.shards)
 
-    @property
-    def busiest_to_mean(self) -> float:
-        """The most lookups of a shard, by the mean."""
-        lookups = [shard.lookups for shard in self.shards]
-        return max(lookups) / (sum(lookups) / len(lookups)) if any(lookups) else 1.0
-
 
 class TablePlacement(Frozen):
     """One line of the printed plan, as TorchRec's `EmbeddingShardingPlan` has them.
@@ -248,8 +242,7 @@ class PlacedModel:
         lookups = FleetLookups(plan, stored, by_shard)
         self._loads, self._is_copied = lookups.loads, lookups.is_copied
         self._sent = lookups.sent(stored.near)
-        moved = NetworkBytes.of(plan.layout, self._sent)
-        self._network = NetworkTime.of(moved, fleet.shard_network.network)
+        self._network = NetworkTime.of(self._sent, fleet.shard_network.network)
         self._placements: list[CardPlan] = []
         self._shards = []
         for shard in range(fleet.shards):
@@ -321,7 +314,7 @@ class PlacedModel:
         values, bags = self._sent.values[:, shard], self._sent.hit[:, shard]
         # Which share of a table is on this shard, the placement says itself.
         all_values, _, longest = self._loads.T
-        loads = np.column_stack([all_values * (values > 0) / self._sent.turns[:, 0], bags, longest * (values > 0)])
+        loads = np.column_stack([all_values * (values > 0) / self._sent.turns, bags, longest * (values > 0)])
         traffic = Traffic.of(placed, loads, fleet.system, self._stored.near.missed)
         return ShardUse(
             shard=shard,

@@ -127,84 +127,24 @@ class StoredLookups(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardLookups:
-    """What shards are sent of a batch, in the mean; its ids are drawn independently of each other.
+    """What a batch sends to shards and gets back, in the mean; its ids are drawn independently of each other.
 
     Attributes:
         shares: float64 [tables, shards], of each table's lookups. What a row lacks to 1 the router answers itself.
-        values, hit, is_there: float64 [tables, shards]: values, bags that have one, the chance of any such bag.
-        all_bags: float64 [tables], of the whole batch.
-        num_values, num_filled: of the whole batch, values, and bags that are not empty.
-        turns: int64 [tables, 1], between how many shards batches alternate: all of them for tables that each has.
+        values, hit: float64 [tables, shards]: values, and bags that have one.
+        turns: int64 [tables], between how many shards batches alternate: all of them for tables that each has.
+        shards_hit: by a bag that is not empty.
+        ids, offsets, keys: bytes of rows' numbers, of where bags begin, and of tables and their bags, to all shards.
+        sums: bytes of pooled sums from all shards.
+        framing: bytes of headers, fields and padding, both ways; frames are taken to hold a batch each.
+        out, back, both: bytes to shards, from them, and of both ways.
     """
 
     shares: Float64Array
     values: Float64Array
     hit: Float64Array
-    is_there: Float64Array
-    all_bags: Float64Array
-    num_values: float
-    num_filled: float
     turns: Int64Array
-
-    @classmethod
-    def of(
-        cls, lookups: Sequence[TableLookups], shares: Float64Array, is_copied: npt.NDArray[np.bool_]
-    ) -> ShardLookups:
-        """Divide a batch by shares; of a table that every shard has, bool [tables], all lookups go to one of them."""
-        # Tables by features, padded with features of no bags.
-        lengths, bags = np.zeros((2, len(lookups), max(len(of_table.lengths) for of_table in lookups)))
-        for table, of_table in enumerate(lookups):
-            lengths[table, : len(of_table.lengths)], bags[table, : len(of_table.lengths)] = zip(
-                *of_table.lengths, strict=True
-            )
-        num_values = (lengths * bags).sum(axis=1)[:, None]
-        turns = np.where(is_copied, shares.shape[1], 1)[:, None]
-        left = np.clip(1 - shares * turns, 0, 1)
-        hit = (bags[:, :, None] * (1 - left[:, None, :] ** lengths[:, :, None])).sum(axis=1) / turns
-        return cls(
-            shares,
-            num_values * shares,
-            hit,
-            (1 - left**num_values) / turns,
-            bags.sum(axis=1),
-            float(num_values.sum()),
-            float(bags[lengths > 0].sum()),
-            turns,
-        )
-
-    def chance_of_all_bags(self) -> Float64Array:
-        """Return the chance that a shard is sent all bags, rather than those with a value there: float64 [shards].
-
-        `split` sends all to a single owner. Else where a count that varies from batch to batch is large enough.
-        """
-        num_shards = self.shares.shape[1]
-        if num_shards == 1 and not np.clip(1 - self.shares.sum(axis=1), 0, 1).any():
-            return np.ones(num_shards)
-        owners = num_shards + bool(self.values.sum() < self.num_values)
-        if owners > MAX_MASKED_OWNERS or self.num_values <= MANY_VALUES * self.num_filled:
-            return np.zeros(num_shards)
-        variance = (self.hit - _ratio(self.hit**2, np.broadcast_to(self.all_bags[:, None], self.hit.shape))).sum(axis=0)
-        # A sum of many parts is normally distributed; its chance to be at least 0 is told to 3 digits.
-        mean = self.hit.sum(axis=0) - NEARLY_ALL * self.all_bags.sum()
-        is_certain = (mean >= -1e-9 * np.abs(mean).max(initial=1.0)).astype(np.float64)
-        z = np.divide(mean, np.sqrt(np.maximum(variance, 0)), out=np.zeros_like(mean), where=variance > 1e-6)
-        z = np.clip(z, -8, 8)
-        chance: Float64Array = np.where(
-            variance > 1e-6, (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2, is_certain
-        )
-        return chance
-
-
-class NetworkBytes(NamedTuple):
-    """What one batch sends to all shards and gets back, in the mean; frames are taken to hold a batch each.
-
-    Attributes:
-        ids, offsets, keys: bytes of rows' numbers, of where bags begin, and of tables and their bags.
-        sums: bytes of pooled sums.
-        framing: bytes of headers, fields and padding, both ways.
-        out, back, both: bytes to shards, from them, and of both ways.
-    """
-
+    shards_hit: float
     ids: float
     offsets: float
     keys: float
@@ -215,33 +155,67 @@ class NetworkBytes(NamedTuple):
     both: float
 
     @classmethod
-    def of(cls, layout: TableLayout, sent: ShardLookups) -> NetworkBytes:
-        """Return the bytes of what shards are sent, and of their answers."""
-        num_shards, all_bags = sent.shares.shape[1], sent.all_bags
-        sends_all = sent.chance_of_all_bags()
-        num_bags = (1 - sends_all) * sent.hit.sum(axis=0) + sends_all * all_bags.sum()
-        num_keys = (1 - sends_all) * sent.is_there.sum(axis=0) + sends_all * np.count_nonzero(all_bags)
-        num_values = sent.values.sum(axis=0)
-        is_used = 1 - np.prod(1 - sent.is_there, axis=0)
+    def of(
+        cls,
+        layout: TableLayout,
+        lookups: Sequence[TableLookups],
+        shares: Float64Array,
+        is_copied: npt.NDArray[np.bool_],
+    ) -> ShardLookups:
+        """Divide a batch by shares; of a table that every shard has, bool [tables], all lookups go to one of them."""
+        num_shards = shares.shape[1]
+        # [tables, features], padded with features of no bags.
+        lengths, bags = np.zeros((2, len(lookups), max(len(of_table.lengths) for of_table in lookups)))
+        for table, of_table in enumerate(lookups):
+            lengths[table, : len(of_table.lengths)], bags[table, : len(of_table.lengths)] = np.array(of_table.lengths).T
+        num_values, all_bags = (lengths * bags).sum(axis=1)[:, None], bags.sum(axis=1)[:, None]
+        num_filled = float(bags[lengths > 0].sum())
+        turns = np.where(is_copied, num_shards, 1)[:, None]
+        left = np.clip(1 - shares * turns, 0, 1)
+        hit = (bags[:, :, None] * (1 - left[:, None, :] ** lengths[:, :, None])).sum(axis=1) / turns
+        is_there = (1 - left**num_values) / turns
+        values = num_values * shares
+        sends_all = np.ones(num_shards)
+        if num_shards > 1 or np.clip(1 - shares.sum(axis=1), 0, 1).any():
+            owners = num_shards + bool(values.sum() < num_values.sum())
+            is_counted = owners <= MAX_MASKED_OWNERS and num_values.sum() > MANY_VALUES * num_filled
+            sends_all = _chance_of_all_bags(hit, all_bags) if is_counted else np.zeros(num_shards)
+        num_bags = (1 - sends_all) * hit.sum(axis=0) + sends_all * all_bags.sum()
+        num_keys = (1 - sends_all) * is_there.sum(axis=0) + sends_all * np.count_nonzero(all_bags)
+        is_used = 1 - np.prod(1 - is_there, axis=0)
         # Numbers are int32 where every row of the model fits it. For one shard they are narrowed when they are sent,
         # which is not done to short arrays.
         is_narrow = max(table.num_embeddings for table in layout.tables) <= 2**31
         id_bytes, offset_bytes = (
             np.where(is_narrow & ~((count * 8 <= SMALL_ARRAY_BYTES) & (num_shards == 1)), 4.0, 8.0)
-            for count in (num_values, num_bags + 1)
+            for count in (values.sum(axis=0), num_bags + 1)
         )
-        ids, offsets = num_values * id_bytes, (num_bags + is_used) * offset_bytes
+        ids, offsets = values.sum(axis=0) * id_bytes, (num_bags + is_used) * offset_bytes
         keys = num_keys * np.where(8 * num_keys > SMALL_ARRAY_BYTES, 8, 12)
         dims = np.array([table.embedding_dim for table in layout.tables], np.float64)[:, None]
-        some_sums, all_sums = (
-            (bags * dims * SUM_ITEM_BYTES).sum(axis=0) for bags in (sent.hit, all_bags[:, None] / sent.turns)
-        )
+        some_sums, all_sums = ((sent * dims * SUM_ITEM_BYTES).sum(axis=0) for sent in (hit, all_bags / turns))
         sums = (1 - sends_all) * some_sums + sends_all * all_sums
         framing_out = is_used * (POOL_BYTES + MEAN_PADDING * 4)
         framing_back = is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * len(layout.groups))
         out, back = ids + offsets + keys + framing_out, sums + framing_back
-        parts = (ids, offsets, keys, sums, framing_out + framing_back, out, back, out + back)
-        return cls(*(float(part.sum()) for part in parts))
+        moved = (ids, offsets, keys, sums, framing_out + framing_back, out, back, out + back)
+        shards_hit = float(hit.sum() / num_filled) if num_filled else 0.0
+        return cls(shares, values, hit, turns[:, 0], shards_hit, *(float(by_shard.sum()) for by_shard in moved))
+
+
+def _chance_of_all_bags(hit: Float64Array, all_bags: Float64Array) -> Float64Array:
+    """Return the chance that `split` sends a shard all bags, for few of them are without a value: float64 [shards].
+
+    How many have one, `hit` [tables, shards] of `all_bags` [tables, 1] in the mean, is normally distributed.
+    """
+    variance = (hit - _ratio(hit**2, np.broadcast_to(all_bags, hit.shape))).sum(axis=0)
+    mean = hit.sum(axis=0) - NEARLY_ALL * all_bags.sum()
+    is_certain = (mean >= -1e-9 * np.abs(mean).max(initial=1.0)).astype(np.float64)
+    z = np.divide(mean, np.sqrt(np.maximum(variance, 0)), out=np.zeros_like(mean), where=variance > 1e-6)
+    z = np.clip(z, -8, 8)
+    # The cumulative distribution to 3 digits.
+    chance: Float64Array = np.where(variance > 1e-6, (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2, is_certain)
+    return chance
 
 
 def bag_bytes(values: float, sums: float, dim: int) -> float:
@@ -268,9 +242,9 @@ class NetworkTime(Frozen):
     busy_us: float
 
     @classmethod
-    def of(cls, moved: NetworkBytes, network: Network) -> NetworkTime:
+    def of(cls, sent: ShardLookups, network: Network) -> NetworkTime:
         """Return bytes / bandwidth + latency."""
-        out, back = (size / (network.gb_per_s * BYTES_PER_US) for size in (moved.out, moved.back))
+        out, back = (size / (network.gb_per_s * BYTES_PER_US) for size in (sent.out, sent.back))
         latency = network.latency_us if out else 0.0
         return cls(
             out_us=out,
@@ -355,7 +329,7 @@ class FleetLookups:
             # Of a copied table each shard has all rows, and the mean of its lookups.
             here = rows.rows()[:, None] / shares.shape[1] if self.is_copied[table] else by_shard
             shares[table] = (lookups * near.missed[table]) @ here / float(lookups @ rows.rows())
-        return ShardLookups.of(self._lookups, shares, self.is_copied)
+        return ShardLookups.of(self.layout, self._lookups, shares, self.is_copied)
 
     def part(self, shard: int) -> Float64Array:
         """Return the loads of each table, float64 [tables, 3], with only those bags of which a shard has a row."""
@@ -366,8 +340,7 @@ class FleetLookups:
     def use(self, near: NearRows, network: Network, system: CardSystem) -> HitRateUse:
         """Return what hot rows at the router leave to do."""
         sent = self.sent(near)
-        moved = NetworkBytes.of(self.layout, sent)
-        time = NetworkTime.of(moved, network)
+        time = NetworkTime.of(sent, network)
         busiest = int(sent.values.sum(axis=0).argmax())
         values, (all_values, _, longest) = sent.values[:, busiest], self.loads.T
         loads = np.column_stack(
@@ -382,7 +355,7 @@ class FleetLookups:
             hot_bytes=near.size_bytes,
             moved_bytes=moved_bytes,
             moved_us=moved_bytes / (network.gb_per_s * BYTES_PER_US),
-            network_bytes=moved.both,
+            network_bytes=sent.both,
             network_us=time.alone_us,
             request_us=time.alone_us + shard_us,
         )
@@ -443,17 +416,9 @@ class NetworkUse(Frozen):
         system: CardSystem,
         shard_time: Callable[[int], BatchTime],
     ) -> Self:
-        """Return the use of a batch.
-
-        Args:
-            lookups: of the batch, and where its rows are.
-            options: the network, and what to compare with.
-            system: of the shards' cards.
-            shard_time: of a shard's part of the batch.
-        """
+        """Return the use of a batch, by what a shard's cards take for its part."""
         layout, near, sent = lookups.layout, lookups.near, lookups.sent(lookups.near)
-        moved = NetworkBytes.of(layout, sent)
-        network = NetworkTime.of(moved, options.network)
+        network = NetworkTime.of(sent, options.network)
         row_bytes = stored_row_bytes(layout)
         sizes = row_bytes * [table.num_embeddings for table in layout.tables]
         # Rows of tables that every shard has are counted for none.
@@ -472,12 +437,12 @@ class NetworkUse(Frozen):
             hit_rate=near.hit_rate,
             hot_rows=near.num_rows,
             hot_bytes=near.size_bytes,
-            shards_hit=float(sent.hit.sum() / sent.num_filled) if sent.num_filled else 0.0,
-            ids_bytes=moved.ids,
-            offsets_bytes=moved.offsets,
-            keys_bytes=moved.keys,
-            sums_bytes=moved.sums,
-            framing_bytes=moved.framing,
+            shards_hit=sent.shards_hit,
+            ids_bytes=sent.ids,
+            offsets_bytes=sent.offsets,
+            keys_bytes=sent.keys,
+            sums_bytes=sent.sums,
+            framing_bytes=sent.framing,
             busiest_to_mean=float(values.max() / values.mean()) if values.any() else 1.0,
             time=network,
             slowest_shard=slowest,

@@ -13,7 +13,6 @@ from router.planning.lookups import TableLookups
 from router.planning.network import (
     FleetLookups,
     NearRows,
-    NetworkBytes,
     ShardLookups,
     StoredLookups,
     crossover_hit_rate,
@@ -41,10 +40,10 @@ def test_shards_hit_by_a_bag_are_those_of_random_bags(shards, ids):
     assert TableLookups(BagLoad(0, 0, 0), ((ids, 20_000),)).bags_hit(shards) == pytest.approx(hit, rel=0.02)
 
 
-def sent_evenly(lookups, num_shards, hit_rate=0.0):
+def sent_evenly(layout, lookups, num_shards, hit_rate=0.0):
     """The lookups of every table, but for those that hot rows answer, divided evenly."""
     shares = np.full((len(lookups), num_shards), (1 - hit_rate) / num_shards)
-    return ShardLookups.of(lookups, shares, np.zeros(len(lookups), np.bool_))
+    return ShardLookups.of(layout, lookups, shares, np.zeros(len(lookups), np.bool_))
 
 
 def drawn_bags(layout, rng, hotness, num_bags, *, ragged):
@@ -99,7 +98,7 @@ def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, ragge
             out += sum(map(len, encode_pool(1, 0, "", 3, part.bags)))
             back += sum(map(len, encode_answer(1, answer_of(layout, part.bags))))
     lookups = lookups_of([np.concatenate(of_table) for of_table in zip(*all_lengths, strict=True)], num_draws)
-    estimated = NetworkBytes.of(layout, sent_evenly(lookups, shards))
+    estimated = sent_evenly(layout, lookups, shards)
     assert estimated.out == pytest.approx(out / num_draws, rel=0.01)
     # With ragged bags a shard is sent all bags of some batches, and only those with a value there of others.
     assert estimated.back == pytest.approx(back / num_draws, rel=0.06 if ragged else 0.015)
@@ -115,7 +114,7 @@ def test_constants_are_those_of_split_and_messages():
 def test_the_textbooks_step_moves_the_textbooks_bytes():
     """65,536 bags of 40 ids divided evenly over 16 shards, with hot rows for 0.85 of them."""
     textbook = TableLookups(BagLoad(65_536 * 40, 65_536, 40), ((40, 65_536),))
-    step = NetworkBytes.of(one_table_layout(10_000, 128, "fp32"), sent_evenly([textbook], 16, 0.85))
+    step = sent_evenly(one_table_layout(10_000, 128, "fp32"), [textbook], 16, 0.85)
     assert step.sums == pytest.approx(65_536 * 16 * (1 - (1 - 0.15 / 16) ** 40) * 256)
     assert step.ids == pytest.approx(4 * 65_536 * 40 * 0.15)
 
@@ -126,10 +125,8 @@ def owners_by_shard(layout, num_shards):
 
 def fleet_of(layout, rows, owners, num_shards, lookups=None):
     lookups = lookups or [TableLookups(BagLoad(0, 0, 0), ((1.0, 1.0),))] * len(rows)
-    return FleetLookups(
-        Plan(layout, num_shards, 1, "hash", owners),
-        StoredLookups(layout, lookups, rows, NearRows.choose(layout, rows, "bytes", 0)),
-    )
+    stored = StoredLookups(layout, lookups, rows, NearRows.choose(layout, rows, "bytes", 0))
+    return FleetLookups(Plan(layout, num_shards, 1, "hash", owners), stored)
 
 
 @given(layout=layouts(), data=st.data())
@@ -141,7 +138,7 @@ def test_every_lookup_goes_to_one_shard_or_the_router(layout, data):
     owners[0] = np.full_like(owners[0], -1)
     hot = NearRows.choose(layout, rows, "bytes", data.draw(st.integers(0, 10_000)))
     sent = fleet_of(layout, rows, owners, shards).sent(hot)
-    assert sent.turns[:, 0].tolist() == [shards] + [1] * (len(owners) - 1)
+    assert sent.turns.tolist() == [shards] + [1] * (len(owners) - 1)
     looked_up = [one.lookups.any() for one in rows]
     np.testing.assert_allclose(1 - sent.shares.sum(axis=1)[looked_up], hot.hit_rates[looked_up], atol=1e-9)
 
