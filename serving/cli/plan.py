@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.tables import DividedTable, RowDtype
-    from router.plan_file import PlanFile
     from router.planning.lookups import LookupProfile
     from router.planning.options import NetworkOptions
     from shard_node.planning.cost_model import CardSystem
@@ -142,20 +141,16 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     if compare or out is not None:
         found, file = CapacityPlan.per_table(spec, profile, node)
         if out is not None:
-            _write(out, file)
+            try:
+                out.write_text(file.to_json(), encoding="utf-8")
+            except OSError as error:
+                raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
     else:
         found = CapacityPlan.make(spec, profile, node)
     if options["as_json"]:
         print_json(found)
     else:
         print_plan(found)
-
-
-def _write(out: Path, file: PlanFile) -> None:
-    try:
-        out.write_text(file.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
 
 
 def _number(name: str, text: str) -> float:
