@@ -80,7 +80,7 @@ def test_hot_and_cold_rows_take_their_planned_bytes(tmp_path, on):
     spec = twins.divided.spec
     planned = CapacityPlan.make(
         spec,
-        LookupProfile(counts={one.name: twins.divided.access_counts(one.name) for one in spec.stored_tables}),
+        LookupProfile(counts={one.name: twins.divided.access_counts(one.slices[0].name) for one in spec.tables}),
         CapacityOptions(
             system=SYSTEMS["h100"],
             cards=on.num_cards,
