@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -254,7 +256,7 @@ class TablePlanner:
             for stored, shards in zip(table.slices, of_slices, strict=True)
         ]
         stored = StoredLookups.of(spec, TableLayout.of(spec), self._fleet, self._profile)
-        ranks = iter(_Dealing(pieces, stored, self._fleet, shard_bytes, counted=counted).ranks(whole_bytes))
+        ranks = iter(_Dealing(pieces, stored, self._fleet, shard_bytes, counted).ranks(whole_bytes))
         tables = [
             TablePlan(
                 table=table.name,
@@ -286,31 +288,22 @@ class _Piece(NamedTuple):
         return int(self.sizes.sum())
 
 
+@dataclass(frozen=True, eq=False)
 class _Dealing:
     """Stored tables of which the shards are known, as their buckets are given to these shards and to their cards."""
 
-    def __init__(
-        self,
-        pieces: Sequence[_Piece],
-        stored: StoredLookups,
-        fleet: CapacityOptions,
-        shard_bytes: int,
-        *,
-        counted: bool,
-    ) -> None:
-        self._pieces = pieces
-        self._fleet = fleet
-        self._stored = stored
-        self._counted = counted
-        self._loads: dict[int, Float64Array] = {}
-        self._shard_of_bucket = self._to_shards(shard_bytes)
+    pieces: Sequence[_Piece]
+    stored: StoredLookups
+    fleet: CapacityOptions
+    shard_bytes: int
+    counted: bool
 
     def ranks(self, whole_bytes: int) -> list[RanksOfBuckets]:
         """Return who owns each piece. A piece of up to so many bytes that a shard has whole is on one card."""
-        cards = self._fleet.cards
+        cards = self.fleet.cards
         ranks = [np.zeros(shards.size, np.int32) for shards in self._shard_of_bucket]
-        copies: list[list[int]] = [[] for _ in self._pieces]
-        for shard in range(self._fleet.shards):
+        copies: list[list[int]] = [[] for _ in self.pieces]
+        for shard in range(self.fleet.shards):
             for number, card_of_bucket in self._to_cards(shard, whole_bytes).items():
                 is_local = self._shard_of_bucket[number] == shard
                 ranks[number][is_local] = shard * cards + card_of_bucket[is_local]
@@ -319,27 +312,29 @@ class _Dealing:
             RanksOfBuckets(ranks=tuple(copies[number]))
             if piece.kind == "data_parallel"
             else RanksOfBuckets.of(ranks[number])
-            for number, piece in enumerate(self._pieces)
+            for number, piece in enumerate(self.pieces)
         ]
 
-    def _bucket_loads(self, number: int) -> Float64Array:
-        """Return what each bucket of a piece costs its owner, float64 [buckets], without the router's own rows."""
-        if number not in self._loads:
-            piece, stored = self._pieces[number], self._stored
-            table, index = piece.table, stored.layout.index[piece.table.name]
-            us = stored.lookups[index].load.values * _lookup_us(self._fleet, table, table.embedding_dim)
-            rows, missed = stored.rows[index], stored.near.missed[index]
-            total = float(rows.lookups @ rows.rows()) if self._counted else 0.0
+    @cached_property
+    def _loads(self) -> list[Float64Array]:
+        """What each bucket of each piece costs its owner, float64 [buckets], without the router's own rows."""
+        loads = []
+        for piece in self.pieces:
+            table, index = piece.table, self.stored.layout.index[piece.table.name]
+            us = self.stored.lookups[index].load.values * _lookup_us(self.fleet, table, table.embedding_dim)
+            rows, missed = self.stored.rows[index], self.stored.near.missed[index]
+            total = float(rows.lookups @ rows.rows()) if self.counted else 0.0
             by_bucket = rows.lookups_by_bucket(missed) if total else piece.sizes.astype(np.float64)
-            self._loads[number] = by_bucket * (us / (total or float(piece.size_bytes)))
-        return self._loads[number]
+            loads.append(by_bucket * (us / (total or float(piece.size_bytes))))
+        return loads
 
-    def _to_shards(self, shard_bytes: int) -> list[Int16Array]:
-        """Return the shard of each bucket, int16 [buckets] for each piece; of one on every shard, -1."""
-        owners = Owners.empty([shard_bytes] * self._fleet.shards)
+    @cached_property
+    def _shard_of_bucket(self) -> list[Int16Array]:
+        """The shard of each bucket, int16 [buckets] for each piece; of one on every shard, -1."""
+        owners = Owners.empty([self.shard_bytes] * self.fleet.shards)
         owner_of_bucket: list[Int16Array] = []
         divided: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for number, piece in enumerate(self._pieces):
+        for number, piece in enumerate(self.pieces):
             is_copy = piece.kind == "data_parallel"
             owner_of_bucket.append(np.full(piece.sizes.size, -1 if is_copy else piece.shards[0], np.int16))
             if is_copy or len(piece.shards) == 1:
@@ -350,8 +345,8 @@ class _Dealing:
         for shards, numbers in sorted(divided.items(), key=lambda alike: (len(alike[0]), alike[0])):
             some = owners.of(shards)
             dealt = deal(
-                [self._bucket_loads(number) for number in numbers],
-                [self._pieces[number].sizes for number in numbers],
+                [self._loads[number] for number in numbers],
+                [self.pieces[number].sizes for number in numbers],
                 some,
             )
             owners.put(shards, some)
@@ -361,18 +356,18 @@ class _Dealing:
 
     def _to_cards(self, shard: int, whole_bytes: int) -> dict[int, Int16Array]:
         """Return the card of each bucket of what a shard has, int16 [buckets]: bytes are even, then loads."""
-        cards = Owners.empty([UNBOUNDED] * self._fleet.cards)
+        cards = Owners.empty([UNBOUNDED] * self.fleet.cards)
         card_of_bucket: dict[int, Int16Array] = {}
         whole, parts = list[int](), list[int]()
-        for number, piece in enumerate(self._pieces):
+        for number, piece in enumerate(self.pieces):
             if shard not in piece.shards:
                 continue
             is_whole = len(piece.shards) == 1 and piece.size_bytes <= whole_bytes
             (whole if is_whole or piece.kind == "data_parallel" else parts).append(number)
-        for number in sorted(whole, key=lambda number: -self._pieces[number].size_bytes):
-            piece, card = self._pieces[number], int(np.lexsort((cards.load, cards.used))[0])
+        for number in sorted(whole, key=lambda number: -self.pieces[number].size_bytes):
+            piece, card = self.pieces[number], int(np.lexsort((cards.load, cards.used))[0])
             cards.give(card, piece.load_us, piece.size_bytes)
             card_of_bucket[number] = np.full(piece.sizes.size, card, np.int16)
-        sizes = [np.where(self._shard_of_bucket[number] == shard, self._pieces[number].sizes, 0) for number in parts]
-        dealt = deal([self._bucket_loads(number) for number in parts], sizes, cards, even="bytes")
+        sizes = [np.where(self._shard_of_bucket[number] == shard, self.pieces[number].sizes, 0) for number in parts]
+        dealt = deal([self._loads[number] for number in parts], sizes, cards, even="bytes")
         return card_of_bucket | dict(zip(parts, dealt, strict=True))
