@@ -8,12 +8,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal, Self, TypeAlias
 
-import numpy as np
-
-from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import Frozen, RowDtype
-from router.plan import Plan, table_bytes
+from router.plan import Plan
 from router.plan_file import PlanFile
 from router.planning.division import DividedUse, FleetPlan
 from router.planning.lookups import LookupProfile
@@ -155,21 +152,20 @@ class CapacityPlan(Frozen):
         )
         system, layout = options.system, fleet.layout
         stored = StoredLookups.of(spec, layout, options, profile)
-        lookups = FleetLookups(fleet, stored) if options.network else None
-        all_loads = np.array([of_table.load for of_table in stored.lookups], np.float64)
+        lookups = FleetLookups(fleet, stored)
 
         @cache
         def placed(shard: int) -> tuple[CardPlan, Traffic, BatchTime]:
             plan = CardPlan.make(layout, fleet.partition(shard), options.budget, stored.rows)
-            loads = all_loads if lookups is None else lookups.part(shard)
+            loads = lookups.part(shard) if options.network else lookups.loads
             traffic = Traffic.of(plan, loads, system, stored.near.missed)
             return plan, traffic, batch_time(traffic, system)
 
-        shard = _fullest_shard(fleet)
-        plan, traffic, time = placed(shard)
+        fullest = int(lookups.stored_bytes.argmax())
+        plan, traffic, time = placed(fullest)
         network = None
-        if lookups is not None:
-            network = NetworkUse.make(lookups, options.shard_network, system, lambda shard: placed(shard)[2])
+        if options.network:
+            network = NetworkUse.make(lookups, options.network, system, lambda shard: placed(shard)[2])
         # As if no parts were multiplied.
         divided = tuple(table.model_copy(update={"combine": "add"}) for table in spec.divided)
         added = profile.lookups(
@@ -181,7 +177,7 @@ class CapacityPlan(Frozen):
             num_tables=len(spec.logical_tables),
             num_rows=sum(table.num_embeddings for table in spec.logical_tables),
             size=ModelSize.of(spec),
-            shard_index=shard,
+            shard_index=fullest,
             cards=_cards(plan, options),
             pinned_bytes=plan.pinned_bytes,
             all_on_cards_bytes=plan.all_on_cards_bytes,
@@ -202,17 +198,6 @@ class CapacityPlan(Frozen):
             time=time,
             network=network,
         )
-
-
-def _fullest_shard(fleet: Plan) -> int:
-    """Return the shard with the most bytes of rows, as stored."""
-    sizes = np.zeros(fleet.num_shards)
-    for table, owners in zip(fleet.layout.tables, fleet.shard_of_bucket, strict=True):
-        # What is on every shard makes none fuller than another.
-        if owners[0] >= 0:
-            rows = RowBuckets.of(table).rows_per_bucket()
-            sizes += np.bincount(owners, rows, fleet.num_shards) * (table_bytes(table) / table.num_embeddings)
-    return int(sizes.argmax())
 
 
 def _cards(plan: CardPlan, options: CapacityOptions) -> tuple[CardUse, ...]:

@@ -321,6 +321,13 @@ class FleetLookups:
             for rows, owners in zip(stored.rows, plan.shard_of_bucket, strict=True)
         ]
 
+    @property
+    def stored_bytes(self) -> Float64Array:
+        """Bytes of the rows that each shard has alone, as stored: float64 [shards]."""
+        rows = np.array([by_shard.sum(axis=0) for by_shard in self.rows_by_shard])
+        stored: Float64Array = (rows * stored_row_bytes(self.layout)[:, None]).sum(axis=0)
+        return stored
+
     def sent(self, near: NearRows) -> ShardLookups:
         """Return what goes to which shard, with hot rows at the router."""
         shares = np.zeros((len(self.rows), self.rows_by_shard[0].shape[1]))
@@ -419,10 +426,10 @@ class NetworkUse(Frozen):
         """Return the use of a batch, by what a shard's cards take for its part."""
         layout, near, sent = lookups.layout, lookups.near, lookups.sent(lookups.near)
         network = NetworkTime.of(sent, options.network)
-        row_bytes = stored_row_bytes(layout)
-        sizes = row_bytes * [table.num_embeddings for table in layout.tables]
-        # Rows of tables that every shard has are counted for none.
-        stored = (np.array([rows.sum(axis=0) for rows in lookups.rows_by_shard]) * row_bytes[:, None]).sum(axis=0)
+        sizes, stored = (
+            stored_row_bytes(layout) * [table.num_embeddings for table in layout.tables],
+            lookups.stored_bytes,
+        )
         values = sent.values.sum(axis=0)
         times = {shard: shard_time(shard) for shard in sorted({int(values.argmax()), int(stored.argmax())})}
         slowest = max(times, key=lambda shard: times[shard].alone_us)

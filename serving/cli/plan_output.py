@@ -47,10 +47,9 @@ def print_plan(plan: CapacityPlan) -> None:
     _print_time(plan)
     if plan.network is not None and plan.options.network is not None:
         _print_network(plan.network, plan.options.shards, plan.options.network.network)
-    where = "every row is on cards" if plan.fits_on_cards else ""
-    needed = f"every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each"
-    pinned = f"with {human_bytes(plan.pinned_bytes)} in pinned host memory"
-    click.echo(f"fits: {where} ({needed})" if plan.fits_on_cards else f"fits {pinned} ({needed})")
+    pinned = f" with {human_bytes(plan.pinned_bytes)} in pinned host memory"
+    fits = ": every row is on cards" if plan.fits_on_cards else pinned
+    click.echo(f"fits{fits} (every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each)")
 
 
 def _print_head(plan: CapacityPlan) -> None:

@@ -202,13 +202,9 @@ class Traffic:
         system: CardSystem,
         missed: Sequence[Float64Array] | None = None,
     ) -> Traffic:
-        """Return what a batch moves.
+        """Return what a batch moves, by the loads of each table, in layout order, on all shards together.
 
-        Args:
-            plan: where rows are.
-            loads: of each table, in layout order, on all shards together; float64 [tables, 3] are fields of `BagLoad`.
-            system: packets and latencies.
-            missed: as of `tier_shares`.
+        Loads are `BagLoad`, or their fields, float64 [tables, 3]; `missed` is as of `tier_shares`.
         """
         # A table that is at one owner has no places to be read.
         has_places = np.array([places.rows > 0 for places in plan.places])
