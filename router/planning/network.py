@@ -426,10 +426,8 @@ class NetworkUse(Frozen):
         """Return the use of a batch, by what a shard's cards take for its part."""
         layout, near, sent = lookups.layout, lookups.near, lookups.sent(lookups.near)
         network = NetworkTime.of(sent, options.network)
-        sizes, stored = (
-            stored_row_bytes(layout) * [table.num_embeddings for table in layout.tables],
-            lookups.stored_bytes,
-        )
+        sizes = stored_row_bytes(layout) * [table.num_embeddings for table in layout.tables]
+        stored = lookups.stored_bytes
         values = sent.values.sum(axis=0)
         times = {shard: shard_time(shard) for shard in sorted({int(values.argmax()), int(stored.argmax())})}
         slowest = max(times, key=lambda shard: times[shard].alone_us)

@@ -111,18 +111,6 @@ def test_constants_are_those_of_split_and_messages():
     assert network.SMALL_ARRAY_BYTES == messages.SMALL_ARRAY_BYTES
 
 
-def test_the_textbooks_step_moves_the_textbooks_bytes():
-    """65,536 bags of 40 ids divided evenly over 16 shards, with hot rows for 0.85 of them."""
-    textbook = TableLookups(BagLoad(65_536 * 40, 65_536, 40), ((40, 65_536),))
-    step = sent_evenly(one_table_layout(10_000, 128, "fp32"), [textbook], 16, 0.85)
-    assert step.sums == pytest.approx(65_536 * 16 * (1 - (1 - 0.15 / 16) ** 40) * 256)
-    assert step.ids == pytest.approx(4 * 65_536 * 40 * 0.15)
-
-
-def owners_by_shard(layout, num_shards):
-    return tuple((np.arange(num_buckets(one)) % num_shards).astype(np.int16) for one in layout.tables)
-
-
 def fleet_of(layout, rows, owners, num_shards, lookups=None):
     lookups = lookups or [TableLookups(BagLoad(0, 0, 0), ((1.0, 1.0),))] * len(rows)
     stored = StoredLookups(layout, lookups, rows, NearRows.choose(layout, rows, "bytes", 0))
@@ -146,9 +134,9 @@ def test_every_lookup_goes_to_one_shard_or_the_router(layout, data):
 def test_a_replicated_table_is_sent_to_one_shard_a_batch():
     layout = layout_like((8, "int8"), (8, "int8"))
     rows = Hotness().of(layout)
-    owners = owners_by_shard(layout, 4)
+    buckets = num_buckets(layout.tables[0])
     lookups = [TableLookups(BagLoad(1000, 100, 10), ((10, 100),))] * 2
-    fleet = fleet_of(layout, rows, (np.full_like(owners[0], -1), owners[1]), 4, lookups)
+    fleet = fleet_of(layout, rows, (np.full(buckets, -1), np.arange(buckets) % 4), 4, lookups)
     sent = fleet.sent(fleet.near)
     np.testing.assert_allclose(sent.values.sum(axis=1), 1000)
     assert sent.hit[0].sum() == pytest.approx(100)
