@@ -97,7 +97,7 @@ class LookupProfile:
         Context features are looked up by request, others by candidate. Bags of a feature are all as long as their mean.
         A part by popularity is looked up for its share of the ids, but for as many bags as its table.
         """
-        shares, found = self._part_shares(spec), []
+        shares, lookups = self._part_shares(spec), []
         for table in layout.tables:
             divided, share = spec.divided_of(table.name), shares.get(table.name, 1.0)
             is_product = divided is not None and divided.combine == "multiply"
@@ -111,8 +111,8 @@ class LookupProfile:
                 ids.append(share if is_single else mean * share)
                 longest.append(1.0 if is_single else self.longest.get(name, mean) * share)
             values = sum(many * length for many, length in zip(bags, ids, strict=True))
-            found.append(TableLookups(BagLoad(values, sum(bags), max(longest)), tuple(zip(ids, bags, strict=True))))
-        return tuple(found)
+            lookups.append(TableLookups(BagLoad(values, sum(bags), max(longest)), tuple(zip(ids, bags, strict=True))))
+        return tuple(lookups)
 
     def rows(self, spec: ModelSpec, layout: TableLayout, lookups: Sequence[TableLookups]) -> Hotness:
         """Return how often the rows of stored tables are looked up: slices of a table like the table."""

@@ -141,15 +141,15 @@ class TablePlanner:
         replicated = self._option("data_parallel", table, lookups, 1, shards)
         if replicated.size_bytes <= self._fleet.replicate_bytes:
             return [replicated]
-        found = [whole, replicated, self._option("row_wise", table, lookups, 1, shards)]
+        ways = [whole, replicated, self._option("row_wise", table, lookups, 1, shards)]
         for slices in () if is_part else (2, 4, 8, 16, 32):
             dim, rest = divmod(table.embedding_dim, slices)
             if rest or dim < MIN_SLICE_DIM or (table.dtype == "int4" and dim % 2) or slices > shards:
                 break
-            found.append(self._option("column_wise", table, lookups, slices, 1))
+            ways.append(self._option("column_wise", table, lookups, slices, 1))
             if shards % slices == 0 and shards > slices:
-                found.append(self._option("grid_shard", table, lookups, slices, shards // slices))
-        return sorted(found, key=lambda option: (option.cost_us, option.size_bytes * option.slices * option.spread))
+                ways.append(self._option("grid_shard", table, lookups, slices, shards // slices))
+        return sorted(ways, key=lambda option: (option.cost_us, option.size_bytes * option.slices * option.spread))
 
     def _option(self, kind: ShardingType, table: TableSpec, lookups: TableLookups, slices: int, spread: int) -> Option:
         """Return the costs of `slices` of the columns, the rows of each over `spread` shards, or copied to all."""
@@ -206,9 +206,9 @@ class TablePlanner:
         owners, placed = Owners.empty([free_bytes] * self._fleet.shards), {}
         for number in self._order:
             tried = (self._place(owners, option, bound_us) for option in options[number])
-            if (found := next((table for table in tried if table is not None), None)) is None:
+            if (table := next((table for table in tried if table is not None), None)) is None:
                 return None
-            placed[number] = found
+            placed[number] = table
         return [placed[number] for number in range(len(placed))]
 
     def _place(self, owners: Owners, option: Option, bound_us: float) -> PlacedTable | None:
