@@ -10,6 +10,8 @@ from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
 from loadtest.workloads.workload import features_of
 from router.planning.catalog import CATALOG
 
+DLRM_V2 = CATALOG["dlrm-v2"].tables
+
 
 def request_of(workload, seed: int = 0):
     request = workload.request(np.random.default_rng(seed))
@@ -21,7 +23,7 @@ def test_dlrm_v2_has_214_ids_a_candidate_and_published_tables():
     request, features = request_of(workload)
     assert request.bags.num_values == 7 * 214
     assert request.candidate_dense.shape == (7, 13)
-    for number, (_, (hotness,), rows, _) in enumerate(CATALOG["dlrm-v2"].tables):
+    for number, (_, (hotness,), rows, _) in enumerate(DLRM_V2):
         assert features[f"f{number}"].lengths.tolist() == [hotness] * 7
         assert features[f"f{number}"].values.max() < rows
     # Of 40 million rows, uniform ids are hardly ever among the first million.
@@ -52,7 +54,7 @@ def test_requests_are_varied_around_the_published_ones():
     for request in requests[:20]:
         for feature in features_of(workload.schema, request):
             lengths.setdefault(feature.name, []).append(feature.lengths)
-    for number, (_, (hotness,), _, _) in enumerate(CATALOG["dlrm-v2"].tables):
+    for number, (_, (hotness,), _, _) in enumerate(DLRM_V2):
         found = np.concatenate(lengths[f"f{number}"])
         assert found.mean() == pytest.approx(hotness, rel=0.1)
         expected = {0, 1, 2} if hotness == 1 else set(range(1, 2 * hotness))
@@ -72,9 +74,7 @@ def test_requests_that_do_not_vary_are_the_published_ones():
 
 def test_scale_is_the_share_of_the_rows():
     tables = open_workload("dlrm-v2:0.01").spec.tables
-    assert [table.num_embeddings for table in tables] == [
-        max(1, round(0.01 * rows)) for _, _, rows, _ in CATALOG["dlrm-v2"].tables
-    ]
+    assert [table.num_embeddings for table in tables] == [max(1, round(0.01 * rows)) for _, _, rows, _ in DLRM_V2]
 
 
 def test_a_bench_workload_has_the_hotness_of_its_name():

@@ -56,19 +56,15 @@ def drawn_bags(layout, rng, hotness, num_bags, *, ragged):
 
 def answer_of(layout, bags):
     """An answer of the shape that cards give, without its rows."""
-    starts, keys = bags.bag_starts(), group_keys(layout, bags)
-    return Answer(
-        [np.zeros((starts[end] - starts[first], group.embedding_dim), np.float16) for group, first, end in keys]
-    )
+    starts = bags.bag_starts()
+    shapes = [(starts[end] - starts[first], group.embedding_dim) for group, first, end in group_keys(layout, bags)]
+    return Answer([np.zeros(shape, np.float16) for shape in shapes])
 
 
 def lookups_of(lengths, batches):
     """Bags, int64 [bags] for each table, of so many batches together, as the mean of one."""
-    load = BagLoad(0, 0, 0)
     counted = [np.unique(of_table, return_counts=True) for of_table in lengths]
-    return [
-        TableLookups(load, tuple(zip(ids.tolist(), (bags / batches).tolist(), strict=True))) for ids, bags in counted
-    ]
+    return [TableLookups(BagLoad(0, 0, 0), tuple(zip(ids, bags / batches, strict=True))) for ids, bags in counted]
 
 
 TABLES = {
