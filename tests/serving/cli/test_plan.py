@@ -122,7 +122,6 @@ def planned(*arguments: object) -> CapacityPlan:
 def test_text_and_json_tell_the_same() -> None:
     arguments = ("--model", "dlrm-v2", "--cards", "8", "--card-memory-gb", "5", "--zipf", "1.05")
     plan, text = planned(*arguments), shardrank("plan", *arguments).output
-    assert re.search(rf"peer|on one of the others .* {plan.tiers[2].lookup_share:.2%}", text)
     assert f"alone {plan.time.alone_us:.1f} us, bound by {plan.time.bound}; all 8 cards busy" in text
     assert planned(*arguments, "--nvlink-gb-per-s", 1).time.alone_us > plan.time.alone_us
 
