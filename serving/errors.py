@@ -144,10 +144,6 @@ class NotReadyError(ServingError, kind="not_ready", http_status=503, grpc_status
     """A configured model has no live version, or its shards can't be reached."""
 
 
-class LookupProfileError(ServingError, kind="lookup_profile", http_status=400, grpc_status="INVALID_ARGUMENT"):
-    """A hotness or a skew to plan with that is out of range, or of a feature that the model does not have."""
-
-
 class CanaryShareError(ServingError, kind="canary_share", http_status=400, grpc_status="INVALID_ARGUMENT"):
     """A canary's share of the requests that is not above 0 and below 1."""
 

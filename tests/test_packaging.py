@@ -98,7 +98,7 @@ def test_what_a_client_needs_loads_no_torch(name: str):
 
 
 def test_the_load_generator_and_the_planner_load_no_torch():
-    modules = "loadtest.load.generator, router.plan, serving.cli.capacity, serving.fleet.supervisor"
+    modules = "loadtest.load.generator, router.plan, router.planning.capacity, serving.fleet.supervisor"
     assert run(f"import sys, {modules}; print('torch' in sys.modules)") == "False\n"
 
 

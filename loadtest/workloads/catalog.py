@@ -27,7 +27,7 @@ from loadtest.workloads.workload import (
     parse_ids,
 )
 from router.feature_schema import FeatureSchema
-from serving.cli.capacity import catalog_model
+from router.planning.catalog import catalog_model
 from serving.formats.requests import RankRequest
 from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions, evaluation_requests, films_spec
 from serving.training.interactions import Interactions, positions_in, read_movielens

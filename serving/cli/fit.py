@@ -186,8 +186,7 @@ def _read_model(named: str) -> tuple[ModelDescription, dict[str, Any]]:
         raise ExportError(f"{named}: its tables are divided already; give the description that it was made from")
     tables = tuple(TableDescription(**dict(table)) for table in spec.tables)
     fields = {name: getattr(spec, name) for name in ModelDescription.model_fields}
-    row_counts = {table.name: counts[table.slices[0].name] for table in spec.tables if table.slices[0].name in counts}
-    return ModelDescription(**{**fields, "tables": tables}), row_counts
+    return ModelDescription(**{**fields, "tables": tables}), dict(counts)
 
 
 def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import human_bytes, human_count, print_json, print_table
+from serving.cli.output import print_json
 from serving.cli.settings import Options, config_of
 from serving.cli.snapshots import read_description
 
@@ -22,20 +22,12 @@ if TYPE_CHECKING:
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.tables import DividedTable, RowDtype
-    from router.plan_file import PlanFile
-    from serving.cli.capacity import CapacityPlan, LookupProfile
-    from serving.cli.network import NetworkOptions
+    from router.planning.lookups import LookupProfile
+    from router.planning.options import NetworkOptions
     from shard_node.planning.cost_model import CardSystem
     from shard_node.planning.hotness import Head
 
 MANIFEST_NAME = "manifest.json"
-MAX_TABLES = 8
-TIER_NAMES = {
-    "hot": "hot: on every card",
-    "card": "card: on the card that pools",
-    "peer": "card: on one of the others",
-    "pinned": "pinned host memory",
-}
 DTYPES = ("int8", "int4", "fp16", "fp32")
 SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 """The keys of `SYSTEMS`, repeated because importing them would make `--help` slow; a test compares them."""
@@ -119,7 +111,9 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
       shardrank plan --model models/shop/3 --shards 2 --cards 4 --out plan.json
     """
     from loader.snapshot.tables import NUM_BUCKETS
-    from serving.cli.capacity import CapacityOptions, CapacityPlan
+    from router.planning.capacity import CapacityPlan
+    from router.planning.options import CapacityOptions
+    from serving.cli.plan_output import print_plan
 
     planned = planned_model(options)
     spec, profile = planned.spec, planned.profile
@@ -147,20 +141,16 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     if compare or out is not None:
         found, file = CapacityPlan.per_table(spec, profile, node)
         if out is not None:
-            _write(out, file)
+            try:
+                out.write_text(file.to_json(), encoding="utf-8")
+            except OSError as error:
+                raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
     else:
         found = CapacityPlan.make(spec, profile, node)
     if options["as_json"]:
         print_json(found)
     else:
         print_plan(found)
-
-
-def _write(out: Path, file: PlanFile) -> None:
-    try:
-        out.write_text(file.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
 
 
 def _number(name: str, text: str) -> float:
@@ -184,8 +174,7 @@ def _head(text: str) -> Head:
 
 
 def _network(options: Options) -> NetworkOptions:
-    from serving.cli.network import NetworkOptions
-    from shard_node.planning.network_cost import Network
+    from router.planning.options import Network, NetworkOptions
 
     network = Network(gb_per_s=options["network_gb_per_s"], latency_us=options["network_us"])
     return config_of(NetworkOptions, options, network=network)
@@ -215,7 +204,7 @@ def _counted(planned: Planned, options: Options) -> dict[str, npt.NDArray[np.uin
         if isinstance(table, DividedTable):
             found |= part_counts(table, spec.parts(table), given[name], planned.classes(table, given[name]))
         else:
-            found |= {one.name: given[name] for one in table.slices}
+            found[name] = given[name]
     return found
 
 
@@ -262,7 +251,8 @@ def planned_model(options: Options) -> Planned:
 
     Raises UsageError, ExportError for a description that can't be read, or SnapshotError.
     """
-    from serving.cli.capacity import CATALOG, LookupProfile, catalog_model
+    from router.planning.catalog import CATALOG, catalog_model
+    from router.planning.lookups import LookupProfile
     from serving.cli.export import Pruned
 
     named, dtype = options["model"], options["dtype"]
@@ -301,12 +291,12 @@ def _scale(named: str, text: str) -> float:
 
 def _of_snapshot(folder: Path) -> Planned:
     from loader.snapshot.reader import Snapshot
-    from serving.cli.capacity import LookupProfile
+    from router.planning.lookups import LookupProfile
 
     snapshot = Snapshot.open(folder, verify=False)
     golden = snapshot.golden()
     profile = LookupProfile() if golden is None else LookupProfile.of_requests(golden)
-    counts = {table.name: snapshot.access_counts(table.name) for table in snapshot.spec.stored_tables}
+    counts = {table.name: snapshot.access_counts(table.slices[0].name) for table in snapshot.spec.tables}
     profile = replace(profile, counts={name: one for name, one in counts.items() if one is not None})
     return Planned(snapshot.spec, profile, snapshot)
 
@@ -317,95 +307,3 @@ def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
         raise click.UsageError(f"--dtype int4 needs an even embedding_dim, which these tables do not have: {odd}.")
     tables = tuple(table.model_copy(update={"dtype": dtype}) for table in spec.tables)
     return spec.model_copy(update={"tables": tables})
-
-
-def print_plan(plan: CapacityPlan) -> None:
-    """Print all but the smaller tables."""
-    from serving.cli.division import print_division, print_parts
-    from serving.cli.network import print_network
-
-    _print_head(plan)
-    if plan.divided:
-        print_parts(plan.divided)
-    if plan.division is not None:
-        print_division(plan.division)
-    by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
-    ends = {" (fullest)": by_free[0], " (emptiest)": by_free[-1]} if len(by_free) > 1 else {"": by_free[0]}
-    cards = [
-        (f"{one.card}{which}", *map(human_bytes, (one.hot_bytes, one.own_bytes, one.places_bytes, one.free_bytes)))
-        for which, one in ends.items()
-    ]
-    print_table("Bytes of a card", ("card", "#hot copies", "#own rows", "#places", "#free"), cards)
-    tiers = [
-        (
-            TIER_NAMES[one.tier],
-            human_count(one.rows),
-            human_bytes(one.size_bytes),
-            f"{one.lookup_share:.2%}",
-            human_bytes(round(one.bytes_per_batch)) if one.bytes_per_batch else "",
-        )
-        for one in plan.tiers
-    ]
-    print_table("Ways to a row", ("tier", "#rows", "#bytes", "#lookups", "#bytes a batch"), tiers)
-    _print_tables(plan)
-    _print_time(plan)
-    if plan.network is not None and plan.options.network is not None:
-        print_network(plan.network, plan.options.shards, plan.options.network.network)
-    needed = f"every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each"
-    if plan.fits_on_cards:
-        click.echo(f"fits: every row is on cards ({needed})")
-    else:
-        click.echo(f"fits with {human_bytes(plan.pinned_bytes)} in pinned host memory ({needed})")
-
-
-def _print_head(plan: CapacityPlan) -> None:
-    options, size = plan.options, plan.size
-    codes = f" (codes alone {human_bytes(size.code_bytes)})" if size.code_bytes < size.stored_bytes else ""
-    tables = "1 table" if plan.num_tables == 1 else f"{plan.num_tables} tables"
-    click.echo(
-        f"{plan.model}: {tables}, {human_count(plan.num_rows)} rows; as float32 "
-        f"{human_bytes(size.float32_bytes)}, stored {human_bytes(size.stored_bytes)}{codes}, on cards "
-        f"{human_bytes(size.on_cards_bytes)}"
-    )
-    of_shards = f"shard {plan.shard_index} of {options.shards} (the fullest): " if options.shards > 1 else ""
-    versions = f", for {options.versions} versions side by side" if options.versions > 1 else ""
-    click.echo(
-        f"{of_shards}{options.cards} x {options.system.name} with {options.card_memory_gb:g} GB each, "
-        f"{options.pinned_memory_gb:g} GB pinned{versions}{'' if options.peer_access else ', no peer access'}"
-    )
-
-
-def _print_tables(plan: CapacityPlan) -> None:
-    largest = sorted(plan.tables, key=lambda one: -one.on_cards_bytes)
-    title = f"Tables, the largest {MAX_TABLES} of {len(largest)}" if len(largest) > MAX_TABLES else "Tables"
-    tiers = ("#hot rows", "#card rows", "#pinned rows")
-    rows = []
-    for one in largest[:MAX_TABLES]:
-        counts = (one.lookups, one.hot_rows, one.card_rows, one.pinned_rows)
-        size = human_bytes(one.on_cards_bytes)
-        rows.append((one.name, one.embedding_dim, one.dtype, size, *map(human_count, counts)))
-    print_table(title, ("table", "#dim", "dtype", "#bytes", "#lookups", *tiers), rows)
-
-
-def _print_time(plan: CapacityPlan) -> None:
-    batch, time = plan.batch, plan.time
-    parts = (
-        ("ids to the card", batch.upload_bytes, time.upload_us),
-        ("launches", None, time.launch_us),
-        ("the longest bag's rows, one after the other", None, time.latency_us),
-        ("card memory", batch.card_memory_bytes, time.hbm_us),
-        ("other cards, with packet headers", batch.peer_line_bytes, time.peer_us),
-        ("host memory, with packet headers", batch.host_line_bytes, time.host_us),
-    )
-    print_table(
-        f"A batch of {plan.options.candidates} candidates: {human_count(batch.lookups)} lookups in "
-        f"{human_count(batch.bags)} bags, at least",
-        ("part", "#bytes", "#us"),
-        [(part, "" if size is None else human_bytes(round(size)), f"{us:.1f}") for part, size, us in parts],
-    )
-    busy = f"all {plan.options.cards} cards busy" if plan.options.cards > 1 else "busy all the time"
-    click.echo(
-        f"alone {time.alone_us:.1f} us, bound by {time.bound}; {busy} "
-        f"{human_count(time.batches_per_s)} batches/s, {human_count(time.lookups_per_s)} lookups/s, "
-        f"bound by {time.busy_bound}"
-    )

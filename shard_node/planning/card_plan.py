@@ -117,13 +117,13 @@ class CardPlan:
         layout: TableLayout,
         partition: Partition,
         budget: CardBudget,
-        hotness: Hotness,
+        hotness: Hotness | Sequence[RowHotness],
         level_rows: Sequence[Int64Array] | None = None,
     ) -> CardPlan:
         """Decide where rows go. The same inputs give the same plan.
 
-        `partition` has the card of each bucket, -1 for another node's; `level_rows` are as the attribute, where it is
-        known.
+        `partition` has the card of each bucket, -1 for another node's; `hotness` is by table in layout order where it
+        is known already; `level_rows` are as the attribute, where it is known.
 
         Raises InvalidBagsError if partition, budget or hotness are of another model or number of cards,
         MemoryBudgetError if places do not fit on a card, rows are left over, or there are more cards than the kernel
@@ -142,7 +142,8 @@ class CardPlan:
             )
         if min(*budget.card_bytes, budget.pinned_bytes, budget.hot_bytes or 0) < 0:
             raise InvalidBagsError(f"{budget}: bytes can't be negative")
-        rows, num_cards = hotness.of(layout), partition.num_cards
+        rows = hotness.of(layout) if isinstance(hotness, Hotness) else tuple(hotness)
+        num_cards = partition.num_cards
         if level_rows is None:
             level_rows = [
                 table.rows_by_owner(of_bucket, num_cards)

@@ -15,13 +15,14 @@ from math import gcd
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
-from loader.snapshot.tables import Frozen, RowDtype
+from loader.snapshot.tables import Frozen
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import CHUNK_BYTES, RowFormat
 from shard_node.errors import InvalidBagsError
-from shard_node.planning.card_plan import CARD, HOST, HOT, NUM_TIERS, PLACE_BYTES, CardPlan
+from shard_node.planning.card_plan import CARD, HOST, HOT, NUM_TIERS, CardPlan
 from shard_node.planning.hotness import Float64Array
 
 SECTOR_BYTES = 32
@@ -29,6 +30,8 @@ ROWS_IN_FLIGHT = 4
 """Of one bag, as in `kernels.cu`: a bag of h ids waits h / 4 times for rows."""
 INDEX_BYTES = 4
 """Of an id, and of an offset."""
+SUM_ITEM_BYTES = 2
+"""Of one element of a pooled sum: bf16 or float16."""
 BYTES_PER_US = 1e3
 """Of 1 GB/s."""
 
@@ -83,50 +86,32 @@ class CardSystem(Frozen):
     launch_us: float = Field(default=4.0, ge=0)
 
 
-def _nvlink(gb_per_s: float) -> Link:
-    # 25 GB/s of a link carry about 20 GB/s of 128-byte payloads, so each has 32 bytes beside it.
-    return Link(gb_per_s=gb_per_s, header_bytes=32, latency_us=1.5)
-
-
-def _pcie(gb_per_s: float) -> Link:
-    # A completion's header of 12 bytes, its framing of 4 and its checksum of 4.
-    return Link(gb_per_s=gb_per_s, header_bytes=20, latency_us=2.5)
-
-
-def _system(
-    name: str, cards: int, card_gb: float, hbm: float, peer: Link, host: Link, host_memory: float
-) -> CardSystem:
+def _system(name: str, cards: int, card_gb: float, hbm: float, nvlink: float, host: Link, ddr: float) -> CardSystem:
     return CardSystem(
         name=name,
         cards=cards,
         card_memory_gb=card_gb,
         hbm_gb_per_s=hbm * COPY_SHARE,
-        peer=peer,
+        # 25 GB/s of a link carry about 20 GB/s of 128-byte payloads, so each has 32 bytes in addition.
+        peer=Link(gb_per_s=nvlink, header_bytes=32, latency_us=1.5),
         host=host,
-        host_memory_gb_per_s=host_memory,
+        host_memory_gb_per_s=2 * ddr,
     )
 
 
+# A completion of PCIe has a header of 12 bytes, framing of 4 and a checksum of 4.
+_PCIE_4, _PCIE_5 = (Link(gb_per_s=rate, header_bytes=20, latency_us=2.5) for rate in (31.5, 63))
 _C2C = Link(gb_per_s=450, header_bytes=32, latency_us=1.5)
 SYSTEMS: dict[str, CardSystem] = {
-    one.name: one
-    for one in (
-        _system("a100", 8, 80, 2039, _nvlink(300), _pcie(31.5), 2 * 204.8),
-        _system("h100", 8, 80, 3350, _nvlink(450), _pcie(63), 2 * 307.2),
-        _system("h200", 8, 141, 4800, _nvlink(450), _pcie(63), 2 * 307.2),
-        _system("gb200", 4, 186, 8000, _nvlink(900), _C2C, 2 * 512),
+    system.name: system
+    for system in (
+        _system("a100", 8, 80, 2039, 300, _PCIE_4, 204.8),
+        _system("h100", 8, 80, 3350, 450, _PCIE_5, 307.2),
+        _system("h200", 8, 141, 4800, 450, _PCIE_5, 307.2),
+        _system("gb200", 4, 186, 8000, 900, _C2C, 512),
     )
 }
 """By name. `gb200` is a compute tray of an NVL72: two Grace CPUs with two cards each."""
-
-
-class TableSizes(NamedTuple):
-    """Bytes of a table's rows: codes or elements alone, as stored with scale and bias, on cards, and of its places."""
-
-    codes: int
-    stored: int
-    on_cards: int
-    places: int
 
 
 class BagLoad(NamedTuple):
@@ -137,37 +122,21 @@ class BagLoad(NamedTuple):
     longest_bag: float
 
 
-def table_sizes(num_rows: int, embedding_dim: int, dtype: RowDtype) -> TableSizes:
-    """Return what so many rows take."""
-    one = RowFormat.of(dtype, embedding_dim)
-    return TableSizes(
-        num_rows * one.code_bytes, num_rows * one.row_bytes, num_rows * one.stride, num_rows * PLACE_BYTES
-    )
-
-
 @lru_cache(maxsize=1024)
-def mean_pieces(stride: int, size_bytes: int, piece_bytes: int) -> float:
-    """Aligned pieces of memory that a read of a row's first `size_bytes` touches: the mean over rows.
+def mean_pieces(row: RowFormat, piece_bytes: int) -> float:
+    """Return how many aligned pieces of memory a read of one row touches, the mean over rows.
 
-    Rows begin at multiples of the stride, so the offsets within a piece repeat after a few rows.
+    The kernel loads whole chunks of codes, then the tail. Rows begin at multiples of the stride, so the offsets within
+    a piece repeat after a few rows.
     """
-    offsets = np.arange(piece_bytes // gcd(stride, piece_bytes)) * stride % piece_bytes
-    return float(np.mean(-(-(offsets + size_bytes) // piece_bytes)))
-
-
-def read_bytes(row: RowFormat) -> int:
-    """Bytes from a row's begin to the last that the kernel loads of it: whole chunks of codes, then the tail."""
-    return max(row.chunks * CHUNK_BYTES, row.tail_offset + row.tail_bytes)
+    offsets = np.arange(piece_bytes // gcd(row.stride, piece_bytes)) * row.stride % piece_bytes
+    read_bytes = max(row.chunks * CHUNK_BYTES, row.tail_offset + row.tail_bytes)
+    return float(np.mean(-(-(offsets + read_bytes) // piece_bytes)))
 
 
 def sector_bytes(row: RowFormat) -> float:
-    """Bytes of the 32-byte sectors that reading one row takes, in the mean."""
-    return SECTOR_BYTES * mean_pieces(row.stride, read_bytes(row), SECTOR_BYTES)
-
-
-def line_bytes(row: RowFormat, link: Link) -> float:
-    """Bytes that reading one row takes on a link: its sectors, and a header for each packet."""
-    return sector_bytes(row) + link.header_bytes * mean_pieces(row.stride, read_bytes(row), link.packet_bytes)
+    """Return the bytes of the 32-byte sectors that reading one row takes, in the mean."""
+    return SECTOR_BYTES * mean_pieces(row, SECTOR_BYTES)
 
 
 def tier_shares(plan: CardPlan, missed: Sequence[Float64Array] | None = None) -> Float64Array:
@@ -229,41 +198,56 @@ class Traffic:
     def of(
         cls,
         plan: CardPlan,
-        loads: Sequence[BagLoad],
+        loads: Float64Array | Sequence[BagLoad],
         system: CardSystem,
-        sum_item_bytes: int = 2,
         missed: Sequence[Float64Array] | None = None,
     ) -> Traffic:
-        """Reckons a batch.
+        """Return what a batch moves, by the loads of each table, in layout order, on all shards together.
 
-        Args:
-            plan: where rows are.
-            loads: what the batch asks of each table, in layout order, on all shards together.
-            system: packets and latencies.
-            sum_item_bytes: of one element of a pooled sum: 2 for bf16 and fp16, 4 for fp32.
-            missed: as of `tier_shares`.
+        Loads are `BagLoad`, or their fields, float64 [tables, 3]; `missed` is as of `tier_shares`.
         """
-        tables = plan.layout.tables
+        # A table that is at one owner has no places to be read.
+        has_places = np.array([places.rows > 0 for places in plan.places])
+        return cls._of_shares(plan.layout, tier_shares(plan, missed), has_places, loads, system)
+
+    @classmethod
+    def resident(cls, layout: TableLayout, loads: Float64Array | Sequence[BagLoad], system: CardSystem) -> Traffic:
+        """Return what a batch moves if every row, without places, were in the memory of the one card that pools it."""
+        shares = np.zeros((len(layout.tables), 1, NUM_TIERS))
+        shares[:, :, HOT] = 1
+        return cls._of_shares(layout, shares, np.zeros(len(layout.tables), np.bool_), loads, system)
+
+    @classmethod
+    def _of_shares(
+        cls,
+        layout: TableLayout,
+        shares: Float64Array,
+        has_places: npt.NDArray[np.bool_],
+        loads: Float64Array | Sequence[BagLoad],
+        system: CardSystem,
+    ) -> Traffic:
+        """Return what a batch moves whose lookups go to tiers by `shares`, float64 [tables, cards, 3]."""
+        tables, num_cards = layout.tables, shares.shape[1]
         if len(loads) != len(tables):
             raise InvalidBagsError(f"{len(loads)} loads for {len(tables)} tables")
-        shares = tier_shares(plan, missed)
         values, bags, longest = np.array(loads, np.float64).reshape(len(tables), 3).T
         rows = [RowFormat.of(table.dtype, table.embedding_dim) for table in tables]
         sectors = np.array([sector_bytes(row) for row in rows])
-        here = shares.sum(axis=(1, 2))
+        local = shares.sum(axis=(1, 2))
         # [tables, cards]: of each table's lookups, those that the card finds in each place.
-        hot = np.repeat(shares[:, :, HOT].sum(axis=1)[:, None], plan.num_cards, axis=1)
+        hot, host = (np.repeat(shares[:, :, tier].sum(axis=1)[:, None], num_cards, axis=1) for tier in (HOT, HOST))
         own = shares[:, :, CARD]
         peer = own.sum(axis=1, keepdims=True) - own
-        host = np.repeat(shares[:, :, HOST].sum(axis=1)[:, None], plan.num_cards, axis=1)
-        ids_bytes = float((INDEX_BYTES * (values * here + bags)).sum())
+        ids_bytes = float((INDEX_BYTES * (values * local + bags)).sum())
         dims = np.array([table.embedding_dim for table in tables])
-        # A table that lies whole at one owner has no places to be read.
-        placed = np.array([one.rows > 0 for one in plan.places])
-        fixed = ids_bytes + float(SECTOR_BYTES * ((values * placed) @ here) + sum_item_bytes * (bags @ dims))
-        by_owner = (values * sectors) @ own
-        peer_bytes = np.repeat(by_owner[None, :], plan.num_cards, axis=0)
+        fixed = ids_bytes + float(SECTOR_BYTES * ((values * has_places) @ local) + SUM_ITEM_BYTES * (bags @ dims))
+        peer_bytes = np.repeat(((values * sectors) @ own)[None, :], num_cards, axis=0)
         np.fill_diagonal(peer_bytes, 0.0)
+        # Bytes of a row on each link: its sectors, and a header for each packet.
+        peer_line, host_line = (
+            sectors + link.header_bytes * np.array([mean_pieces(row, link.packet_bytes) for row in rows])
+            for link in (system.peer, system.host)
+        )
         return cls(
             hot=values @ hot,
             own=values @ own,
@@ -271,56 +255,28 @@ class Traffic:
             host=values @ host,
             hbm_bytes=fixed + (values * sectors) @ (hot + own),
             peer_bytes=peer_bytes,
-            peer_line_bytes=(values * _line_bytes(rows, system.peer)) @ peer,
+            peer_line_bytes=(values * peer_line) @ peer,
             host_bytes=(values * sectors) @ host,
-            host_line_bytes=(values * _line_bytes(rows, system.host)) @ host,
+            host_line_bytes=(values * host_line) @ host,
             upload_bytes=ids_bytes,
-            chain_us=_chain_us(longest * here, _share_of(peer, here[:, None]), _share_of(host, here[:, None]), system),
-            launches=sum(bool(values[group.first_table : group.end_table].any()) for group in plan.layout.groups),
-        )
-
-    @classmethod
-    def resident(cls, layout: TableLayout, loads: Sequence[BagLoad], system: CardSystem) -> Traffic:
-        """Reckon a batch as if every row lay in the memory of the one card that pools it, however large that must be.
-
-        Sums are of 2 bytes an element. Such rows lie in order: no places are read. Arguments are as of `of`.
-        """
-        values, bags, longest = np.array(loads, np.float64).reshape(len(layout.tables), 3).T
-        sectors = np.array([sector_bytes(RowFormat.of(one.dtype, one.embedding_dim)) for one in layout.tables])
-        dims = np.array([table.embedding_dim for table in layout.tables])
-        ids_bytes = float((INDEX_BYTES * (values + bags)).sum())
-        none, far = np.zeros(1), np.zeros((len(layout.tables), 1))
-        return cls(
-            hot=np.array([values.sum()]),
-            own=none,
-            peer=none,
-            host=none,
-            hbm_bytes=np.array([ids_bytes + float(values @ sectors + 2 * (bags @ dims))]),
-            peer_bytes=np.zeros((1, 1)),
-            peer_line_bytes=none,
-            host_bytes=none,
-            host_line_bytes=none,
-            upload_bytes=ids_bytes,
-            chain_us=_chain_us(longest, far, far, system),
+            chain_us=_chain_us(longest, local, peer, host, system),
             launches=sum(bool(values[group.first_table : group.end_table].any()) for group in layout.groups),
         )
 
 
-def _share_of(part: Float64Array, whole: Float64Array) -> Float64Array:
-    return np.divide(part, whole, out=np.zeros(np.broadcast_shapes(part.shape, whole.shape)), where=whole > 0)
-
-
-def _line_bytes(rows: Sequence[RowFormat], link: Link) -> Float64Array:
-    return np.array([line_bytes(row, link) for row in rows])
-
-
-def _chain_us(longest: Float64Array, peer: Float64Array, host: Float64Array, system: CardSystem) -> Float64Array:
+def _chain_us(
+    longest: Float64Array, local: Float64Array, peer: Float64Array, host: Float64Array, system: CardSystem
+) -> Float64Array:
     """float64 [cards]: ids and places of the first rows, then a wait for every few rows of the longest bag.
 
     Each wait is for the slowest of its rows, so a far row counts with the chance that at least one of them is far.
+    `longest` and `local` are [tables], `peer` and `host` [tables, cards], shares of each table's lookups as `local`.
     """
-    rounds = np.ceil(longest / ROWS_IN_FLIGHT)[:, None]
-    at_once = np.clip(longest, 1, ROWS_IN_FLIGHT)[:, None]
+    peer, host = (
+        np.divide(part, local[:, None], out=np.zeros(part.shape), where=local[:, None] > 0) for part in (peer, host)
+    )
+    rounds = np.ceil(longest * local / ROWS_IN_FLIGHT)[:, None]
+    at_once = np.clip(longest * local, 1, ROWS_IN_FLIGHT)[:, None]
     any_far = 1 - np.clip(1 - peer - host, 0, 1) ** at_once
     any_host = 1 - np.clip(1 - host, 0, 1) ** at_once
     wait = (

@@ -10,7 +10,9 @@ import pytest
 from loader.registry.fleet import DenseStep
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
-from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
+from router.planning.capacity import CapacityPlan
+from router.planning.lookups import LookupProfile
+from router.planning.options import CapacityOptions
 from serving.rank.ranking import MergedBatch
 from serving.versions.served_model import ServedModel
 from shard_node.planning.cost_model import SYSTEMS
@@ -78,7 +80,7 @@ def test_hot_and_cold_rows_take_their_planned_bytes(tmp_path, on):
     spec = twins.divided.spec
     planned = CapacityPlan.make(
         spec,
-        LookupProfile(counts={one.name: twins.divided.access_counts(one.name) for one in spec.stored_tables}),
+        LookupProfile(counts={one.name: twins.divided.access_counts(one.slices[0].name) for one in spec.tables}),
         CapacityOptions(
             system=SYSTEMS["h100"],
             cards=on.num_cards,

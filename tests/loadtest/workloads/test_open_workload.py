@@ -8,7 +8,9 @@ import pytest
 from loadtest.errors import WorkloadError
 from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
 from loadtest.workloads.workload import features_of
-from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
+from router.planning.catalog import CATALOG
+
+DLRM_V2 = CATALOG["dlrm-v2"].tables
 
 
 def request_of(workload, seed: int = 0):
@@ -19,9 +21,9 @@ def request_of(workload, seed: int = 0):
 def test_dlrm_v2_has_214_ids_a_candidate_and_published_tables():
     workload = open_workload("dlrm-v2", candidates="7", varied=False)
     request, features = request_of(workload)
-    assert request.bags.num_values == 7 * sum(DLRM_V2_HOTNESS) == 7 * 214
+    assert request.bags.num_values == 7 * 214
     assert request.candidate_dense.shape == (7, 13)
-    for number, (rows, hotness) in enumerate(zip(DLRM_V2_ROWS, DLRM_V2_HOTNESS, strict=True)):
+    for number, (_, (hotness,), rows, _) in enumerate(DLRM_V2):
         assert features[f"f{number}"].lengths.tolist() == [hotness] * 7
         assert features[f"f{number}"].values.max() < rows
     # Of 40 million rows, uniform ids are hardly ever among the first million.
@@ -52,7 +54,7 @@ def test_requests_are_varied_around_the_published_ones():
     for request in requests[:20]:
         for feature in features_of(workload.schema, request):
             lengths.setdefault(feature.name, []).append(feature.lengths)
-    for number, hotness in enumerate(DLRM_V2_HOTNESS):
+    for number, (_, (hotness,), _, _) in enumerate(DLRM_V2):
         found = np.concatenate(lengths[f"f{number}"])
         assert found.mean() == pytest.approx(hotness, rel=0.1)
         expected = {0, 1, 2} if hotness == 1 else set(range(1, 2 * hotness))
@@ -72,7 +74,7 @@ def test_requests_that_do_not_vary_are_the_published_ones():
 
 def test_scale_is_the_share_of_the_rows():
     tables = open_workload("dlrm-v2:0.01").spec.tables
-    assert [table.num_embeddings for table in tables] == [max(1, round(0.01 * rows)) for rows in DLRM_V2_ROWS]
+    assert [table.num_embeddings for table in tables] == [max(1, round(0.01 * rows)) for _, _, rows, _ in DLRM_V2]
 
 
 def test_a_bench_workload_has_the_hotness_of_its_name():

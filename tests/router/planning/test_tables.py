@@ -15,33 +15,38 @@ from loader.snapshot.tables import DividedTable
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile
-from router.table_planner import AskedLookups, PlannedFleet, TableLookups, TablePlanner
+from router.planning.lookups import LookupProfile
+from router.planning.options import CapacityOptions, Network, NetworkOptions
+from router.planning.tables import TablePlanner
 from shard_node.bags import TableLayout
-from shard_node.planning.card_plan import CardBudget
-from shard_node.planning.cost_model import SYSTEMS, BagLoad
-from shard_node.planning.hotness import Hotness
-from shard_node.planning.network_cost import NearRows, Network
+from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.topologies import spec_of
 
 GB = 10**9
 
 
-def fleet_of(shards: int, cards: int = 1, card_gb: float = 80.0, network: float = 12.5, replicate: int = 1 << 20):
-    budget = CardBudget((int(card_gb * GB),) * cards, 0)
-    return PlannedFleet(shards, cards, budget, SYSTEMS["h100"], Network(gb_per_s=network, latency_us=20), replicate)
+def fleet_of(
+    shards: int, cards: int = 1, card_gb: float = 80.0, replicate: int = 1 << 20, hot_gb: float = 0.0
+) -> CapacityOptions:
+    network = NetworkOptions(network=Network(gb_per_s=12.5, latency_us=20), hot_rows_gb=hot_gb)
+    return CapacityOptions(
+        system=SYSTEMS["h100"],
+        shards=shards,
+        cards=cards,
+        card_memory_gb=card_gb,
+        pinned_memory_gb=0,
+        replicate_bytes=replicate,
+        network=network,
+    )
 
 
-def workload_of(spec: ModelSpec, *hotness: float, zipf: float = 1.05, candidates: float = 500, **more) -> AskedLookups:
-    lookups = {
-        table.name: TableLookups(BagLoad(ids * candidates, candidates, ids), ((ids, candidates),))
-        for table, ids in zip(spec.tables, hotness, strict=True)
-    }
-    per_sample = {name: one.load.values for name, one in lookups.items()}
-    return AskedLookups(lookups, Hotness(more.pop("counts", {}), per_sample, zipf), **more)
+def profile_of(spec: ModelSpec, *hotness: float, counts=None) -> LookupProfile:
+    ids = {table.feature_names[0]: bag for table, bag in zip(spec.tables, hotness, strict=True)}
+    return LookupProfile(hotness=ids, zipf=1.05, counts=counts or {})
 
 
-def planned(spec: ModelSpec, fleet: PlannedFleet, workload: AskedLookups) -> PlanFile:
-    return TablePlanner(spec, fleet, workload).best()
+def planned(spec: ModelSpec, fleet: CapacityOptions, profile: LookupProfile) -> PlanFile:
+    return TablePlanner(spec, fleet, profile).best()
 
 
 def lookups_by_shard(spec: ModelSpec, file: PlanFile, probability: np.ndarray) -> np.ndarray:
@@ -73,12 +78,12 @@ def test_every_shard_is_loaded_equally(shards, known, bucketing, dim, kind):
     probability[:near] = 0
     if known == "shuffled counts":
         np.random.default_rng(3).shuffle(probability)
-    more = {"counts": {"t0": np.rint(probability * 1e9).astype(np.uint32)}}
+    counts, hot_gb = {"t0": np.rint(probability * 1e9).astype(np.uint32)}, 0.0
     if known == "near rows":
-        more = {"near": lambda layout, hotness: NearRows.choose(layout, hotness, num_rows=near)}
+        counts, hot_gb = {}, near * (dim + 8) / GB
     # Too large for one shard, so that it must be divided.
-    fleet = fleet_of(shards, card_gb=rows * (dim * 1.25 + 40) / GB / shards)
-    file = planned(spec, fleet, workload_of(spec, 40, **more))
+    fleet = fleet_of(shards, card_gb=rows * (dim * 1.25 + 40) / GB / shards, hot_gb=hot_gb)
+    file = planned(spec, fleet, profile_of(spec, 40, counts=counts))
     assert file.tables[0].sharding_type == kind
     drawn = lookups_by_shard(spec, file, probability)
     assert drawn.max() <= 1.1 * drawn.mean()
@@ -86,26 +91,26 @@ def test_every_shard_is_loaded_equally(shards, known, bucketing, dim, kind):
 
 def test_small_tables_are_replicated_and_others_placed_whole():
     spec = spec_of((100, 32), *[(1_000_000, 64)] * 8)
-    file = planned(spec, fleet_of(4), workload_of(spec, 1, *[20] * 8))
+    file = planned(spec, fleet_of(4), profile_of(spec, 1, *[20] * 8))
     assert [one.sharding_type for one in file.tables] == ["data_parallel"] + ["table_wise"] * 8
     assert sorted(Counter(one.slices[0].ranks for one in file.tables[1:]).values()) == [2, 2, 2, 2]
 
 
 def test_one_busy_table_is_replicated_or_divided():
     spec = spec_of((10_000_000, 256))
-    roomy = planned(spec, fleet_of(4), workload_of(spec, 200))
+    roomy = planned(spec, fleet_of(4), profile_of(spec, 200))
     assert roomy.tables[0].sharding_type == "data_parallel"
     # Too large for a shard. Sums of few ids are dearer than the ids: by column, or by column and row.
     tight = fleet_of(4, card_gb=1.5)
-    assert planned(spec, tight, workload_of(spec, 8)).tables[0].sharding_type in ("column_wise", "grid_shard")
+    assert planned(spec, tight, profile_of(spec, 8)).tables[0].sharding_type in ("column_wise", "grid_shard")
     # A bag of one id is on one shard whichever way rows are divided: by row, ids are sent once.
-    assert planned(spec, tight, workload_of(spec, 1)).tables[0].sharding_type == "row_wise"
+    assert planned(spec, tight, profile_of(spec, 1)).tables[0].sharding_type == "row_wise"
 
 
 def test_what_fits_in_no_way_is_refused():
     spec = spec_of((100_000_000, 128))
     with pytest.raises(PlanError, match="1 tables do not fit on 2 shards of"):
-        planned(spec, fleet_of(2, card_gb=5), workload_of(spec, 40))
+        planned(spec, fleet_of(2, card_gb=5), profile_of(spec, 40))
 
 
 @given(
@@ -120,14 +125,14 @@ def test_any_plan_is_a_valid_file_and_deterministic(tables, hotness, bucketing, 
     spec = spec_of(*tables, bucketing=bucketing)
     needed = sum(rows * (dim + 32) for rows, dim in tables) / GB
     fleet = fleet_of(shards, cards, card_gb=max(needed * 2 / shards / cards, 1e-4), replicate=replicate)
-    workload = workload_of(spec, *hotness[: len(tables)])
+    profile = profile_of(spec, *hotness[: len(tables)])
     try:
-        file = planned(spec, fleet, workload)
+        file = planned(spec, fleet, profile)
     except PlanError:
         # A model that fits in all need not fit in parts: then it says so.
         return
     assert PlanFile.parse("plan", file.to_json().encode()) == file
-    assert planned(spec, fleet, workload) == file
+    assert planned(spec, fleet, profile) == file
     plan = Plan.of_file(file.sliced(spec), file, shards, cards)
     for number, table in enumerate(TableLayout.of(file.sliced(spec)).tables):
         assert plan.layout.tables[number] == table
@@ -141,13 +146,13 @@ def test_columns_of_a_divided_tables_part_are_not_sliced():
         name="t", num_embeddings=10_000_000, embedding_dim=256, feature_names=("f.t0",), parts=("t0",)
     )
     parted = whole.model_copy(update={"divided": (divided,)})
-    file = planned(parted, fleet_of(4, card_gb=1.5), workload_of(parted, 8))
+    file = planned(parted, fleet_of(4, card_gb=1.5), profile_of(parted, 8))
     # Whole it is, see above.
     assert [(one.sharding_type, one.column_dims) for one in file.tables] == [("row_wise", ())]
 
 
 def test_all_tables_can_be_divided_alike():
     spec = spec_of((100, 32), (1_000_000, 64), (2_000_000, 128))
-    planner = TablePlanner(spec, fleet_of(4, 2), workload_of(spec, 1, 20, 20))
+    planner = TablePlanner(spec, fleet_of(4, 2), profile_of(spec, 1, 20, 20))
     for kind in ("row_wise", "table_wise"):
         assert [table.sharding_type for table in planner.pure(kind).tables] == ["data_parallel", kind, kind]

@@ -1,0 +1,470 @@
+"""What dividing a model's rows over shards sends over the network: bytes of the frames, and their time. Pure.
+
+A bag of L ids is sent to every shard that has one of its rows. With S shards, all as likely, and hot rows at the router
+that answer a share h of the lookups, that is S * (1 - (1 - (1 - h) / S) ** L) shards in the mean. Each is sent its ids
+and an offset, and answers with a float16 sum, as shards on cards do. A request waits for all of it: time = bytes /
+bandwidth + latency. docs/wire-protocol.md has the frames, docs/plan.md what is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.tables import Frozen
+from router.plan import Plan
+from router.planning.lookups import LookupProfile, TableLookups
+from router.planning.options import GB, CapacityOptions, Network, NetworkOptions
+from shard_node.bags import Int64Array, TableLayout
+from shard_node.cuda.kernel_params import RowFormat
+from shard_node.planning.cost_model import (
+    BYTES_PER_US,
+    INDEX_BYTES,
+    SUM_ITEM_BYTES,
+    BatchTime,
+    CardSystem,
+    Traffic,
+    batch_time,
+)
+from shard_node.planning.hotness import Float64Array, RowHotness
+from shard_node.wire.frame import HEADER
+
+NetworkBound: TypeAlias = Literal["bandwidth", "latency"]
+Bounded: TypeAlias = Literal["rows", "bytes", "hit rate"]
+
+# As in `split`: with so many owners or fewer, and more values a bag than this, a part that has this share of all bags
+# is sent all of them.
+MAX_MASKED_OWNERS, MANY_VALUES, NEARLY_ALL = 6, 2, 7 / 8
+# As in wire/messages.py: counts of a body, an array's header, and the size up to which numbers of 8 bytes are sent as
+# they are. A POOL frame has four arrays and 8 bytes of fields; the model's name is left out.
+BODY_BYTES, ARRAY_BYTES, SMALL_ARRAY_BYTES = 8, 16, 2048
+POOL_BYTES = HEADER.size + BODY_BYTES + 4 * ARRAY_BYTES + 8
+# Of arrays of 4-byte numbers, half end in the middle of 8 bytes.
+MEAN_PADDING = 2.0
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NearRows:
+    """The hottest rows of a model, which the router has, and answers for.
+
+    Attributes:
+        missed: for each table float64 [levels], the share of each level's rows that are not among them.
+        num_rows, size_bytes: of all of them, as stored.
+        hit_rates: float64 [tables], the share of a table's lookups that they answer.
+        hit_rate: the same of all lookups.
+    """
+
+    missed: tuple[Float64Array, ...]
+    num_rows: int
+    size_bytes: int
+    hit_rates: Float64Array
+    hit_rate: float
+
+    @classmethod
+    def choose(cls, layout: TableLayout, hotness: Sequence[RowHotness], bounded: Bounded, bound: float) -> NearRows:
+        """Return rows by lookups for each byte, the hottest first, as many as a bound allows.
+
+        Args:
+            layout: the model's tables.
+            hotness: of each, in layout order; its lookups are those of one batch or sample of all tables.
+            bounded: what the bound is of: rows, their bytes as stored, or their share of all lookups.
+            bound: at most so much; of a share, the fewest rows that have it, the last of them in part.
+        """
+        row_bytes = stored_row_bytes(layout)
+        levels = [of_table.rows().astype(np.float64) for of_table in hotness]
+        table = np.repeat(np.arange(len(levels)), [level.size for level in levels])
+        rows, lookups = np.concatenate(levels), np.concatenate([of_table.lookups for of_table in hotness])
+        order = np.argsort(-lookups / row_bytes[table], kind="stable")
+        total = float(rows @ lookups)
+        costs = {"rows": rows, "bytes": rows * row_bytes[table], "hit rate": rows * lookups}[bounded][order]
+        # Of each level, in order: what is left of the bound once those before it are in.
+        left = (bound * total if bounded == "hit rate" else bound) - (np.cumsum(costs) - costs)
+        shares = np.empty_like(rows)
+        # What costs nothing has no place either once the bound is passed.
+        shares[order] = np.where(costs > left, (left / np.maximum(costs, 1e-200)).clip(0, 1), 1)
+        near = rows * shares if bounded == "hit rate" and bound < 1 else np.floor(rows * shares + 1e-9)
+        by_table = np.split(near, np.cumsum([level.size for level in levels])[:-1])
+        hits = np.array([float(rows @ of.lookups) for rows, of in zip(by_table, hotness, strict=True)])
+        all_lookups = np.array([float(of.rows() @ of.lookups) for of in hotness])
+        return cls(
+            tuple(1 - _ratio(rows, level) for rows, level in zip(by_table, levels, strict=True)),
+            sum(int(np.ceil(rows.sum())) for rows in by_table),
+            int(np.ceil(near @ row_bytes[table])),
+            _ratio(hits, all_lookups),
+            float(hits.sum() / total) if total else 0.0,
+        )
+
+
+def stored_row_bytes(layout: TableLayout) -> Float64Array:
+    """Return the bytes of a stored row of each table, float64 [tables]."""
+    sizes = [group.end_table - group.first_table for group in layout.groups]
+    return np.repeat(np.array([group.row_bytes for group in layout.groups], np.float64), sizes)
+
+
+class StoredLookups(NamedTuple):
+    """What a batch looks up of stored tables, in layout order; `near` are rows that the router has itself."""
+
+    layout: TableLayout
+    lookups: tuple[TableLookups, ...]
+    rows: tuple[RowHotness, ...]
+    near: NearRows
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layout: TableLayout, fleet: CapacityOptions, profile: LookupProfile) -> StoredLookups:
+        """Return the lookups of a fleet's batch."""
+        lookups = profile.lookups(spec, layout, fleet.requests, fleet.candidates)
+        rows, network = profile.rows(spec, layout, lookups).of(layout), fleet.shard_network
+        if network.hit_rate is None:
+            return cls(layout, lookups, rows, NearRows.choose(layout, rows, "bytes", network.hot_rows_gb * GB))
+        return cls(layout, lookups, rows, NearRows.choose(layout, rows, "hit rate", network.hit_rate))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardLookups:
+    """What a batch sends to shards and gets back, in the mean; its ids are drawn independently of each other.
+
+    Attributes:
+        shares: float64 [tables, shards], of each table's lookups. What a row lacks to 1 the router answers itself.
+        values, hit: float64 [tables, shards]: values, and bags that have one.
+        turns: int64 [tables], between how many shards batches alternate: all of them for tables that each has.
+        shards_hit: by a bag that is not empty.
+        ids, offsets, keys: bytes of rows' numbers, of where bags begin, and of tables and their bags, to all shards.
+        sums: bytes of pooled sums from all shards.
+        framing: bytes of headers, fields and padding, both ways; frames are taken to hold a batch each.
+        out, back, both: bytes to shards, from them, and of both ways.
+    """
+
+    shares: Float64Array
+    values: Float64Array
+    hit: Float64Array
+    turns: Int64Array
+    shards_hit: float
+    ids: float
+    offsets: float
+    keys: float
+    sums: float
+    framing: float
+    out: float
+    back: float
+    both: float
+
+    @classmethod
+    def of(
+        cls,
+        layout: TableLayout,
+        lookups: Sequence[TableLookups],
+        shares: Float64Array,
+        is_copied: npt.NDArray[np.bool_],
+    ) -> ShardLookups:
+        """Divide a batch by shares; of a table that every shard has, bool [tables], all lookups go to one of them."""
+        num_shards = shares.shape[1]
+        # [tables, features], padded with features of no bags.
+        lengths, bags = np.zeros((2, len(lookups), max(len(of_table.lengths) for of_table in lookups)))
+        for table, of_table in enumerate(lookups):
+            lengths[table, : len(of_table.lengths)], bags[table, : len(of_table.lengths)] = np.array(of_table.lengths).T
+        num_values, all_bags = (lengths * bags).sum(axis=1)[:, None], bags.sum(axis=1)[:, None]
+        num_filled = float(bags[lengths > 0].sum())
+        turns = np.where(is_copied, num_shards, 1)[:, None]
+        left = np.clip(1 - shares * turns, 0, 1)
+        hit = (bags[:, :, None] * (1 - left[:, None, :] ** lengths[:, :, None])).sum(axis=1) / turns
+        is_there = (1 - left**num_values) / turns
+        values = num_values * shares
+        sends_all = np.ones(num_shards)
+        if num_shards > 1 or np.clip(1 - shares.sum(axis=1), 0, 1).any():
+            owners = num_shards + bool(values.sum() < num_values.sum())
+            is_counted = owners <= MAX_MASKED_OWNERS and num_values.sum() > MANY_VALUES * num_filled
+            sends_all = _chance_of_all_bags(hit, all_bags) if is_counted else np.zeros(num_shards)
+        num_bags = (1 - sends_all) * hit.sum(axis=0) + sends_all * all_bags.sum()
+        num_keys = (1 - sends_all) * is_there.sum(axis=0) + sends_all * np.count_nonzero(all_bags)
+        is_used = 1 - np.prod(1 - is_there, axis=0)
+        # Numbers are int32 where every row of the model fits it. For one shard they are narrowed when they are sent,
+        # which is not done to short arrays.
+        is_narrow = max(table.num_embeddings for table in layout.tables) <= 2**31
+        id_bytes, offset_bytes = (
+            np.where(is_narrow & ~((count * 8 <= SMALL_ARRAY_BYTES) & (num_shards == 1)), 4.0, 8.0)
+            for count in (values.sum(axis=0), num_bags + 1)
+        )
+        ids, offsets = values.sum(axis=0) * id_bytes, (num_bags + is_used) * offset_bytes
+        keys = num_keys * np.where(8 * num_keys > SMALL_ARRAY_BYTES, 8, 12)
+        dims = np.array([table.embedding_dim for table in layout.tables], np.float64)[:, None]
+        some_sums, all_sums = ((sent * dims * SUM_ITEM_BYTES).sum(axis=0) for sent in (hit, all_bags / turns))
+        sums = (1 - sends_all) * some_sums + sends_all * all_sums
+        framing_out = is_used * (POOL_BYTES + MEAN_PADDING * 4)
+        framing_back = is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * len(layout.groups))
+        out, back = ids + offsets + keys + framing_out, sums + framing_back
+        moved = (ids, offsets, keys, sums, framing_out + framing_back, out, back, out + back)
+        shards_hit = float(hit.sum() / num_filled) if num_filled else 0.0
+        return cls(shares, values, hit, turns[:, 0], shards_hit, *(float(by_shard.sum()) for by_shard in moved))
+
+
+def _chance_of_all_bags(hit: Float64Array, all_bags: Float64Array) -> Float64Array:
+    """Return the chance that `split` sends a shard all bags, for few of them are without a value: float64 [shards].
+
+    How many have one, `hit` [tables, shards] of `all_bags` [tables, 1] in the mean, is normally distributed.
+    """
+    variance = (hit - _ratio(hit**2, np.broadcast_to(all_bags, hit.shape))).sum(axis=0)
+    mean = hit.sum(axis=0) - NEARLY_ALL * all_bags.sum()
+    is_certain = (mean >= -1e-9 * np.abs(mean).max(initial=1.0)).astype(np.float64)
+    z = np.divide(mean, np.sqrt(np.maximum(variance, 0)), out=np.zeros_like(mean), where=variance > 1e-6)
+    z = np.clip(z, -8, 8)
+    # The cumulative distribution to 3 digits.
+    chance: Float64Array = np.where(variance > 1e-6, (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2, is_certain)
+    return chance
+
+
+def bag_bytes(values: float, sums: float, dim: int) -> float:
+    """Return the bytes of ids and of where bags begin to shards, and of sums back."""
+    return INDEX_BYTES * (values + sums) + SUM_ITEM_BYTES * dim * sums
+
+
+class NetworkTime(Frozen):
+    """What a batch takes on the network, in microseconds.
+
+    Attributes:
+        out_us, back_us: of the bytes, one after the other.
+        latency_us: of the round trip; none if nothing is sent.
+        alone_us: out_us + back_us + latency_us.
+        bound: what most of it is.
+        busy_us: of the line for each batch, while it is never idle: its two directions overlap, latencies too.
+    """
+
+    out_us: float
+    back_us: float
+    latency_us: float
+    alone_us: float
+    bound: NetworkBound
+    busy_us: float
+
+    @classmethod
+    def of(cls, sent: ShardLookups, network: Network) -> NetworkTime:
+        """Return bytes / bandwidth + latency."""
+        out, back = (size / (network.gb_per_s * BYTES_PER_US) for size in (sent.out, sent.back))
+        latency = network.latency_us if out else 0.0
+        return cls(
+            out_us=out,
+            back_us=back,
+            latency_us=latency,
+            alone_us=out + back + latency,
+            bound="bandwidth" if out + back > latency else "latency",
+            busy_us=max(out, back),
+        )
+
+
+def crossover_hit_rate(sharded_us: Callable[[float], float], replicated_us: float) -> float | None:
+    """Return the hit rate from which on dividing rows takes no longer than having all of them on every node.
+
+    Args:
+        sharded_us: of a hit rate from 0 to just below 1; must not rise.
+        replicated_us: without any network.
+
+    Returns:
+        0 if rows may be divided at no loss of time without hot rows; None if they may not at any hit rate, because
+        the network's latency alone takes longer.
+    """
+    low, high = 0.0, 1.0 - 1e-9
+    if sharded_us(low) <= replicated_us:
+        return 0.0
+    if sharded_us(high) > replicated_us:
+        return None
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sharded_us(middle) <= replicated_us else (middle, high)
+    return high
+
+
+class HitRateUse(Frozen):
+    """What one hit rate of hot rows at the router leaves to do.
+
+    Attributes:
+        hot_rows, hot_bytes: how many of the hottest rows that takes, and their bytes as stored.
+        moved_bytes, moved_us: if the rows that are missed travelled, without scale and bias, to where they are pooled;
+            latency left out.
+        network_bytes: ids out and sums back, as shardrank has it.
+        network_us: of these, latency included.
+        request_us: with the time of the busiest shard, all of whose rows are in card memory.
+    """
+
+    hit_rate: float
+    hot_rows: int
+    hot_bytes: int
+    moved_bytes: float
+    moved_us: float
+    network_bytes: float
+    network_us: float
+    request_us: float
+
+
+class FleetLookups:
+    """A batch of lookups in a fleet: what is looked up of which rows, and where they are.
+
+    Args:
+        plan: which shard has which rows.
+        stored: of each table, all shards together.
+        rows_by_shard: int64 [levels, shards] for each table, where `RowHotness.rows_by_owner` is known already.
+    """
+
+    def __init__(self, plan: Plan, stored: StoredLookups, rows_by_shard: Sequence[Int64Array] | None = None) -> None:
+        self.layout, _, self.rows, self.near = stored
+        # [tables, 3]: fields of `BagLoad`.
+        self.loads = np.array([of_table.load for of_table in stored.lookups], np.float64)
+        self.is_copied = np.array([bool(owners[0] < 0) for owners in plan.shard_of_bucket])
+        self._lookups = stored.lookups
+        # Independent of hot rows, and slower than all else.
+        self.rows_by_shard = rows_by_shard or [
+            rows.rows_by_owner(owners, plan.num_shards)
+            for rows, owners in zip(stored.rows, plan.shard_of_bucket, strict=True)
+        ]
+
+    @property
+    def stored_bytes(self) -> Float64Array:
+        """Bytes of the rows that each shard has alone, as stored: float64 [shards]."""
+        rows = np.array([by_shard.sum(axis=0) for by_shard in self.rows_by_shard])
+        stored: Float64Array = (rows * stored_row_bytes(self.layout)[:, None]).sum(axis=0)
+        return stored
+
+    def sent(self, near: NearRows) -> ShardLookups:
+        """Return what goes to which shard, with hot rows at the router."""
+        shares = np.zeros((len(self.rows), self.rows_by_shard[0].shape[1]))
+        for table, (rows, by_shard) in enumerate(zip(self.rows, self.rows_by_shard, strict=True)):
+            lookups = rows.lookups if rows.lookups.any() else np.ones_like(rows.lookups)
+            # Of a copied table each shard has all rows, and the mean of its lookups.
+            here = rows.rows()[:, None] / shares.shape[1] if self.is_copied[table] else by_shard
+            shares[table] = (lookups * near.missed[table]) @ here / float(lookups @ rows.rows())
+        return ShardLookups.of(self.layout, self._lookups, shares, self.is_copied)
+
+    def part(self, shard: int) -> Float64Array:
+        """Return the loads of each table, float64 [tables, 3], with only those bags of which a shard has a row."""
+        loads = self.loads.copy()
+        loads[:, 1] = self.sent(self.near).hit[:, shard]
+        return loads
+
+    def use(self, near: NearRows, network: Network, system: CardSystem) -> HitRateUse:
+        """Return what hot rows at the router leave to do."""
+        sent = self.sent(near)
+        time = NetworkTime.of(sent, network)
+        busiest = int(sent.values.sum(axis=0).argmax())
+        values, (all_values, _, longest) = sent.values[:, busiest], self.loads.T
+        loads = np.column_stack(
+            [values, sent.hit[:, busiest], np.minimum(longest, _ratio(longest * values, all_values))]
+        )
+        shard_us = self.resident_us(loads, system) if sent.values.any() else 0.0
+        row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).code_bytes for table in self.layout.tables]
+        moved_bytes = sum((all_values * (1 - near.hit_rates) * row_bytes).tolist())
+        return HitRateUse(
+            hit_rate=near.hit_rate,
+            hot_rows=near.num_rows,
+            hot_bytes=near.size_bytes,
+            moved_bytes=moved_bytes,
+            moved_us=moved_bytes / (network.gb_per_s * BYTES_PER_US),
+            network_bytes=sent.both,
+            network_us=time.alone_us,
+            request_us=time.alone_us + shard_us,
+        )
+
+    def resident_us(self, loads: Float64Array, system: CardSystem) -> float:
+        """Return the time of lookups whose rows are all in the memory of the card that pools them."""
+        return batch_time(Traffic.resident(self.layout, loads, system), system).alone_us
+
+
+class NetworkUse(Frozen):
+    """What a batch moves between router and shards, and takes.
+
+    Attributes:
+        hit_rate, hot_rows, hot_bytes: of the hottest rows, at the router.
+        shards_hit: in the mean, of a bag that is not empty.
+        ids_bytes, offsets_bytes, keys_bytes: to all shards together.
+        sums_bytes: back from them.
+        framing_bytes: headers and padding, both ways.
+        busiest_to_mean: lookups of the busiest shard, by the mean.
+        time: of the network.
+        slowest_shard, slowest_us: which shard takes longest for its part, and how long.
+        request_us: the slowest shard and the network.
+        bound: which of the two budgets it is bound by: the network's bandwidth or latency, or the shard's own bound.
+        replicated_us: if each node had all rows in the memory of its cards; no network.
+        replicated_bytes, sharded_bytes: of all rows as stored, and of the part of one shard.
+        crossover_hit_rate: from which on sharding takes no longer than that; None if the latency alone does.
+        crossover_hot_bytes: of the rows that have this hit rate.
+        compared: by hit rate.
+    """
+
+    hit_rate: float
+    hot_rows: int
+    hot_bytes: int
+    shards_hit: float
+    ids_bytes: float
+    offsets_bytes: float
+    keys_bytes: float
+    sums_bytes: float
+    framing_bytes: float
+    busiest_to_mean: float
+    time: NetworkTime
+    slowest_shard: int
+    slowest_us: float
+    request_us: float
+    bound: str
+    replicated_us: float
+    replicated_bytes: int
+    sharded_bytes: int
+    crossover_hit_rate: float | None
+    crossover_hot_bytes: int | None
+    compared: tuple[HitRateUse, ...]
+
+    @classmethod
+    def make(
+        cls,
+        lookups: FleetLookups,
+        options: NetworkOptions,
+        system: CardSystem,
+        shard_time: Callable[[int], BatchTime],
+    ) -> Self:
+        """Return the use of a batch, by what a shard's cards take for its part."""
+        layout, near, sent = lookups.layout, lookups.near, lookups.sent(lookups.near)
+        network = NetworkTime.of(sent, options.network)
+        sizes = stored_row_bytes(layout) * [table.num_embeddings for table in layout.tables]
+        stored = lookups.stored_bytes
+        values = sent.values.sum(axis=0)
+        times = {shard: shard_time(shard) for shard in sorted({int(values.argmax()), int(stored.argmax())})}
+        slowest = max(times, key=lambda shard: times[shard].alone_us)
+        slowest_us = times[slowest].alone_us
+        replicated_us = lookups.resident_us(lookups.loads, system)
+
+        def use(bounded: Bounded, bound: float) -> HitRateUse:
+            return lookups.use(NearRows.choose(layout, lookups.rows, bounded, bound), options.network, system)
+
+        crossover = crossover_hit_rate(lambda rate: use("hit rate", rate).request_us, replicated_us)
+        return cls(
+            hit_rate=near.hit_rate,
+            hot_rows=near.num_rows,
+            hot_bytes=near.size_bytes,
+            shards_hit=sent.shards_hit,
+            ids_bytes=sent.ids,
+            offsets_bytes=sent.offsets,
+            keys_bytes=sent.keys,
+            sums_bytes=sent.sums,
+            framing_bytes=sent.framing,
+            busiest_to_mean=float(values.max() / values.mean()) if values.any() else 1.0,
+            time=network,
+            slowest_shard=slowest,
+            slowest_us=slowest_us,
+            request_us=slowest_us + network.alone_us,
+            bound=times[slowest].bound if slowest_us > network.alone_us else f"network {network.bound}",
+            replicated_us=replicated_us,
+            replicated_bytes=int(sizes.sum()),
+            sharded_bytes=int(stored.max() + sizes[lookups.is_copied].sum()),
+            crossover_hit_rate=crossover,
+            crossover_hot_bytes=None if crossover is None else use("hit rate", crossover).hot_bytes,
+            compared=(
+                *(use("hit rate", rate) for rate in options.compare_hit_rates),
+                *(use("rows", rows) for rows in options.compare_hot_rows),
+            ),
+        )
+
+
+def _ratio(part: Float64Array, whole: Float64Array) -> Float64Array:
+    return np.divide(part, whole, out=np.zeros(whole.shape), where=whole > 0)
