@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.errors import ShardrankError
+from loader.errors import ShardrankError, UnavailableError
 from loader.snapshot.tables import DividedTable
-from router.errors import HotRowsError, PlanError, ShardUnavailableError
+from router.errors import HotRowsError, PlanError
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotLookup, HotRows
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
@@ -23,7 +23,6 @@ from router.plan import BucketOwners, Plan
 from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, Forms, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.kernels import pool_rows
-from shard_node.errors import NodeUnavailableError
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
 
@@ -299,7 +298,7 @@ class Router:
         and `forms` are as of `Shard.pool`.
 
         Raises:
-            RouterError, ShardNodeError: if a shard can't answer.
+            ShardrankError: if a shard can't answer.
         """
         times, began = LookupTimes(), self._clock()
         asked = self.look_ups(self.map(bags))
@@ -428,7 +427,7 @@ class Router:
                 return found.answer(part, forms)
             try:
                 return await self._shards[part.owner].pool(model, version, part.bags, deadline, forms)
-            except (ShardUnavailableError, NodeUnavailableError) as error:
+            except UnavailableError as error:
                 raise _ShardDownError(part.owner, error) from error
 
         if not parts:

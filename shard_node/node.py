@@ -342,7 +342,7 @@ class Shard(Protocol):
             Answer: one that fits the bags.
 
         Raises:
-            ShardNodeError: its subclasses say what and with which status.
+            ShardrankError: its subclasses say what and with which status.
         """
         ...
 

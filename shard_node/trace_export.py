@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from loader.errors import ConfigError
 from loader.snapshot.tables import Frozen
-from shard_node.errors import TracingError
 from shard_node.tracing import Outcome, SpanSink
 
 INSTALL = "pip install 'shardrank[otel]'"
@@ -47,34 +47,36 @@ class TraceConfig(Frozen):
         return self.endpoint is not None or (not is_disabled and any(map(os.environ.get, _ENDPOINT_VARIABLES)))
 
     def share(self) -> float:
-        """Return the share of calls without a parent that are traced. Raises TracingError."""
+        """Return the share of calls without a parent that are traced. Raises ConfigError."""
         sampler, argument = os.environ.get("OTEL_TRACES_SAMPLER"), os.environ.get("OTEL_TRACES_SAMPLER_ARG", "1")
         if self.sample_share is not None or not sampler:
             return DEFAULT_SHARE if self.sample_share is None else self.sample_share
         if sampler not in _SAMPLERS:
-            raise TracingError(f"OTEL_TRACES_SAMPLER {sampler!r} is none of {', '.join(_SAMPLERS)}")
+            raise ConfigError(f"OTEL_TRACES_SAMPLER {sampler!r} is none of {', '.join(_SAMPLERS)}", kind="tracing")
         try:
             share = float(argument) if (fixed := _SAMPLERS[sampler]) is None else fixed
         except ValueError:
             share = -1.0
         if not 0 <= share <= 1:
-            raise TracingError(f"OTEL_TRACES_SAMPLER_ARG {argument!r} is not within 0..1")
+            raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG {argument!r} is not within 0..1", kind="tracing")
         return share
 
     def resolved(self) -> tuple[str | None, Literal["grpc", "http"]]:
-        """Return the URL for the exporter, None if the SDK finds it itself, and the protocol. Raises TracingError."""
+        """Return the URL for the exporter, None if the SDK finds it itself, and the protocol. Raises ConfigError."""
         told = self.endpoint or next(filter(None, map(os.environ.get, _ENDPOINT_VARIABLES)), "")
         try:
             parts = urlsplit(told)
             port = parts.port
         except ValueError as error:
-            raise TracingError(f"endpoint {told!r}: {error}") from error
+            raise ConfigError(f"endpoint {told!r}: {error}", kind="tracing") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise TracingError(f"endpoint {told!r} is not http://host:port or https://host:port")
+            raise ConfigError(f"endpoint {told!r} is not http://host:port or https://host:port", kind="tracing")
         protocol = self.protocol
         if protocol is None and (named := next(filter(None, map(os.environ.get, _PROTOCOL_VARIABLES)), None)):
             if named not in _PROTOCOLS:
-                raise TracingError(f"OTLP protocol {named!r} is not spoken, only {' and '.join(sorted(_PROTOCOLS))}")
+                raise ConfigError(
+                    f"OTLP protocol {named!r} is not spoken, only {' and '.join(sorted(_PROTOCOLS))}", kind="tracing"
+                )
             protocol = _PROTOCOLS[named]
         if protocol is None:
             protocol = "grpc" if port == GRPC_PORT else "http"
@@ -86,14 +88,14 @@ class TraceConfig(Frozen):
 def open_sink(config: TraceConfig, note: Callable[[Outcome, int], None] = lambda outcome, count: None) -> SpanSink:
     """Make what sends spans to a collector, from a thread of its own; `note` is told what became of how many.
 
-    Raises TracingError if OpenTelemetry is not installed, the endpoint can't be one, or a variable of its own is wrong.
+    Raises ConfigError if OpenTelemetry is not installed, the endpoint can't be one, or a variable of its own is wrong.
     """
     endpoint, protocol = config.resolved()
     try:
         from shard_node.otlp import OtlpSink
     except ImportError as error:
-        raise TracingError(f"traces need OpenTelemetry: {INSTALL} ({error})") from error
+        raise ConfigError(f"traces need OpenTelemetry: {INSTALL} ({error})", kind="tracing") from error
     try:
         return OtlpSink(endpoint, protocol, config.service_name, config.flush_timeout_s, note)
     except ValueError as error:
-        raise TracingError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}") from error
+        raise ConfigError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}", kind="tracing") from error

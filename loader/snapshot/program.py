@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from loader.errors import ExportError, UnsafeProgramError, cut
+from loader.errors import ExportError, SnapshotCorruptError, cut
 from loader.snapshot.manifest import MAX_DENSE_BYTES
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ProgramArchive:
         """Read the directory of an archive, and check it.
 
         `where` names it in errors. With `drop_sample_inputs` these may be there, and are not read: for what comes from
-        training. Raises UnsafeProgramError.
+        training. Raises SnapshotCorruptError.
         """
         self._where, self._content = where, content
         try:
@@ -78,9 +78,11 @@ class ProgramArchive:
 
     @classmethod
     def read(cls, path: Path) -> ProgramArchive:
-        """Read a file. Raises UnsafeProgramError; OSError if it can't be read."""
+        """Read a file. Raises SnapshotCorruptError; OSError if it can't be read."""
         if (size := path.stat().st_size) > MAX_DENSE_BYTES:
-            raise UnsafeProgramError(f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed")
+            raise SnapshotCorruptError(
+                f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed", kind="unsafe_program"
+            )
         return cls(path.read_bytes(), str(path))
 
     def rebuilt(self) -> bytes:
@@ -96,7 +98,7 @@ class ProgramArchive:
         return buffer.getvalue()
 
     def member(self, name: str) -> bytes:
-        """Read a member. Raises UnsafeProgramError if its bytes are not what the directory says."""
+        """Read a member. Raises SnapshotCorruptError if its bytes are not what the directory says."""
         try:
             return self._zip.read(self.members[name])
         except _NOT_READ as error:
@@ -190,8 +192,8 @@ class ProgramArchive:
             raise self._refused(f"{name}: not a JSON object")
         return found
 
-    def _refused(self, problem: str) -> UnsafeProgramError:
-        return UnsafeProgramError(f"{self._where}: {problem}")
+    def _refused(self, problem: str) -> SnapshotCorruptError:
+        return SnapshotCorruptError(f"{self._where}: {problem}", kind="unsafe_program")
 
 
 def _is_arithmetic(expression: str) -> bool:
@@ -218,7 +220,7 @@ def program_bytes(program: Program) -> bytes:
         content = buffer.getvalue()
     try:
         return ProgramArchive(content, where, drop_sample_inputs=True).rebuilt()
-    except UnsafeProgramError as error:
+    except SnapshotCorruptError as error:
         raise ExportError(str(error)) from error
 
 

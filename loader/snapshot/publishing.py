@@ -18,13 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from loader.errors import (
-    DeltaBaseError,
-    DeltaGapError,
-    RegistryConflictError,
-    SnapshotCorruptError,
-    SnapshotExistsError,
-)
+from loader.errors import DeltaError, RegistryConflictError, SnapshotCorruptError, SnapshotExistsError
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
 from loader.rollout.plan import read_rollout
@@ -151,16 +145,18 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
     where = f"version {manifest.version} of {model!r}: last_delta {last_delta} of delta_base {base}"
     # A stream that a version begins may begin at any number.
     if base != manifest.version and last_delta > (end := await stream_end(fleet, model, base)):
-        raise DeltaBaseError(f"{where} lies beyond the end of that stream, {end}: is this the registry it came from?")
+        raise DeltaError(
+            f"{where} lies beyond the end of that stream, {end}: is this the registry it came from?", kind="delta_base"
+        )
     first = (await fleet.registry.bounds(delta_stream(model, base))).first
     if last_delta + 1 < first:
-        raise DeltaGapError(f"{where}: the stream begins with {first}, what came between is gone")
+        raise DeltaError(f"{where}: the stream begins with {first}, what came between is gone", kind="delta_gap")
     if base != manifest.version:
         await _check_row_places(fleet, manifest, store, where)
 
 
 async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: StorePlace, where: str) -> None:
-    """Raise DeltaBaseError unless the rows of divided tables lie where the stream's deltas were made for.
+    """Raise DeltaError unless the rows of divided tables lie where the stream's deltas were made for.
 
     These are of rows of the parts: with other row classes, a replay would write them to other rows.
     """
@@ -179,15 +175,17 @@ async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: Sto
 
     other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
     if other is None and own:
-        raise DeltaBaseError(
+        raise DeltaError(
             f"{where}: tables {sorted(own)} are divided, and {store} has no version of that stream any more that tells "
-            "where its deltas' rows lie: leave delta_base out to begin a stream"
+            "where its deltas' rows lie: leave delta_base out to begin a stream",
+            kind="delta_base",
         )
     if other is not None and own != (theirs := _row_places(other)):
         differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-        raise DeltaBaseError(
+        raise DeltaError(
             f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so that "
-            "its deltas would be written to other rows: divide them alike, or leave delta_base out to begin a stream"
+            "its deltas would be written to other rows: divide them alike, or leave delta_base out to begin a stream",
+            kind="delta_base",
         )
 
 

@@ -24,7 +24,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
+from loader.errors import ExportError, SnapshotCorruptError
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
 from loader.snapshot.codecs import ByteArray, Float32Array, codec_for
@@ -158,7 +158,7 @@ class _Export:
             parse_manifest("manifest", text)
         except ValidationError as error:
             raise ExportError(f"manifest: {quoted_errors(error)}") from error
-        except SnapshotFormatError as error:
+        except SnapshotCorruptError as error:
             raise ExportError(str(error)) from error
         if len(text) > MAX_MANIFEST_BYTES:
             raise ExportError(f"manifest: {len(text)} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
@@ -342,14 +342,14 @@ def _check_finite(table: TableSpec, block: Float32Array, first_row: int) -> None
     finite = np.isfinite(block)
     if not finite.all():
         row = first_row + int(np.argmin(finite.all(axis=1)))
-        raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
+        raise ExportError(f"table {table.name!r}, row {row}: holds NaN or inf")
 
 
 def _encode_block(table: TableSpec, block: Float32Array, first_row: int) -> ByteArray:
     codec = codec_for(table.dtype, table.embedding_dim)
     encoded = codec.encode(block)
     if (bad := codec.first_non_finite(encoded)) is not None:
-        raise NonFiniteRowError(
+        raise ExportError(
             f"table {table.name!r}, row {first_row + bad}: values from {block[bad].min()} to {block[bad].max()} "
             f"overflow as {table.dtype}"
         )
@@ -403,7 +403,7 @@ def export_snapshot(
 
     Raises:
         ExportError: an input does not fit the spec, or the disk fails.
-        NonFiniteRowError: a row holds NaN, inf, or values that its dtype can't hold.
+        ExportError: a row holds NaN, inf, or values that its dtype can't hold.
         SnapshotExistsError: the version exists.
     """
     store = Store(store_path)

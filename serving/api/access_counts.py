@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 
 import numpy as np
 
-from serving.errors import InvalidFieldError, printable
+from serving.errors import InvalidRequestError, printable
 from shard_node.access_counts import MAX_PART_ROWS, AccessCounts, CountedPart
 from shard_node.errors import NodeUnavailableError, RemoteError, WireError
 from shard_node.wire.frame import HEADER, Frame, FrameType, unpack_header
@@ -28,14 +28,16 @@ _MAX_SHOWN = 200
 
 
 def counts_asked(model: str, query: Mapping[str, str]) -> CountsRequest:
-    """Read the parameters version (0: the live one), table, first_row and max_rows. Raises InvalidFieldError."""
+    """Read the parameters version (0: the live one), table, first_row and max_rows. Raises InvalidRequestError."""
     numbers = {"version": 0, "table": 0, "first_row": 0, "max_rows": MAX_PART_ROWS}
     if unknown := sorted(query.keys() - numbers.keys()):
-        raise InvalidFieldError(printable(unknown[0], 64), f"there is no such parameter, only {', '.join(numbers)}")
+        raise InvalidRequestError(
+            printable(unknown[0], 64), f"there is no such parameter, only {', '.join(numbers)}", kind="invalid_field"
+        )
     for name, text in query.items():
         if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
             problem = f"{printable(text, 64)!r} is no whole number of at most {_MAX_DIGITS} digits"
-            raise InvalidFieldError(name, problem)
+            raise InvalidRequestError(name, problem, kind="invalid_field")
         numbers[name] = int(text)
     return CountsRequest(model, **numbers)
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from loader.errors import ConfigError
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
@@ -30,7 +31,7 @@ from router.plan_file import PlanFile, with_columns
 from router.table_planner import AskedLookups, PlannedFleet, TableLookups
 from serving.cli.division import DividedUse, FleetPlan
 from serving.cli.network import FleetLookups, NetworkOptions, NetworkUse, ShardTime
-from serving.errors import LookupProfileError, ModelNotFoundError
+from serving.errors import NotFoundError
 from shard_node.bags import TableLayout
 from shard_node.buckets import Sharding
 from shard_node.cuda.kernel_params import RowFormat
@@ -136,11 +137,12 @@ def catalog_model(name: str, dtype: RowDtype = "int8", scale: float = 1.0) -> Ca
         scale: of the numbers of rows, above 0 and at most 1; every table keeps at least one.
 
     Raises:
-        ModelNotFoundError: no such name.
+        NotFoundError: no such name.
         ValueError: a scale out of range.
     """
     if name not in CATALOG:
-        raise ModelNotFoundError(f"model {name!r} is not in the catalog; it has {', '.join(CATALOG)}")
+        says = f"model {name!r} is not in the catalog; it has {', '.join(CATALOG)}"
+        raise NotFoundError(says, kind="model_not_found")
     if not 0 < scale <= 1:
         raise ValueError(f"scale is {scale}, allowed is above 0 and at most 1")
     published, tables = CATALOG[name], []
@@ -199,14 +201,16 @@ class LookupProfile:
         """Return the same but for features whose hotness is told.
 
         Raises:
-            LookupProfileError: a feature that the model does not have, or a number out of range.
+            ConfigError: a feature that the model does not have, or a number out of range.
         """
         known = {feature.name for feature in spec.features}
         for name, ids in told.items():
             if name not in known:
-                raise LookupProfileError(f"hotness of {name!r}: model {spec.model!r} has no such feature")
+                raise ConfigError(
+                    f"hotness of {name!r}: model {spec.model!r} has no such feature", kind="lookup_profile"
+                )
             if not 0 <= ids <= MAX_HOTNESS:
-                raise LookupProfileError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}")
+                raise ConfigError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}", kind="lookup_profile")
         return replace(self, hotness={**self.hotness, **told}, longest={**self.longest, **told})
 
     def loads(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> tuple[BagLoad, ...]:

@@ -150,7 +150,7 @@ async def merged_counts(ask: Sequence[Ask], model: str, version: int) -> dict[st
         By stored table.
 
     Raises:
-        ShardNodeError: one of them does not answer, or has other tables than the others.
+        ShardrankError: one of them does not answer, or has other tables than the others.
     """
     import numpy as np
 

@@ -12,12 +12,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from loader.errors import ConfigError, ShardrankError
 from loader.rollout.requests import SeenRollout
 from serving.api.bodies import read_body
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
-from serving.errors import MalformedRequestError, MisdirectedRequestError, PermissionDeniedError, ServingError
-from shard_node.errors import AddressError
+from serving.errors import InvalidRequestError, PermissionDeniedError
 from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def check_host(request: Request) -> None:
-    """Raise MisdirectedRequestError if a request to a loopback port has another Host.
+    """Raise InvalidRequestError if a request to a loopback port has another Host.
 
     A page from elsewhere could have its own name resolved to this machine, and then read and ask as this port's page.
     """
@@ -57,10 +57,12 @@ async def check_host(request: Request) -> None:
     has_port = host.rpartition(":")[2].isdecimal() or port not in _DEFAULT_PORTS
     try:
         address = Address.parse(host if has_port else f"{host}:{port}")
-    except AddressError:
+    except ConfigError:
         address = Address()
     if address.port != port or not address.is_loopback:
-        raise MisdirectedRequestError(f"Host: {host[:200]!r}; allowed are localhost:{port} and loopback addresses")
+        raise InvalidRequestError(
+            "", f"Host: {host[:200]!r}; allowed are localhost:{port} and loopback addresses", kind="misdirected"
+        )
 
 
 def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
@@ -92,7 +94,7 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
                     # A token that is taken away ends what it opened.
                     check(request)
                     yield message
-            except ServingError:
+            except ShardrankError:
                 return
             finally:
                 board.leave(watcher)
@@ -121,4 +123,6 @@ def _asked(body: bytes) -> _Rollback:
     try:
         return msgspec.json.decode(body, type=_Rollback)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise MalformedRequestError("", f"the body must name model, rollout_id, is_active and live: {error}") from error
+        raise InvalidRequestError(
+            "", f"the body must name model, rollout_id, is_active and live: {error}", kind="malformed"
+        ) from error

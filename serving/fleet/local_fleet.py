@@ -480,7 +480,7 @@ async def running_fleet(
     caller may hold the ports already.
 
     Raises:
-        ChildFailedError: if a child does not come up.
+        FleetError: if a child does not come up.
         FleetError: if a port is taken, a socket path too long, or another fleet in the way.
         ShardrankError: as `begin`.
     """

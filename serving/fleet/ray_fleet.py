@@ -29,7 +29,7 @@ from pydantic import Field
 from loader.errors import RegistryError
 from loader.progress import all_or_first_error
 from loader.snapshot.tables import Frozen
-from serving.errors import ChildFailedError, FleetError
+from serving.errors import FleetError
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, describe_exit, shardrank_command
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ async def fleet_on_ray(
     Raises:
         FleetError: no cluster answers or it has too few hosts, or another fleet is in the way.
         RolloutError: the number of shards is another one, and a rollout is running.
-        ChildFailedError: a process does not come up. What was started is ended then.
+        FleetError: a process does not come up. What was started is ended then.
         ShardrankError: as `local_fleet.begin`.
     """
     from loader.registry import open_registry
@@ -422,7 +422,7 @@ async def _until_ready(
     name: str,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Wait until a process serves. Raises ChildFailedError if it ends before, or in vain."""
+    """Wait until a process serves. Raises FleetError if it ends before, or in vain."""
     from loader.registry.fleet import COORDINATOR_LOCK
     from serving.fleet.local_fleet import ask_lock, ask_node
 
@@ -431,7 +431,7 @@ async def _until_ready(
         try:
             process_id, failure = await cluster.look(name)
             if failure is not None:
-                raise ChildFailedError(failure)
+                raise FleetError(failure, kind="child_failed")
             if _group_of(name) == "coordinator":
                 await ask_lock(fleet, COORDINATOR_LOCK, process_id)
             else:
@@ -440,8 +440,8 @@ async def _until_ready(
             reason = str(not_ready)
             await asyncio.sleep(_LOOK_S)
         except RefusedError as refused:
-            raise ChildFailedError(f"{name} does not serve: {refused}") from None
+            raise FleetError(f"{name} does not serve: {refused}", kind="child_failed") from None
         else:
             on_ready(name)
             return
-    raise ChildFailedError(f"{name} was not ready within {ray.ready_timeout_s:g} s: {reason}")
+    raise FleetError(f"{name} was not ready within {ray.ready_timeout_s:g} s: {reason}", kind="child_failed")

@@ -31,7 +31,7 @@ from loader.snapshot.manifest import (
     SideInput,
 )
 from loader.snapshot.program import Program, ProgramArchive, program_bytes
-from serving.errors import RankingModelError, UntrustedProgramError
+from serving.errors import RankingModelError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.layers import NumberFormat, can_pack
 from serving.models.ranking_models import BLOCK_ROWS, MAX_PAIRS, RankingModel
@@ -112,14 +112,15 @@ def load_exported(spec: ModelSpec, path: Path, *, trusted: bool) -> ExportedRank
     """Load a version's `dense.pt2`, checked and ready to score.
 
     Raises:
-        UntrustedProgramError: it is not `trusted`; nothing was read.
-        UnsafeProgramError: pickle would be needed; PyTorch has not read it.
+        RankingModelError: it is not `trusted`; nothing was read.
+        SnapshotCorruptError: pickle would be needed; PyTorch has not read it.
         RankingModelError: it does not fit the description.
     """
     if not trusted:
-        raise UntrustedProgramError(
+        raise RankingModelError(
             f"model {spec.model!r}: {path.name} is a program, which can do whatever this process can; if you trust "
-            "who writes to the store, mark it with --trust-exported"
+            "who writes to the store, mark it with --trust-exported",
+            kind="untrusted_program",
         )
     return _checked(spec, ProgramArchive.read(path))
 

@@ -34,9 +34,10 @@ from typing import BinaryIO, Literal, TypeAlias, TypeVar
 import numpy as np
 from pydantic import Field, ValidationError
 
+from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, FeatureSpec
 from loader.snapshot.tables import Frozen, Name
-from serving.errors import RecordingDamagedError, RecordingFolderError
+from serving.errors import RecordingDamagedError
 from serving.formats.requests import RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -167,7 +168,7 @@ class RequestRecorder:
         wall_clock: seconds since the epoch.
 
     Raises:
-        RecordingFolderError: the folder can't be used, or another process records into it.
+        ConfigError: the folder can't be used, or another process records into it.
     """
 
     def __init__(
@@ -253,12 +254,14 @@ class _Files:
                 folder.mkdir(mode=0o700, exist_ok=True)
             self._lock = _open_private(self._folder / LOCK, "wb")
         except OSError as error:
-            raise RecordingFolderError(f"--record {self._folder}: {error.strerror or error}") from error
+            raise ConfigError(f"--record {self._folder}: {error.strerror or error}", kind="recording_folder") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise RecordingFolderError(f"--record {self._folder}: another process records into it") from error
+            raise ConfigError(
+                f"--record {self._folder}: another process records into it", kind="recording_folder"
+            ) from error
 
     def add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
@@ -368,10 +371,10 @@ def _encode(schema: int, request: RankRequest, answer: RankAnswer, arrived_s: fl
 def recorded_files(folder: Path) -> list[Path]:
     """List the files of a folder and of the folders in it (of several workers, one each), the oldest first.
 
-    Raises RecordingFolderError if there is no such folder.
+    Raises ConfigError if there is no such folder.
     """
     if not folder.is_dir():
-        raise RecordingFolderError(f"{folder}: there is no such folder of recorded requests")
+        raise ConfigError(f"{folder}: there is no such folder of recorded requests", kind="recording_folder")
     return sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*/*{SUFFIX}")], key=lambda path: path.name)
 
 

@@ -13,15 +13,7 @@ from typing import Any, Final, Protocol
 from pydantic import Field
 
 from loader.deltas.batch import DeltaBatch
-from loader.errors import (
-    DeltaBaseError,
-    DeltaError,
-    DeltaFormatError,
-    DeltaGapError,
-    RegistryError,
-    RegistryUnavailableError,
-    ShardrankError,
-)
+from loader.errors import DeltaError, DeltaFormatError, RegistryError, RegistryUnavailableError, ShardrankError
 from loader.progress import ended
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry, StreamEntry
@@ -108,7 +100,7 @@ class DeltaFollower:
         """Follows the stream until it is cancelled; nothing writes rows any more when it ends.
 
         Raises:
-            DeltaGapError: the stream does not have what comes next any more. These rows can't be brought up to date:
+            DeltaError: the stream does not have what comes next any more. These rows can't be brought up to date:
                 the version must be staged anew, from a snapshot that contains more.
         """
         self._stopping = False
@@ -124,8 +116,8 @@ class DeltaFollower:
         """Apply what comes next; what is applied already is passed over. Blocks; called in a thread of its own.
 
         Raises:
-            DeltaGapError: the one that comes next is not there. Those before it are applied.
-            DeltaFormatError, DeltaBaseError: it is not what it should be. Those before it are applied.
+            DeltaError: the one that comes next is not there. Those before it are applied.
+            DeltaFormatError, DeltaError: it is not what it should be. Those before it are applied.
         """
         for entry in entries:
             if self._stopping:
@@ -134,7 +126,9 @@ class DeltaFollower:
             if entry.sequence <= sequence:
                 continue
             if entry.sequence != sequence + 1:
-                raise DeltaGapError(f"{self._where}: delta {entry.sequence} came, {sequence + 1} is next")
+                raise DeltaError(
+                    f"{self._where}: delta {entry.sequence} came, {sequence + 1} is next", kind="delta_gap"
+                )
             batch = DeltaBatch.decode(entry.payload)
             table = self._check(batch, entry.sequence)
             written = 0
@@ -147,7 +141,9 @@ class DeltaFollower:
     def _check(self, batch: DeltaBatch, sequence: int) -> int | tuple[int, ...]:
         """Return the number of the table that it is for; of one that is stored in slices, the number of each."""
         if (batch.model, batch.delta_base) != (self._model, self._delta_base):
-            raise DeltaBaseError(f"{self._where} follows {self._stream}, in which {batch.name} must not be")
+            raise DeltaError(
+                f"{self._where} follows {self._stream}, in which {batch.name} must not be", kind="delta_base"
+            )
         if batch.sequence != sequence:
             raise DeltaFormatError(f"{self._where}: {batch.name} lies at {sequence} of {self._stream}")
         layout = self._engine.layout
@@ -196,7 +192,7 @@ class DeltaFollower:
         if bounds.last > sequence and bounds.first > sequence + 1:
             reason = f"{self._where} needs delta {sequence + 1}, but {self._stream} begins with {bounds.first}"
             self._refuse(reason)
-            raise DeltaGapError(f"{reason}: stage a snapshot that contains more")
+            raise DeltaError(f"{reason}: stage a snapshot that contains more", kind="delta_gap")
         if 0 < bounds.last < sequence and sequence > self._position.snapshot().last_delta:
             # Its publisher gives back what the registry has lost, or refuses to go on.
             self._refuse(f"{self._where} has delta {sequence}, but {self._stream} ends with {bounds.last}")

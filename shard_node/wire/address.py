@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shard_node.errors import AddressError
+from loader.errors import ConfigError
 from shard_node.wire.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Handshake, ReloadingContext, handshake
 
 logger = logging.getLogger(__name__)
@@ -44,18 +44,19 @@ class Address:
         """Read `tcp://host:port`, `host:port`, `unix:/path` or `unix:///path`; an IPv6 host stands in brackets.
 
         Raises:
-            AddressError: naming the text and what is allowed.
+            ConfigError: naming the text and what is allowed.
         """
         if text.startswith("unix:"):
             return cls(path=_unix_path(text))
         match = _TCP.match(text)
         if match is None:
-            raise AddressError(
-                f"address {text!r} is none of 'tcp://host:port', 'host:port', 'unix:/path', 'unix:///path'"
+            raise ConfigError(
+                f"address {text!r} is none of 'tcp://host:port', 'host:port', 'unix:/path', 'unix:///path'",
+                kind="address",
             )
         port = int(match["port"])
         if port > MAX_PORT:
-            raise AddressError(f"address {text!r}: port {port} is not within 0..{MAX_PORT}")
+            raise ConfigError(f"address {text!r}: port {port} is not within 0..{MAX_PORT}", kind="address")
         return cls(host=match["ipv6"] or match["host"], port=port)
 
     @property
@@ -82,11 +83,14 @@ def _unix_path(text: str) -> str:
     if path.startswith("//"):
         path = path.removeprefix("//")
     if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
-        raise AddressError(f"address {text!r}: a Unix socket needs an absolute path of a file, as in 'unix:/run/node'")
+        raise ConfigError(
+            f"address {text!r}: a Unix socket needs an absolute path of a file, as in 'unix:/run/node'", kind="address"
+        )
     size = len(path.encode())
     if size > MAX_UNIX_PATH_BYTES:
-        raise AddressError(
-            f"address {text!r}: the path has {size} bytes, a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
+        raise ConfigError(
+            f"address {text!r}: the path has {size} bytes, a Unix socket takes at most {MAX_UNIX_PATH_BYTES}",
+            kind="address",
         )
     return path
 
@@ -179,7 +183,7 @@ async def listen(
     """Binds an address, port 0 for any free one, and accepts connections; TCP ones must speak `tls`, if given.
 
     Raises:
-        AddressError: it can't be bound, naming the address and the reason.
+        ConfigError: it can't be bound, naming the address and the reason.
     """
     try:
         if address.is_unix:
@@ -196,7 +200,7 @@ async def listen(
             raise
         return Listener(sockets, address, protocol, tls)
     except OSError as error:
-        raise AddressError(f"can't listen on {address}: {error}") from error
+        raise ConfigError(f"can't listen on {address}: {error}", kind="address") from error
 
 
 def _bind_unix(address: Address) -> socket.socket:
@@ -220,7 +224,7 @@ def _remove_stale(address: Address) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise AddressError(f"can't listen on {address}: there is a file that is not a socket")
+        raise ConfigError(f"can't listen on {address}: there is a file that is not a socket", kind="address")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -231,4 +235,4 @@ def _remove_stale(address: Address) -> None:
         except BlockingIOError:
             # Its queue of connections is full: somebody listens, and is busy.
             pass
-    raise AddressError(f"can't listen on {address}: another process listens there")
+    raise ConfigError(f"can't listen on {address}: another process listens there", kind="address")

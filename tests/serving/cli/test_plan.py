@@ -17,10 +17,10 @@ from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, c
 from serving.cli.division import print_division
 from serving.cli.network import NetworkUse
 from serving.cli.plan import MANIFEST_NAME
-from serving.errors import ModelNotFoundError
 from shard_node.bags import TableLayout
 from shard_node.planning.cost_model import SYSTEMS, BagLoad
 from shardrank_testing.command_line import shardrank
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 
@@ -106,7 +106,7 @@ def test_a_published_model_has_its_published_size(name, tables, gibibytes):
 
 
 def test_a_name_that_is_not_in_the_catalog_is_refused():
-    with pytest.raises(ModelNotFoundError, match="'dlrm' is not in the catalog; it has dlrm-v2, merlin-tiny"):
+    with raises_kind("model_not_found", match="'dlrm' is not in the catalog; it has dlrm-v2, merlin-tiny"):
         catalog_model("dlrm")
 
 

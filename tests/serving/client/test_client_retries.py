@@ -14,18 +14,14 @@ import grpc
 import numpy as np
 import pytest
 
-from serving.client import (
-    Client,
-    ClientError,
-    DeadlineExceededError,
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from serving.client import Client, RetryPolicy
+from serving.errors import (
     InternalError,
     InvalidRequestError,
     NotFoundError,
-    OverloadedError,
     PermissionDeniedError,
-    RetryPolicy,
     UnauthenticatedError,
-    UnavailableError,
 )
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.client_calls import CLIENTS, calling
@@ -229,7 +225,7 @@ def test_the_budget_bounds_the_retries_of_all_requests_together():
 def test_other_errors_are_not_tried_again(status, kind, error):
     stub = GrpcStub(1, status, kind, "candidates.sparse.film[1]: it is wrong")
     with stub.running() as address, Client(address) as client:
-        with pytest.raises(ClientError, match="it is wrong") as found:
+        with pytest.raises(ShardrankError, match="it is wrong") as found:
             client.rank(MODEL, {}, {"film": [1]})
         assert type(found.value) is error
         assert found.value.grpc_status == status.name
