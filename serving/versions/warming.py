@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -57,9 +57,10 @@ class Warming(Frozen):
         name = f"{schema.features.spec.model} {own.version}"
         try:
             requests = last_requests(self.folder, schema, self.requests, MAX_READ_BYTES)
+            groups = list(_groups(requests, schema))
             for number, replica in enumerate(replicas, 1):
                 until = began + LIMIT_S * number / len(replicas)
-                ranked += replica.call(_ranked(list(_groups(requests, schema)), until, clock)).result()
+                ranked += replica.call(partial(_rank, groups=groups, until=until, clock=clock)).result()
         except Exception as error:
             # What is not a typed error is a defect, of which the log tells more.
             logger.warning(
@@ -69,23 +70,19 @@ class Warming(Frozen):
         return ranked
 
 
-def _ranked(
-    groups: Sequence[Sequence[RankRequest]], until: float, clock: Callable[[], float]
-) -> Callable[[Ranking], Coroutine[Any, Any, int]]:
-    """Make what ranks batches, one after the other, until a time of the clock; it tells how many requests it ranked."""
-
-    async def work(ranking: Ranking) -> int:
-        ranked = 0
-        for group in groups:
-            if (began := clock()) >= until:
-                break
-            await ranking.score(merge(group), began + BATCH_TIMEOUT_S)
-            ranked += len(group)
-            now = clock()
-            await asyncio.sleep(min(RESTS * (now - began), max(0.0, until - now)))
-        return ranked
-
-    return work
+async def _rank(
+    ranking: Ranking, groups: Sequence[Sequence[RankRequest]], until: float, clock: Callable[[], float]
+) -> int:
+    """Rank batches, one after the other, until a time of the clock. Returns how many requests were ranked."""
+    ranked = 0
+    for group in groups:
+        if (began := clock()) >= until:
+            break
+        await ranking.score(merge(group), began + BATCH_TIMEOUT_S)
+        ranked += len(group)
+        now = clock()
+        await asyncio.sleep(min(RESTS * (now - began), max(0.0, until - now)))
+    return ranked
 
 
 def _groups(requests: Sequence[RankRequest], schema: RequestSchema) -> Iterator[list[RankRequest]]:

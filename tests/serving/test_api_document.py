@@ -19,19 +19,20 @@ def test_every_limit_is_documented():
 
 
 def raised_kinds() -> dict[str, ShardrankError]:
-    """Return an error of each kind that serving can raise, by its class's `kind` and those given where it is raised."""
-    classes = {name: found for module in (loader.errors, errors) for name, found in vars(module).items()}
-    found: dict[str, ShardrankError] = {}
+    """Return an error of each kind that serving raises, as the calls in its source have it."""
+    classes = {name: error for module in (loader.errors, errors) for name, error in vars(module).items()}
+    raised: dict[str, ShardrankError] = {}
     for path in (ROOT / "serving").rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id.endswith("Error"):
-                values = [word.value for word in call.keywords if word.arg == "kind"]
-                if (error := classes.get(call.func.id)) is not None:
-                    texts = ["", ""] if error is errors.InvalidRequestError else [""]
-                    words = [n.value for value in values for n in ast.walk(value) if isinstance(n, ast.Constant)]
-                    for kind in [word for word in words if re.fullmatch("[a-z_]+", word)] or [error.kind]:
-                        found[kind] = error(*texts, kind=kind)
-    return found
+            name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+            error = errors.InvalidRequestError if name == "limit_exceeded" else classes.get(name)
+            if not name.endswith(("Error", "limit_exceeded")) or error is None:
+                continue
+            stated = [node for word in call.keywords if word.arg == "kind" for node in ast.walk(word.value)]
+            texts = {node.value for node in stated if isinstance(node, ast.Constant)} - {".sparse."}
+            for kind in texts or {"limit_exceeded" if name == "limit_exceeded" else error.kind}:
+                raised[kind] = error("", "", kind=kind)
+    return raised
 
 
 def test_kinds_of_errors_are_documented_with_their_statuses():

@@ -11,9 +11,7 @@ from loader.errors import ShardrankError
 
 
 @contextmanager
-def raises_kind(
-    kind: str, match: str | re.Pattern[str] | None = None
-) -> Iterator[pytest.ExceptionInfo[ShardrankError]]:
+def raises_kind(kind: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[ShardrankError]]:
     """As `pytest.raises`, for an error of that `kind`."""
     with pytest.raises(ShardrankError, match=match) as caught:
         yield caught
