@@ -20,6 +20,7 @@ from loader.snapshot.tables import Frozen
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.observe.recording import last_requests
+from serving.rank.batcher import share_of
 from serving.rank.ranking import Ranking, merge
 from serving.rank.replica import Replica
 
@@ -86,26 +87,22 @@ async def _rank(
 
 
 def _groups(requests: Sequence[RankRequest], schema: RequestSchema) -> Iterator[list[RankRequest]]:
-    """Divide them into batches of the sizes of `GROUPS` in turn, as far as limits allow it."""
+    """Divide those within the limits into batches of the sizes of `GROUPS` in turn, as far as limits of batches go."""
     limits, is_none = schema.limits, schema.features.is_none
-    sizes, group = itertools.cycle(GROUPS), list[RankRequest]()
+    allowed = [
+        request
+        for request in requests
+        if request.num_candidates <= limits.max_candidates and request.bags.num_values <= limits.max_ids_per_request
+    ]
+    longest = max((int(request.bags.values_per_key()[is_none].max(initial=0)) for request in allowed), default=0)
+    sizes, group, filled = itertools.cycle(GROUPS), list[RankRequest](), 0.0
     size = next(sizes)
-    counts = ids = longest = 0
-    for one in requests:
-        count, num_ids = one.num_candidates, one.bags.num_values
-        if count > limits.max_candidates or num_ids > limits.max_ids_per_request:
-            continue
-        sequence = int(one.bags.values_per_key()[is_none].max(initial=0))
-        fits = (
-            len(group) < size
-            and counts + count <= limits.max_batch_candidates
-            and ids + num_ids <= limits.max_batch_ids
-            and (counts + count) * max(longest, sequence) <= limits.max_batch_pairs
-        )
-        if group and not fits:
+    for request in allowed:
+        share = share_of(request, longest, limits)
+        if group and (len(group) == size or filled + share > 1):
             yield group
-            group, size, counts, ids, longest = [], next(sizes), 0, 0, 0
-        group.append(one)
-        counts, ids, longest = counts + count, ids + num_ids, max(longest, sequence)
+            group, filled, size = [], 0.0, next(sizes)
+        group.append(request)
+        filled += share
     if group:
         yield group
