@@ -207,11 +207,7 @@ class StreamFullError(DeltaError, http_status=507, grpc_status="RESOURCE_EXHAUST
 
 
 class RolloutError(ShardrankError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="rollout"):
-    """A rollout that can't be started, aborted or undone as things are. The message says why.
-
-    `generation_state`: a stage, flip or retire that the state of the generation does not allow. `fleet_mismatch`: a
-    node whose number of shards, sharding or replicated bytes are not those of its fleet.
-    """
+    """A rollout, stage, flip or retire that is not possible as things are, or a node that does not fit its fleet."""
 
 
 def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:

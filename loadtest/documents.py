@@ -61,7 +61,7 @@ def check_writable(*files: Path | None) -> None:
             try:
                 file.open("a").close()
             except OSError as error:
-                raise ConfigError(f"{file}: {error.strerror or error}", kind="load_result") from error
+                raise ConfigError(f"{file}: {error.strerror or error}") from error
 
 
 def write_document(document: BaseModel, file: Path) -> None:
@@ -69,7 +69,7 @@ def write_document(document: BaseModel, file: Path) -> None:
     try:
         file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}", kind="load_result") from error
+        raise ConfigError(f"{file}: {error.strerror or error}") from error
 
 
 def make_table(words: Iterable[str], numbers: Iterable[str], *, title: str | None = None) -> Table:

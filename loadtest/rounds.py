@@ -221,7 +221,7 @@ def compare_rounds(
     """
     counts = {arm.name: len(rounds) for arm, rounds in arms}
     if len(set(counts.values())) != 1 or 0 in counts.values():
-        raise ConfigError(f"arms: {counts} rounds; all must have as many, at least 1", kind="report_comparison")
+        raise ConfigError(f"arms: {counts} rounds; all must have as many, at least 1")
     compared, reasons = [], list(invalid_because)
     for measure in measures:
         found = [[measure.value(each) for each in rounds] for _, rounds in arms]

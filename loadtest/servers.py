@@ -130,7 +130,7 @@ def _start(command: ServerCommand) -> _Started:
         with command.log.open("wb") as output:
             return _Started(command, run(stdin=subprocess.DEVNULL, stdout=output, stderr=output), [])
     except OSError as error:
-        raise LoadError(f"{command.name}: {command.line[0]} can't be run: {error}", kind="load_server") from error
+        raise LoadError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Running:
         for command, process, _ in self._started:
             if (code := process.poll()) is not None:
                 ended = f"{self.title}: {command.name} has ended {when}: {describe_exit(code)}"
-                raise LoadError(f"{ended}\n{command.log_tail()}", kind="load_server")
+                raise LoadError(f"{ended}\n{command.log_tail()}")
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callab
             Running(title, (), tuple(started)).check("before it served")
             if time.monotonic() > ends:
                 logs = "\n".join(f"{command.name}: {command.log_tail()}" for command in commands)
-                raise LoadError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}", kind="load_server")
+                raise LoadError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
             time.sleep(POLL_S)
         for each in started:
             each.note_children()
@@ -225,9 +225,7 @@ def checked_checkout(folder: Path) -> Path:
     """Make the folder of another checkout of this repository absolute. Raises ConfigError if it is none."""
     # Where one is missing, Python would take that of another checkout, such as the installed one.
     if missing := [name for name in SERVED_PACKAGES if not (folder / name / "__init__.py").is_file()]:
-        raise ConfigError(
-            f"{folder}: not a checkout of this repository; it has no {missing[0]}/__init__.py", kind="load_config"
-        )
+        raise ConfigError(f"{folder}: not a checkout of this repository; it has no {missing[0]}/__init__.py")
     return folder.resolve()
 
 
@@ -243,13 +241,12 @@ def commit_of(checkout: Path) -> str:
 def check_scores(who: str, found: Float32Array, expected: Float32Array, allowed: float) -> None:
     """Raise LoadError, with the candidate that differs most, if scores differ by more than is allowed."""
     if found.shape != expected.shape:
-        raise LoadError(f"{who}: {found.size} scores, {expected.size} expected", kind="load_scores")
+        raise LoadError(f"{who}: {found.size} scores, {expected.size} expected")
     differences = np.abs(found - expected)
     candidate = int(differences.argmax())
     # A NaN is not within any tolerance.
     if not differences[candidate] <= allowed:
         raise LoadError(
             f"{who}, candidate {candidate}: its score is {found[candidate]:.6f}, expected {expected[candidate]:.6f}; "
-            f"they differ by {differences[candidate]:.3g}, allowed is {allowed:g}",
-            kind="load_scores",
+            f"they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
         )

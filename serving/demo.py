@@ -183,7 +183,7 @@ async def rank_all(
             answer = await client.rank(model, **requests[index])
             seconds = time.perf_counter() - began
             if answer.scores.size != num_candidates[index]:
-                raise InternalError(f"{answer.scores.size} scores for {num_candidates[index]} candidates", kind="demo")
+                raise InternalError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
         except ShardrankError as error:
             answers.failed(error)
         else:
@@ -332,7 +332,7 @@ def _check_writable(json_file: Path) -> None:
     except OSError as error:
         folder = json_file.parent
         problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
-        raise InternalError(f"--json {json_file}: {problem}", kind="demo") from error
+        raise InternalError(f"--json {json_file}: {problem}") from error
 
 
 @asynccontextmanager
@@ -406,7 +406,7 @@ async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -
                 )
             if answers[api].versions - {int(version.folder.name)}:
                 found = answers[api].versions
-                raise InternalError(f"{api}: versions {found} answered, expected {version.folder.name}", kind="demo")
+                raise InternalError(f"{api}: versions {found} answered, expected {version.folder.name}")
         answers["http"].requests += 1
         top = []
         try:
@@ -416,7 +416,7 @@ async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -
         try:
             dense_dtype = (await http.describe(model)).dense_model.dtype
         except ShardrankError as error:
-            raise InternalError(f"http: {error}", kind="demo") from error
+            raise InternalError(f"http: {error}") from error
     return Ranked(answers["http"], answers["grpc"], top, films, dense_dtype)
 
 

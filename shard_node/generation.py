@@ -67,9 +67,7 @@ class Lease(Generic[Payload]):
     def release(self) -> None:
         """Give the lease back. The last one of a draining generation lets it be retired."""
         if self._released:
-            raise RolloutError(
-                f"a lease on {self.generation.model!r} {self.version} was released twice", kind="generation_state"
-            )
+            raise RolloutError(f"a lease on {self.generation.model!r} {self.version} was released twice")
         self._released = True
         self._generations.release(self.generation)
 
@@ -103,9 +101,7 @@ class Generations(Generic[Payload]):
         with self._lock:
             before = self._by_key.get((model, version))
             if before is not None:
-                raise RolloutError(
-                    f"version {version} of model {model!r} is already here ({before.state})", kind="generation_state"
-                )
+                raise RolloutError(f"version {version} of model {model!r} is already here ({before.state})")
             self._by_key[model, version] = generation
         return generation
 

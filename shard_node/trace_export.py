@@ -52,13 +52,13 @@ class TraceConfig(Frozen):
         if self.sample_share is not None or not sampler:
             return DEFAULT_SHARE if self.sample_share is None else self.sample_share
         if sampler not in _SAMPLERS:
-            raise ConfigError(f"OTEL_TRACES_SAMPLER {sampler!r} is none of {', '.join(_SAMPLERS)}", kind="tracing")
+            raise ConfigError(f"OTEL_TRACES_SAMPLER {sampler!r} is none of {', '.join(_SAMPLERS)}")
         try:
             share = float(argument) if (fixed := _SAMPLERS[sampler]) is None else fixed
         except ValueError:
             share = -1.0
         if not 0 <= share <= 1:
-            raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG {argument!r} is not within 0..1", kind="tracing")
+            raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG {argument!r} is not within 0..1")
         return share
 
     def resolved(self) -> tuple[str | None, Literal["grpc", "http"]]:
@@ -68,15 +68,13 @@ class TraceConfig(Frozen):
             parts = urlsplit(told)
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"endpoint {told!r}: {error}", kind="tracing") from error
+            raise ConfigError(f"endpoint {told!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"endpoint {told!r} is not http://host:port or https://host:port", kind="tracing")
+            raise ConfigError(f"endpoint {told!r} is not http://host:port or https://host:port")
         protocol = self.protocol
         if protocol is None and (named := next(filter(None, map(os.environ.get, _PROTOCOL_VARIABLES)), None)):
             if named not in _PROTOCOLS:
-                raise ConfigError(
-                    f"OTLP protocol {named!r} is not spoken, only {' and '.join(sorted(_PROTOCOLS))}", kind="tracing"
-                )
+                raise ConfigError(f"OTLP protocol {named!r} is not spoken, only {' and '.join(sorted(_PROTOCOLS))}")
             protocol = _PROTOCOLS[named]
         if protocol is None:
             protocol = "grpc" if port == GRPC_PORT else "http"
@@ -94,8 +92,8 @@ def open_sink(config: TraceConfig, note: Callable[[Outcome, int], None] = lambda
     try:
         from shard_node.otlp import OtlpSink
     except ImportError as error:
-        raise ConfigError(f"traces need OpenTelemetry: {INSTALL} ({error})", kind="tracing") from error
+        raise ConfigError(f"traces need OpenTelemetry: {INSTALL} ({error})") from error
     try:
         return OtlpSink(endpoint, protocol, config.service_name, config.flush_timeout_s, note)
     except ValueError as error:
-        raise ConfigError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}", kind="tracing") from error
+        raise ConfigError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}") from error

@@ -370,9 +370,7 @@ def checkout_of(against: str) -> Iterator[Path]:
         path = Path(folder) / "old"
         add = subprocess.run((*git, "add", "--detach", str(path), against), capture_output=True, text=True, check=False)
         if add.returncode:
-            raise ConfigError(
-                f"--against: {against!r} is no folder and no commit: {add.stderr.strip()}", kind="load_config"
-            )
+            raise ConfigError(f"--against: {against!r} is no folder and no commit: {add.stderr.strip()}")
         try:
             yield checked_checkout(path)
         finally:

@@ -241,8 +241,7 @@ class Measurements:
         if found.dtype != expected.dtype:
             raise LoadError(
                 f"{arm.name}: its dense model is computed in {found.dtype}, that of {first.name} in {expected.dtype}; "
-                "choose one with --dtype",
-                kind="load_scores",
+                "choose one with --dtype"
             )
         for number, (scores, other) in enumerate(zip(found.scores, expected.scores, strict=True)):
             who = f"{arm.name} against {first.name} in {expected.dtype}, request {number}"
@@ -268,7 +267,7 @@ def served_dtype(arm: ServedArm, http_port: int, model: str) -> Dtype:
             return _DTYPE.validate_python(client.describe(model).dense_model.dtype)
     except (ShardrankError, ValidationError) as error:
         message = f"the server with {arm.name} does not describe its model at {address}: {error}"
-        raise LoadError(message, kind="load_server") from error
+        raise LoadError(message) from error
 
 
 def tolerance_of(config: CompareConfig, dtype: Dtype) -> float:

@@ -75,8 +75,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
         if stored != wanted:
             raise ConfigError(
                 f"{folder}: its {what} are not those of the workload {load.workload!r}; name another --store, or "
-                "the workload and --context-features that it was prepared with",
-                kind="compare_store",
+                "the workload and --context-features that it was prepared with"
             )
     for arm in config.arms:
         # What a server would refuse later.

@@ -129,14 +129,14 @@ async def _until_step(fleet: OracleFleet, case: CrashCase, step: str) -> None:
 
     rollout = await polled(fleet.rollout, is_enough, ROLLOUT_TIMEOUT_S, STEP_POLL_S)
     if rollout is None or not rollout.active or rollout.step != step:
-        raise LoadError(f"{case}: step {step} was not on record; {await fleet.lag()}; {rollout}", kind="drill")
+        raise LoadError(f"{case}: step {step} was not on record; {await fleet.lag()}; {rollout}")
 
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
     """Kill -9, and return when the successor is started. Raises LoadError if there is none."""
     child = fleet.redis if fleet.redis and not case.process else fleet.local.supervisor.children[case.process]
     if (killed := child.pid) is None:
-        raise LoadError(f"{case}: it does not run", kind="drill")
+        raise LoadError(f"{case}: it does not run")
     child.kill()
     await child.wait()
     if case.victim == "redis-emptied":
@@ -147,7 +147,7 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         return child.pid not in (None, killed)
 
     if not await polled(is_back, bool, RESTART_TIMEOUT_S, STEP_POLL_S):
-        raise LoadError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s", kind="drill")
+        raise LoadError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 
 def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], answers: Rows) -> Judged:

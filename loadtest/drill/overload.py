@@ -83,7 +83,7 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
     """Do the drill. Raises LoadError without two cores, or if it can't be run to its end."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        raise LoadError("one core may be used; the server and the client need one each", kind="drill")
+        raise LoadError("one core may be used; the server and the client need one each")
     # Most features and floats come once a request, as a product's user does.
     shape = BenchShape.of(config.rows, varied=True, side_split="product")
     workload = BenchWorkload(shape=shape.model_copy(update={"candidates": config.candidates}), head="dlrm", hotness=1)

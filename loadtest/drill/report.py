@@ -72,7 +72,7 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):
-            raise LoadError(f"--keep {keep}: the folder is not empty", kind="drill")
+            raise LoadError(f"--keep {keep}: the folder is not empty")
     with tempfile.TemporaryDirectory(prefix="shardrank-drill-") as temporary, progress_bars() as bars:
         folder = Path(temporary) if keep is None else keep.resolve()
         try:

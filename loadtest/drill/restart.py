@@ -65,7 +65,7 @@ async def restart(child: Child) -> dict[str, Any]:
             return False
 
     if not await polled(is_ready, bool, READY_TIMEOUT_S, POLL_S):
-        raise LoadError(f"{child.spec.name}: not ready {READY_TIMEOUT_S:g} s after its end", kind="drill")
+        raise LoadError(f"{child.spec.name}: not ready {READY_TIMEOUT_S:g} s after its end")
     return {"exit_code": code, "ended_s": ended - begin, "ready_s": time.monotonic() - ended}
 
 

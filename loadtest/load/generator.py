@@ -220,12 +220,10 @@ class Generators(AbstractContextManager["Generators"]):
         done, waiting = wait(calls, limit_s, FIRST_EXCEPTION)
         for number, call in enumerate(calls):
             if call in done and isinstance(error := call.exception(), BrokenProcessPool):
-                raise LoadError(
-                    f"worker process {number} ended by itself; its output has the reason", kind="load_generator"
-                ) from error
+                raise LoadError(f"worker process {number} ended by itself; its output has the reason") from error
         results = tuple(call.result() for call in calls if call in done)
         if waiting:
-            raise LoadError(f"{function.__qualname__} was not done within {limit_s:g} s", kind="load_generator")
+            raise LoadError(f"{function.__qualname__} was not done within {limit_s:g} s")
         return results
 
     def prepare(self, load: OfferedLoad) -> tuple[Ready, ...]:

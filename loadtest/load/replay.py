@@ -156,12 +156,10 @@ def prepare(config: ReplayConfig) -> Prepared:
                 totals[recorded.schema.model] += 1
                 last.append(recorded)
     if len(totals) > 1:
-        raise ConfigError(
-            f"--model: {config.folder} has requests of several: {', '.join(sorted(totals))}", kind="load_config"
-        )
+        raise ConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(totals))}")
     if not totals:
         of_model = "" if config.model is None else f"of model {config.model!r} "
-        raise ConfigError(f"{config.folder}: no requests {of_model}are recorded", kind="load_config")
+        raise ConfigError(f"{config.folder}: no requests {of_model}are recorded")
     ((model, total),) = totals.items()
     in_order, api, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
     encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)

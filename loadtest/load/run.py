@@ -186,7 +186,7 @@ def read_marks(path: Path) -> list[Mark]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--marks {path}: {error}", kind="load_config") from error
+        raise ConfigError(f"--marks {path}: {error}") from error
     marks = []
     for number, text in enumerate(lines, 1):
         when, _, label = text.strip().partition(" ")
@@ -195,7 +195,7 @@ def read_marks(path: Path) -> list[Mark]:
                 marks.append(Mark(at_s=float(when), label=label.strip()))
         except ValueError as error:
             problem = f"line {number}: {text[:100]!r} is not a time in seconds since 1970 and a label"
-            raise ConfigError(f"--marks {path}: {problem}", kind="load_config") from error
+            raise ConfigError(f"--marks {path}: {problem}") from error
     return marks
 
 

@@ -60,7 +60,7 @@ class Peer:
         python = environments / self.name / "bin" / "python"
         if not python.exists():
             how = "run `shardrank loadtest peers --install` with the same --env-dir, or choose others by --peer"
-            raise ConfigError(f"{environments} has no environment for {self.name}; {how}", kind="load_config")
+            raise ConfigError(f"{environments} has no environment for {self.name}; {how}")
         return python
 
     def install(self, environments: Path) -> None:
@@ -72,7 +72,7 @@ class Peer:
             pip = [str(self.python(environments)), "-m", "pip", "install", "--quiet", "-r", str(self.requirements)]
             subprocess.run(pip, timeout=PIP_TIMEOUT_S, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise ConfigError(f"{folder}: {error}", kind="load_config") from error
+            raise ConfigError(f"{folder}: {error}") from error
 
 
 PEERS = {

@@ -87,6 +87,6 @@ def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
             raise click.UsageError(f"{text!r}: there is another {name}; give each a name, as in {name}2={path}")
         run = read_reported(path)
         if not isinstance(run, LoadResult):
-            raise ConfigError(f"{path}: a {run.kind}; only runs can be compared", kind="report_comparison")
+            raise ConfigError(f"{path}: a {run.kind}; only runs can be compared")
         arms.setdefault(name, []).append(run)
     return arms

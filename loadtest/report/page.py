@@ -58,17 +58,15 @@ def read_reported(path: Path) -> Reported:
     """Read a document that `--json` wrote. Raises ConfigError: no such file, too large, or not such a document."""
     try:
         if (size := path.stat().st_size) > MAX_RESULT_BYTES:
-            raise ConfigError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read", kind="load_result")
+            raise ConfigError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
         return _REPORTED.validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}", kind="load_result") from error
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
     except ValidationError as error:
         problems = [str(problem) for problem in schema_errors(error, [LoadResult, SweepResult, Comparison])]
         more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
         what = "; ".join(problems[:MAX_PROBLEMS])
-        raise ConfigError(
-            f"{path} is no result of a run, a sweep or a comparison: {what}{more}", kind="load_result"
-        ) from error
+        raise ConfigError(f"{path} is no result of a run, a sweep or a comparison: {what}{more}") from error
 
 
 def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
@@ -80,7 +78,7 @@ def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: 
         ConfigError: fewer than two arms, or arms with other numbers of rounds.
     """
     if len(arms) < 2:
-        raise ConfigError(f"arms: {sorted(arms)}; a comparison needs at least 2", kind="report_comparison")
+        raise ConfigError(f"arms: {sorted(arms)}; a comparison needs at least 2")
     runs = [run for of_arm in arms.values() for run in of_arm]
     values = {field: {getattr(run, field) for run in runs} for field in _ALIKE}
     alike = {field: str(found.pop()) for field, found in values.items() if len(found) == 1 and None not in found}
@@ -245,4 +243,4 @@ def write_html(result: Reported, path: Path) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}", kind="load_result") from error
+        raise ConfigError(f"{path}: {error.strerror or error}") from error

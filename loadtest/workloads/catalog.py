@@ -141,20 +141,14 @@ def open_workload(
     drawn_ids: IdDistribution = Uniform()
     if text in ("films", "films:profile"):
         if ids is not None or context_features:
-            raise ConfigError(
-                f"workload {text!r}: its ids and features are those of its ratings; none can be chosen", kind="workload"
-            )
+            raise ConfigError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
         if movielens is None:
-            raise ConfigError(
-                f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)", kind="workload"
-            )
+            raise ConfigError(f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)")
         options = FilmsOptions(profile=bool(colon))
         return FilmsWorkload(read_movielens(movielens), options, candidates=counts, split_seed=split_seed)
     if family in ("dlrm-v2", "merlin-tiny"):
         if colon and (not _SCALE.fullmatch(rest) or not 0 < float(rest) <= 1):
-            raise ConfigError(
-                f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1", kind="workload"
-            )
+            raise ConfigError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
         scale = float(rest or 1)
         found = catalog_model(family, scale=scale)
         text, spec, hotness = f"{family}:{scale:.12g}", found.spec, found.hotness
@@ -163,12 +157,10 @@ def open_workload(
     elif family in ("bench-mlp", "bench-dlrm"):
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
         if colon and not (rest.isascii() and rest.isdigit() and 1 <= int(rest[:5]) <= MAX_HOTNESS):
-            raise ConfigError(
-                f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}", kind="workload"
-            )
+            raise ConfigError(f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
         hotness = dict.fromkeys((feature.name for feature in spec.features), int(rest or 1))
     else:
-        raise ConfigError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}", kind="workload")
+        raise ConfigError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)
     counts = counts or (VARIED_CANDIDATES if varied else MLPERF_CANDIDATES)
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
@@ -177,7 +169,7 @@ def open_workload(
     most = len(spec.features) - 1
     if not 0 <= context_features <= most:
         problem = f"{context_features} is not in 0..{most}, so that one of {most + 1} features is a candidate's"
-        raise ConfigError(f"context_features: {problem}", kind="workload")
+        raise ConfigError(f"context_features: {problem}")
     by_hotness = sorted(spec.features, key=lambda feature: -hotness[feature.name])
     in_context = {feature.name for feature in by_hotness[:context_features]}
     features = tuple(
@@ -295,7 +287,5 @@ def bench_payloads(
     made = bench_workload(shape, head, hotness)
     pool = Payloads(made, api, count=count, seed=BENCH_SEED, timeout_ms=timeout_ms, max_bytes=MAX_BENCH_BYTES)
     if len(pool) < count:
-        raise ConfigError(
-            f"hotness {hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes", kind="workload"
-        )
+        raise ConfigError(f"hotness {hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
     return pool

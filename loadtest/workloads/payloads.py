@@ -100,9 +100,7 @@ class Pool(list[Payload]):
         try:
             return _FORMS[self.api].read(answer)
         except (DecodeError, msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise RequestFailedError(
-                f"the answer is not one to a rank request: {error!r}", kind="workload_answer"
-            ) from error
+            raise RequestFailedError(f"the answer is not one to a rank request: {error!r}") from error
 
 
 class Payloads(Pool):

@@ -77,7 +77,7 @@ class Dealer:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.bind(self._paths[own])
         except OSError as error:
-            raise ConfigError(f"workers can't share connections in {place.folder}: {error}", kind="listen") from error
+            raise ConfigError(f"workers can't share connections in {place.folder}: {error}") from error
         self._socket.setblocking(False)
         self._is_taking, self._open = counts[:, 0], counts[:, 1]
         self._given, self._had = counts[:, 2 : 2 + place.num_workers], counts[:, 2 + place.num_workers :]

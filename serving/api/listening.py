@@ -160,7 +160,7 @@ class Front(abc.ABC, Generic[Made]):
                 address, family=family, backlog=BACKLOG, reuse_port=True, dualstack_ipv6=is_dual
             )
         except OSError as error:
-            raise ConfigError(f"can't listen for {api} on {host}:{port}: {error}", kind="listen") from error
+            raise ConfigError(f"can't listen for {api} on {host}:{port}: {error}") from error
         listener.setblocking(False)
         self._socket, self.port = listener, listener.getsockname()[1]
         if place is not None:

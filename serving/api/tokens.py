@@ -126,15 +126,15 @@ def read_tokens(path: Path) -> TokenFile:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}", kind="tokens_file") from None
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
     if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes", kind="tokens_file")
+        raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes")
     try:
         return TokenFile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path}: {place}: {first['msg']}", kind="tokens_file") from None
+        raise ConfigError(f"{path}: {place}: {first['msg']}") from None
 
 
 def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
@@ -152,17 +152,14 @@ def add_token(path: Path, entry: TokenEntry) -> None:
     path = path.resolve()
     before = read_tokens(path).tokens if path.exists() else ()
     if any(one.name == entry.name for one in before):
-        raise ConfigError(
-            f"{path}: there is a token {entry.name!r} already; take its entry out, or use another name",
-            kind="tokens_file",
-        )
+        raise ConfigError(f"{path}: there is a token {entry.name!r} already; take its entry out, or use another name")
     if len(before) >= MAX_TOKENS:
-        raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed", kind="tokens_file")
+        raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
     text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
     try:
         _replace(path, text.encode())
     except OSError as error:
-        raise ConfigError(f"{path}: can't be written: {error.strerror or error}", kind="tokens_file") from None
+        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from None
 
 
 def _replace(path: Path, text: bytes) -> None:

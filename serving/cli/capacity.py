@@ -206,11 +206,9 @@ class LookupProfile:
         known = {feature.name for feature in spec.features}
         for name, ids in told.items():
             if name not in known:
-                raise ConfigError(
-                    f"hotness of {name!r}: model {spec.model!r} has no such feature", kind="lookup_profile"
-                )
+                raise ConfigError(f"hotness of {name!r}: model {spec.model!r} has no such feature")
             if not 0 <= ids <= MAX_HOTNESS:
-                raise ConfigError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}", kind="lookup_profile")
+                raise ConfigError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}")
         return replace(self, hotness={**self.hotness, **told}, longest={**self.longest, **told})
 
     def loads(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> tuple[BagLoad, ...]:

@@ -63,12 +63,10 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
-            raise ConfigError(
-                f"max_attempts {self.max_attempts} is not 1 or more", field="max_attempts", kind="client_config"
-            )
+            raise ConfigError(f"max_attempts {self.max_attempts} is not 1 or more", field="max_attempts")
         for name in ("backoff_ms", "max_backoff_ms", "budget_ratio", "budget_burst"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} {getattr(self, name)} is not 0 or more", field=name, kind="client_config")
+                raise ConfigError(f"{name} {getattr(self, name)} is not 0 or more", field=name)
 
 
 class Requests:
@@ -112,7 +110,7 @@ class Requests:
         try:
             self._transport = (GrpcTransport if target.is_grpc else HttpTransport)(target, self._on_loop)
         except OSError as error:
-            raise ConfigError(f"ca, cert, key: {error}", field="ca", kind="client_config") from error
+            raise ConfigError(f"ca, cert, key: {error}", field="ca") from error
         self._timeout_ms = timeout_ms
         self._retry = retry or RetryPolicy()
         # A request earns a part of a token, a retry costs one.

@@ -62,7 +62,7 @@ class Target:
             parts = urlsplit(self.address)
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"address {self.address!r}: {error}", field="address", kind="client_config") from error
+            raise ConfigError(f"address {self.address!r}: {error}", field="address") from error
         problem = ""
         if not self.address.startswith(("http://", "https://", "grpc://", "grpcs://")) or not parts.hostname:
             problem = "must be http://, https://, grpc:// or grpcs:// and a host"
@@ -73,9 +73,9 @@ class Target:
         elif (self.ca or self.cert or self.key) and not self.is_tls:
             problem = "has no TLS, so ca, cert and key have no use"
         if problem:
-            raise ConfigError(f"address {self.address!r} {problem}", field="address", kind="client_config")
+            raise ConfigError(f"address {self.address!r} {problem}", field="address")
         if (self.cert is None) != (self.key is None):
-            raise ConfigError("cert and key are given together", field="cert", kind="client_config")
+            raise ConfigError("cert and key are given together", field="cert")
 
     @property
     def is_grpc(self) -> bool:

@@ -405,10 +405,6 @@ def check_library() -> None:
             for histogram in (together, one_by_one)
         )
     except (AttributeError, IndexError, TypeError) as error:
-        raise InternalError(
-            f"a Histogram of prometheus_client has other fields: {error}", kind="histogram_layout"
-        ) from error
+        raise InternalError(f"a Histogram of prometheus_client has other fields: {error}") from error
     if told != expected:
-        raise InternalError(
-            f"a Histogram of prometheus_client tells {told}; observed one by one, {expected}", kind="histogram_layout"
-        )
+        raise InternalError(f"a Histogram of prometheus_client tells {told}; observed one by one, {expected}")

@@ -238,13 +238,13 @@ class _Files:
                 folder.mkdir(mode=0o700, exist_ok=True)
             self._lock = _open_private(self._folder / LOCK, "w")
         except OSError as error:
-            raise ConfigError(f"--record {self._folder}: {error.strerror or error}", kind="recording_folder") from error
+            raise ConfigError(f"--record {self._folder}: {error.strerror or error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
             problem = f"--record {self._folder}: another process records into it"
-            raise ConfigError(problem, kind="recording_folder") from error
+            raise ConfigError(problem) from error
 
     def add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
@@ -339,7 +339,7 @@ def recorded_files(folder: Path) -> list[Path]:
     Raises ConfigError if there is no such folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder of recorded requests", kind="recording_folder")
+        raise ConfigError(f"{folder}: there is no such folder of recorded requests")
     return sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*/*{SUFFIX}")], key=lambda path: path.name)
 
 

@@ -32,14 +32,7 @@ Fields: TypeAlias = Mapping[str, Callable[[str], Any]]
 
 
 class TrainingError(ShardrankError, kind="bad_training", http_status=400, grpc_status="INVALID_ARGUMENT"):
-    """Options, or a dataset, that no model can be trained with.
-
-    `bad_dataset`: a data file is missing or malformed. The message names the file and the line.
-    """
-
-    """A data file is missing or malformed. The message names the file and the line."""
-
-    kind = "bad_dataset"
+    """Options, or a dataset, that no model can be trained with. The message names the option, or the file and line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,9 +188,7 @@ def read_movielens(folder: str | Path) -> Interactions:
     genres, numbers = _columns(folder / "u.genre", "|", {"genre": str, "genre number": _whole})
     for expected, number in enumerate(numbers):
         if number != expected:
-            raise TrainingError(
-                f"{folder / 'u.genre'}: genre number {number} is not {expected}, the next one", kind="bad_dataset"
-            )
+            raise TrainingError(f"{folder / 'u.genre'}: genre number {number} is not {expected}, the next one")
     words = dict.fromkeys(("title", "release date", "video release date", "URL"), str)
     fields: Fields = {"film id": _whole, **words, **{f"genre {name}": _flag for name in genres}}
     ids, titles, _, _, _, *flags = _columns(folder / "u.item", "|", fields)
@@ -227,10 +218,10 @@ def _columns(path: Path, separator: str, fields: Fields) -> list[tuple[Any, ...]
     """Read the columns of a file whose lines have these fields; empty lines are left out."""
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise TrainingError(f"{path}: {size} bytes, allowed: {MAX_FILE_BYTES}", kind="bad_dataset")
+            raise TrainingError(f"{path}: {size} bytes, allowed: {MAX_FILE_BYTES}")
         text = path.read_text(encoding="latin-1")
     except OSError as error:
-        raise TrainingError(f"{path}: {error.strerror or error}", kind="bad_dataset") from error
+        raise TrainingError(f"{path}: {error.strerror or error}") from error
     rows: list[list[Any]] = []
     # Not splitlines: latin-1 text may hold characters (such as U+0085) that it takes for line ends.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -239,17 +230,15 @@ def _columns(path: Path, separator: str, fields: Fields) -> list[tuple[Any, ...]
         values = line.rstrip("\r").split(separator)
         if len(values) != len(fields):
             found = f"{len(values)} fields separated by {separator!r}, expected {len(fields)}"
-            raise TrainingError(f"{path}, line {number}: {found}", kind="bad_dataset")
+            raise TrainingError(f"{path}, line {number}: {found}")
         rows.append([])
         for (name, read), value in zip(fields.items(), values, strict=True):
             try:
                 rows[-1].append(read(value))
             except ValueError as error:
-                raise TrainingError(
-                    f"{path}, line {number}: {name} {value!r:.40} is not {error}", kind="bad_dataset"
-                ) from error
+                raise TrainingError(f"{path}, line {number}: {name} {value!r:.40} is not {error}") from error
     if not rows:
-        raise TrainingError(f"{path}: holds no line", kind="bad_dataset")
+        raise TrainingError(f"{path}: holds no line")
     return list(zip(*rows, strict=True))
 
 
@@ -275,7 +264,7 @@ def _ascending(path: Path, name: str, ids: Sequence[int]) -> list[int]:
     order = sorted(range(len(ids)), key=ids.__getitem__)
     for before, after in itertools.pairwise(order):
         if ids[before] == ids[after]:
-            raise TrainingError(f"{path}: {name} {ids[after]} is there twice", kind="bad_dataset")
+            raise TrainingError(f"{path}: {name} {ids[after]} is there twice")
     return order
 
 
@@ -284,5 +273,5 @@ def _positions(path: Path, name: str, wanted: Int64Array, ids: Int64Array, liste
     unknown = ids[np.minimum(positions, ids.size - 1)] != wanted
     if unknown.any():
         row = int(unknown.argmax())
-        raise TrainingError(f"{path}: rating {row + 1}: {name} {wanted[row]} is not in {listed_in}", kind="bad_dataset")
+        raise TrainingError(f"{path}: rating {row + 1}: {name} {wanted[row]} is not in {listed_in}")
     return positions.astype(np.int64)

@@ -36,7 +36,7 @@ class CanaryChoice:
     def of(cls, version: int, share: float) -> CanaryChoice:
         """Check a share. Raises ConfigError if it is not above 0 and below 1."""
         if not (isfinite(share) and 0.0 < share < 1.0):
-            raise ConfigError(f"share: {share} is not above 0 and below 1", kind="canary_share")
+            raise ConfigError(f"share: {share} is not above 0 and below 1")
         return cls(version, share, int(share * _RANGE))
 
     def takes(self, model: str, key: str) -> bool:

@@ -166,8 +166,7 @@ async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
         raise RolloutError(
             f"this node has num_shards {record.num_shards}, sharding {record.sharding!r}, replicate_bytes "
             f"{record.replicate_bytes}; its fleet in {fleet.name} has {there.num_shards}, {there.sharding!r}, "
-            f"{there.replicate_bytes}",
-            kind="fleet_mismatch",
+            f"{there.replicate_bytes}"
         )
 
 

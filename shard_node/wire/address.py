@@ -51,12 +51,11 @@ class Address:
         match = _TCP.match(text)
         if match is None:
             raise ConfigError(
-                f"address {text!r} is none of 'tcp://host:port', 'host:port', 'unix:/path', 'unix:///path'",
-                kind="address",
+                f"address {text!r} is none of 'tcp://host:port', 'host:port', 'unix:/path', 'unix:///path'"
             )
         port = int(match["port"])
         if port > MAX_PORT:
-            raise ConfigError(f"address {text!r}: port {port} is not within 0..{MAX_PORT}", kind="address")
+            raise ConfigError(f"address {text!r}: port {port} is not within 0..{MAX_PORT}")
         return cls(host=match["ipv6"] or match["host"], port=port)
 
     @property
@@ -83,14 +82,11 @@ def _unix_path(text: str) -> str:
     if path.startswith("//"):
         path = path.removeprefix("//")
     if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
-        raise ConfigError(
-            f"address {text!r}: a Unix socket needs an absolute path of a file, as in 'unix:/run/node'", kind="address"
-        )
+        raise ConfigError(f"address {text!r}: a Unix socket needs an absolute path of a file, as in 'unix:/run/node'")
     size = len(path.encode())
     if size > MAX_UNIX_PATH_BYTES:
         raise ConfigError(
-            f"address {text!r}: the path has {size} bytes, a Unix socket takes at most {MAX_UNIX_PATH_BYTES}",
-            kind="address",
+            f"address {text!r}: the path has {size} bytes, a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
         )
     return path
 
@@ -200,7 +196,7 @@ async def listen(
             raise
         return Listener(sockets, address, protocol, tls)
     except OSError as error:
-        raise ConfigError(f"can't listen on {address}: {error}", kind="address") from error
+        raise ConfigError(f"can't listen on {address}: {error}") from error
 
 
 def _bind_unix(address: Address) -> socket.socket:
@@ -224,7 +220,7 @@ def _remove_stale(address: Address) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"can't listen on {address}: there is a file that is not a socket", kind="address")
+        raise ConfigError(f"can't listen on {address}: there is a file that is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -235,4 +231,4 @@ def _remove_stale(address: Address) -> None:
         except BlockingIOError:
             # Its queue of connections is full: somebody listens, and is busy.
             pass
-    raise ConfigError(f"can't listen on {address}: another process listens there", kind="address")
+    raise ConfigError(f"can't listen on {address}: another process listens there")

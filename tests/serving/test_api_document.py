@@ -38,8 +38,7 @@ def raised_kinds() -> dict[str, ShardrankError]:
 
 def test_kinds_of_errors_are_documented_with_their_statuses():
     # Not answers: what happens before anything is served, and what nobody is left to read.
-    unseen = {"bad_model", "bad_request", "bad_snapshot", "canary_share", "client_gone", "golden_mismatch", "listen"}
-    unseen |= {"rollout", "tokens_file"}
+    unseen = {"bad_model", "bad_request", "bad_snapshot", "client_gone", "config", "golden_mismatch", "rollout"}
     table = [row for row in API.splitlines() if row.startswith("| `")]
     rows = {kind: row for row in table for kind in re.findall(r"`(\w+)`", row.split("|")[1])}
     raised = raised_kinds()

@@ -10,9 +10,9 @@ from collections import Counter
 
 import pytest
 
+from loader.errors import ConfigError
 from shard_node.trace_export import TraceConfig, open_sink
 from shard_node.tracing import Span, SpanContext
-from shardrank_testing.errors import raises_kind
 from shardrank_testing.otlp_receiver import collector
 
 PARENT = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, "vendor=x1,other=y")
@@ -144,14 +144,14 @@ def test_flags_and_variables_decide_where_and_how_many(config, variables, read, 
 def test_wrong_flags_and_variables_are_refused(endpoint, variables, read, message, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with raises_kind("tracing", match=message):
+    with pytest.raises(ConfigError, match=message):
         read(TraceConfig(endpoint=endpoint))
 
 
 def test_without_endpoint_or_extra_there_are_no_spans(monkeypatch):
     assert not TraceConfig().is_wanted
     monkeypatch.setitem(sys.modules, "shard_node.otlp", None)
-    with raises_kind("tracing", match=r"pip install 'shardrank\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'shardrank\[otel\]'"):
         open_sink(TraceConfig(endpoint=ENDPOINT))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", ENDPOINT)
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")

@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.errors import ConfigError
 from loadtest.drill.config import FleetDrillConfig
 from loadtest.drill.fleet import ANSWER, KINDS, TimeSpan, overlaps, running_load
 from loadtest.drill.oracle import APIS, oracle_spec, write_oracle
+from loadtest.errors import LoadError
 from loadtest.servers import Server
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
-from shardrank_testing.errors import raises_kind
 
 SMALL = FleetDrillConfig(items=700, users=300, tags=50, rate=120)
 UNDER_LOAD_S = 1.0
@@ -95,13 +96,13 @@ async def test_a_killed_load_ends_the_drill(tmp_path: Path):
             os.kill(load.process_id, signal.SIGKILL)
             await asyncio.Event().wait()
 
-    with raises_kind("load_generator", match="ended by itself"):
+    with pytest.raises(LoadError, match="ended by itself"):
         await drill()
 
 
 async def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
     async with serving(tmp_path) as server:
-        with raises_kind("load_config", match="No such file or directory"):
+        with pytest.raises(ConfigError, match="No such file or directory"):
             await running_load(SMALL, server, tmp_path / "nosuch" / "answers.npy").__aenter__()
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 
+from loader.errors import ConfigError
 from loadtest.documents import significant
 from loadtest.errors import LoadError
 from loadtest.load import result as results
@@ -30,7 +31,6 @@ from loadtest.load.result import LoadResult, Mark, SweepResult
 from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, show_result, sweep, with_marks
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
-from shardrank_testing.errors import raises_kind
 from shardrank_testing.load_results import example_run, example_sweep
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server, loaded_http_server
 
@@ -85,7 +85,7 @@ def test_marks_are_set_in_the_time_of_a_run(tmp_path: Path):
     assert with_marks(result, read_marks(path)).marks == (Mark(at_s=0.5, label="swap to version 2"),)
     for line in ("swap", "1000", "1000 " + "x" * 201, "nan swap", "inf swap"):
         path.write_text(f"1000 fine\n{line}\n")
-        with raises_kind("load_config", match="line 2"):
+        with pytest.raises(ConfigError, match="line 2"):
             read_marks(path)
 
 
@@ -184,7 +184,7 @@ def test_a_killed_process_or_an_interrupt_ends_the_load(act, error):
 
 
 def test_a_workload_that_can_not_be_opened_is_a_config_error():
-    with Generators() as generators, raises_kind("load_config", match="zipf:x"):
+    with Generators() as generators, pytest.raises(ConfigError, match="zipf:x"):
         generators.prepare(small_load("http://127.0.0.1:1", ids="zipf:x"))
 
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import save_file
 
+from loadtest.errors import LoadError
 from loadtest.load.cli import loadtest
 from loadtest.peers.cli import NAMES
 from loadtest.peers.run import FOLDER, PEERS, PeersConfig, check_subjects, compare_peers
@@ -25,7 +26,6 @@ from loadtest.servers import Server
 from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
 from loadtest.workloads.payloads import HEADER_LENGTH
 from loadtest.workloads.prepare import random_dense
-from shardrank_testing.errors import raises_kind
 
 PRODUCT = BenchShape(
     features=3, context_features=2, embedding_dim=8, rows=200, dense=3, context_dense=2, candidates="2-9:5"
@@ -132,7 +132,7 @@ def test_other_scores_are_refused(row_dtype, dtype, who, difference, refused):
     ports = {peer: Server(port, port, ()) for port, peer in enumerate((None, *config.peers), 1)}
     subjects = iter(subject.title for subject in (*reversed(config.subjects),) * 2)
     generators = SimpleNamespace(scores=lambda load, number: np.full(3, 0.5 + difference * (next(subjects) == who)))
-    with raises_kind("load_scores", match=who) if refused else nullcontext():
+    with pytest.raises(LoadError, match=who) if refused else nullcontext():
         check_subjects(config, generators, ports)
 
 

@@ -12,7 +12,6 @@ from loader.errors import ConfigError
 from loadtest.documents import write_document
 from loadtest.load.cli import loadtest
 from loadtest.report.page import read_reported
-from shardrank_testing.errors import raises_kind
 from shardrank_testing.load_results import QueueLoad, example_sweep
 
 
@@ -107,12 +106,12 @@ def test_a_file_that_is_no_result_is_refused_by_name(tmp_path, content, message)
     path = tmp_path / "other.json"
     if content is not None:
         path.write_text(content)
-    with raises_kind("load_result", match=f"{re.escape(str(path))}.*{message}"):
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}.*{message}"):
         read_reported(path)
 
 
 def test_an_unknown_key_of_a_result_is_refused(tmp_path):
     path = saved(tmp_path, "run.json", short())
     path.write_text(path.read_text().replace('"max_in_flight"', '"max_flight"'))
-    with raises_kind("load_result", match="unknown key 'max_flight'; allowed are"):
+    with pytest.raises(ConfigError, match="unknown key 'max_flight'; allowed are"):
         read_reported(path)

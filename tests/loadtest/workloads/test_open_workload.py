@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from loader.errors import ConfigError
 from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
 from loadtest.workloads.workload import features_of
 from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
-from shardrank_testing.errors import raises_kind
 
 
 def request_of(workload, seed: int = 0):
@@ -115,5 +115,5 @@ NOT_HOTNESS = "bench-mlp: bench-mlp:0 bench-mlp:1001 bench-dlrm:1.5"
     ],
 )
 def test_what_is_no_workload_is_refused(text, context_features, message):
-    with raises_kind("workload", match=message):
+    with pytest.raises(ConfigError, match=message):
         open_workload(text, context_features=context_features)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from loader.errors import ConfigError
 from shardrank import Client
-from shardrank_testing.errors import raises_kind
 
 SCHEMES = "must be http://, https://, grpc:// or grpcs:// and a host"
 
@@ -36,6 +36,6 @@ SCHEMES = "must be http://, https://, grpc:// or grpcs:// and a host"
 def test_an_unfit_address_or_file_is_refused(
     address: str, files: dict[str, str], field: str, problem: str, tmp_path: Path
 ) -> None:
-    with raises_kind("client_config", match=problem) as caught:
+    with pytest.raises(ConfigError, match=problem) as caught:
         Client(address, **{name: str(tmp_path / file) for name, file in files.items()})
     assert caught.value.field == field

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from prometheus_client.parser import text_string_to_metric_families
 
+from loader.errors import ConfigError
 from router.feature_schema import FeatureSchema
 from serving.errors import RecordingDamagedError
 from serving.formats.requests import RankAnswer, RankRequest
@@ -38,7 +39,6 @@ from serving.observe.recording import (
 )
 from serving.rank.service import RankingService
 from shard_node.bags import KeyedBags
-from shardrank_testing.errors import raises_kind
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, rank_message, run, running_api
 from shardrank_testing.serving_api import api_service as service_of
@@ -289,7 +289,7 @@ def test_a_folder_is_recorded_into_by_one_process(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with closing(recorder(tmp_path / "r")):
         for folder, problem in (("r", "another process records into it"), ("file", "File exists")):
-            with raises_kind("recording_folder", match=problem):
+            with pytest.raises(ConfigError, match=problem):
                 recorder(tmp_path / folder)
 
 
