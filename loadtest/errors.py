@@ -20,4 +20,4 @@ class LoadError(ShardrankError, kind="load"):
 
 
 class RequestFailedError(LoadError, kind="load_request"):
-    """A request failed while a server was kept busy, or its answer holds no scores: its cost would be that of errors."""
+    """A request failed while a server was kept busy, or its answer holds no scores."""

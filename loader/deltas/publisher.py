@@ -133,8 +133,7 @@ class AsyncDeltaPublisher:
         Raises:
             DeltaFormatError: an unknown table, or one whose parts are trained as such, a row outside it, another shape,
                 or a value that is not finite.
-            DeltaError: the version is not published, or the store has another one.
-            DeltaError: the registry lost deltas that nodes have.
+            DeltaError: the version is not published, the store has another one, or the registry lost deltas.
             StreamFullError: versions that are held need all that is in the stream, and it has no room for more.
             DeltaError: there is no store, for a table that is divided by popularity.
             SnapshotError: of such a table the store can't be read.
@@ -196,8 +195,7 @@ class AsyncDeltaPublisher:
 
         Raises:
             DeltaFormatError: other names or shapes, a value that is not finite, or a number that can't be.
-            DeltaError: the version is not published, or not in the store.
-            DeltaError: there is no store, or the dense model is an exported program.
+            DeltaError: there is no store, the version is not published there, or its dense model is a program.
             RegistryConflictError: that step, or a later one, was published before.
             SnapshotError: the store can't be read or written.
             RegistryUnavailableError: the registry did not answer for `retry_s`.

@@ -128,9 +128,8 @@ class Snapshot:
 
         Raises:
             SnapshotNotFoundError: no such folder.
-            SnapshotCorruptError: a manifest that can't be read, of an unknown format version, or of another folder.
-            SnapshotCorruptError: a path that leaves the folder.
-            SnapshotCorruptError: a file that is not what the manifest says.
+            SnapshotCorruptError: a manifest that can't be read, of an unknown format version, or of another folder; a
+                path that leaves the folder; a file that is not what the manifest says.
             SnapshotResourceError: file descriptors or memory ran out.
         """
         root = Path(path)

@@ -402,8 +402,8 @@ def export_snapshot(
         progress: told the rows written per table.
 
     Raises:
-        ExportError: an input does not fit the spec, or the disk fails.
-        ExportError: a row holds NaN, inf, or values that its dtype can't hold.
+        ExportError: an input does not fit the spec, or the disk fails; a row holds NaN, inf, or values that its dtype
+            can't hold.
         SnapshotExistsError: the version exists.
     """
     store = Store(store_path)

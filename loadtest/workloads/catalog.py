@@ -133,8 +133,7 @@ def open_workload(
 
     Raises:
         ConfigError: naming what is not known or does not belong together.
-        TrainingError: a file of MovieLens is missing or malformed.
-        TrainingError: its ratings can't be split.
+        TrainingError: a file of MovieLens is missing or malformed; its ratings can't be split.
     """
     family, colon, rest = text.partition(":")
     counts = None if candidates is None else parse_candidates(candidates)

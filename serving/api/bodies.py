@@ -49,8 +49,8 @@ async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes 
     """Read a whole body of at most `max_bytes`, the limit of that name; `stated` is the header `Content-Length`.
 
     Raises:
-        InvalidRequestError: before anything is read if its length says so, else as soon as too much has come.
-        InvalidRequestError: if the client leaves meanwhile.
+        InvalidRequestError: before anything is read if its length says so, else as soon as too much has come; if the
+            client leaves meanwhile.
     """
     unit = "bytes in the body"
     if stated is not None and stated.isdigit() and int(stated[:_LENGTH_DIGITS]) > max_bytes:

@@ -49,8 +49,8 @@ def read_head(data: bytes, end: int) -> tuple[int, bool, bool]:
 
     Raises:
         InvalidRequestError: a character that no head has, a line that another does not end as it should, a folded
-            header; no Host, or two; a length that is none, or given twice; a transfer coding but `chunked`.
-        InvalidRequestError: for CONNECT, whose body would have no end.
+            header; no Host, or two; a length that is none, or given twice; a transfer coding but `chunked`; for
+            CONNECT, whose body would have no end.
     """
     head = _HEAD.match(data)
     if head is None:
@@ -115,8 +115,7 @@ class ChunkReader:
         """Read on, and return what has come of the body; among many small chunks, `may_go_on` is asked.
 
         Raises:
-            InvalidRequestError: the chunks are not as they should be.
-            InvalidRequestError: more extensions and trailers than the limit.
+            InvalidRequestError: the chunks are not as they should be; more extensions and trailers than the limit.
         """
         if self.rest:
             data, self.rest = self.rest + data, b""

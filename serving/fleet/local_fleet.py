@@ -480,8 +480,7 @@ async def running_fleet(
     caller may hold the ports already.
 
     Raises:
-        FleetError: if a child does not come up.
-        FleetError: if a port is taken, a socket path too long, or another fleet in the way.
+        FleetError: a child does not come up, a port is taken, a socket path too long, or another fleet in the way.
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:

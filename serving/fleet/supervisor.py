@@ -196,8 +196,8 @@ class Supervisor:
         """Start a group of children at once and wait until every one of them serves.
 
         Raises:
-            FleetError: if one ends or is not ready within `ready_timeout_s`. The others are left for `stop`.
-            FleetError: for a name that is taken.
+            FleetError: a name is taken, or a child ends or is not ready within `ready_timeout_s`; the others are left
+                for `stop`.
         """
         if taken := self.children.keys() & {spec.name for spec in specs}:
             raise FleetError(f"a child named {min(taken)!r} is here already")

@@ -192,9 +192,7 @@ def keyed_bags(
     `weights` are [n]. A `lookup` has no context and no candidates.
 
     Raises:
-        InvalidRequestError: a negative length.
-        InvalidRequestError: lengths that do not add up to the ids.
-        InvalidRequestError: too many ids, in all or in one bag.
+        InvalidRequestError: a negative length, lengths that do not add up to the ids, or too many ids.
     """
     limits, num_ids, longest = schema.limits, values.size, 1
     if num_ids > limits.max_ids_per_request:

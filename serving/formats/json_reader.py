@@ -91,9 +91,8 @@ class JsonCodec:
         """Parse the text, and read what it says beside features.
 
         Raises:
-            InvalidRequestError: it is longer than JSON may be.
-            InvalidRequestError: it is not JSON, or no object.
-            InvalidRequestError: an option that is not what it must be, or a key that there is not.
+            InvalidRequestError: it is longer than JSON may be; it is not JSON, or no object; an option that is not what
+                it must be, or a key that there is not.
         """
         allowed = limits.max_json_bytes
         if len(body) > allowed:

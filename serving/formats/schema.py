@@ -145,8 +145,8 @@ class RequestSchema:
         """Refuse features that do not belong into a part, and with `all_needed` a part that lacks one.
 
         Raises:
-            InvalidRequestError: for one that the model does not have, or has on the other side.
-            InvalidRequestError: for one that the model needs.
+            InvalidRequestError: for one that the model does not have, or has on the other side; for one that the model
+                needs.
         """
         expected = self.name_sets[part]
         for name in given:

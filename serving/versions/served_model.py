@@ -214,8 +214,8 @@ class ServedModel:
         What answers now goes on until then, and for rows of replicas that lag.
 
         Raises:
-            RankingModelError: the tensors are not those of the model.
-            RankingModelError: a golden score drifts further than `max_drift`, or is not finite.
+            RankingModelError: the tensors are not those of the model; a golden score drifts further than `max_drift`,
+                or is not finite.
             UnavailableError, ShardrankError: it can't be checked now.
         """
         replicas = cast("list[Replica]", self._replicas)
@@ -380,8 +380,7 @@ def check_version(
     have no requests yet, and use `parts`, which are in float32.
 
     Raises:
-        RankingModelError: it must not serve.
-        RankingModelError: bfloat16 was asked for where the device has none.
+        RankingModelError: it must not serve; bfloat16 was asked for where the device has none.
         ShardrankError: its rows can't be looked up.
     """
     deadline = clock() + CONNECT_TIMEOUT_S

@@ -146,8 +146,7 @@ class FrameReceiver:
         """Return the next whole frame, or None until more bytes come.
 
         Raises:
-            WireError: the header is not one, or is of another protocol version.
-            WireError: it states more than `max_frame_bytes`.
+            WireError: the header is not one, or is of another protocol version; it states more than `max_frame_bytes`.
         """
         header = self._header
         if header is None:

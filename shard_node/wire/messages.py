@@ -131,8 +131,8 @@ def encode_pool(
     `budget_us` is how long the answer is of use; 0 for no limit, and more than 71 minutes is cut to that.
 
     Raises:
-        WireError: for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text.
-        WireError: if the frame's length can't be stated.
+        WireError: for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text; if
+            the frame's length can't be stated.
     """
     arrays: list[Array] = [
         np.ascontiguousarray(bags.keys, _INT32),
