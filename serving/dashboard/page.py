@@ -60,9 +60,8 @@ async def check_host(request: Request) -> None:
     except ConfigError:
         address = Address()
     if address.port != port or not address.is_loopback:
-        raise InvalidRequestError(
-            "", f"Host: {host[:200]!r}; allowed are localhost:{port} and loopback addresses", kind="misdirected"
-        )
+        problem = f"Host: {host[:200]!r}; allowed are localhost:{port} and loopback addresses"
+        raise InvalidRequestError("", problem, kind="misdirected")
 
 
 def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
@@ -105,7 +104,12 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         if tokens is None:
             raise PermissionDeniedError(_NO_TOKENS)
         who = check(request)
-        asked = _asked(await read_body(request.receive, "MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES))
+        body = await read_body(request.receive, "MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES)
+        try:
+            asked = msgspec.json.decode(body, type=_Rollback)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            problem = f"the body must name model, rollout_id, is_active and live: {error}"
+            raise InvalidRequestError("", problem, kind="malformed") from error
         seen = SeenRollout(asked.rollout_id, asked.is_active, asked.live)
         begun = await board.source.roll_back(asked.model, seen)
         to = begun.to_version if begun.state == "running" else begun.from_version
@@ -117,12 +121,3 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
     app.add_api_route("/status/access", access, methods=["GET"], include_in_schema=False)
     app.add_api_route("/status/events", events, methods=["GET"], include_in_schema=False)
     app.add_api_route("/status/rollback", rollback, methods=["POST"], include_in_schema=False)
-
-
-def _asked(body: bytes) -> _Rollback:
-    try:
-        return msgspec.json.decode(body, type=_Rollback)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequestError(
-            "", f"the body must name model, rollout_id, is_active and live: {error}", kind="malformed"
-        ) from error

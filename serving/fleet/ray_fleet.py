@@ -145,7 +145,9 @@ class RayProcess:
     """The actor: starts one process, and ends with it so that Ray restarts both. Its methods are called by `up`."""
 
     def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        host, folder = _here()
+        # This host's address in the cluster, and the folder of Ray's logs, to which ours go.
+        host: str = _imported("ray.util").get_node_ip_address()
+        folder = Path(_imported("ray._private.worker")._global_node.get_logs_dir_path())
         command = shardrank_command(*(one.replace(HOST, host) for one in arguments))
         spec = ChildSpec(name, command, _nobody_asks, {**environment, "PYTHONUNBUFFERED": "1"})
         self._child = Child(spec, folder / f"shardrank-{name}.log")
@@ -185,12 +187,6 @@ async def _nobody_asks(process_id: int) -> None:
     raise NotYetError
 
 
-def _here() -> tuple[str, Path]:
-    """Return this host's address in the cluster, and the folder of Ray's logs, to which ours go."""
-    node = _imported("ray._private.worker")._global_node
-    return _imported("ray.util").get_node_ip_address(), Path(node.get_logs_dir_path())
-
-
 def _imported(name: str) -> Any:
     """Import a module of Ray. Raises FleetError if it is not installed."""
     try:
@@ -211,7 +207,14 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
     namespace, on_sigterm = f"shardrank {registry_name}", signal.getsignal(signal.SIGTERM)
     where = config.address or "RAY_ADDRESS, nor on this machine"
     if config.address is not None:
-        _check_answers(config.address)
+        # Where nothing listens Ray would try for minutes.
+        host, _, port = config.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise FleetError(f"address {config.address!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CALL_TIMEOUT_S).close()
+        except (OSError, OverflowError) as error:
+            raise FleetError(f"no Ray cluster answers at {config.address}: {error}") from error
     try:
         ray.init(config.address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
     # RuntimeError: its Python or Ray is of another version.
@@ -224,17 +227,6 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
         yield RayCluster(config)
     finally:
         ray.shutdown()
-
-
-def _check_answers(address: str) -> None:
-    """Raise FleetError if nothing listens there: Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise FleetError(f"address {address!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CALL_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise FleetError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 class RayCluster:
