@@ -164,7 +164,7 @@ class ClientConnection(FrameConnection):
         """End the connection: an answer that is too long fails its own request, everything else fails all."""
         logger.warning("closing the connection to %s: %s", self._address, error)
         answer = self._waiting.get(request_id)
-        if isinstance(error, WireError) and answer is not None and not answer.done():
+        if error.kind == "frame_too_large" and answer is not None and not answer.done():
             answer.set_exception(error)
         self._refusal = error
         self.abort()

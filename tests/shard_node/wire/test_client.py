@@ -128,6 +128,7 @@ async def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
     [
         (b"HTTP/1.1 400 Bad Request and so on\r\n", NodeUnavailableError, "magic is b'HTTP'"),
         (b"SHRK\x02\0\x02\0" + bytes(16), NodeUnavailableError, "protocol version 2 is not spoken here"),
+        (b"SHRK\x02\0\x02\0\x01" + bytes(15), NodeUnavailableError, "protocol version 2 is not spoken here"),
         (pack_header(FrameType.POOLED, 1, 2**31), WireError, "frame has 2147483672 bytes"),
         (pack_header(FrameType.POOLED, 1, 8) + b"\xff" * 8, RemoteError, "malformed answer: POOLED num_arrays"),
         (pack_header(FrameType.ERROR, 1, 8) + b"\xff" * 8, RemoteError, "malformed answer: ERROR num_arrays"),
