@@ -18,6 +18,8 @@ shed OverloadedError, what is not ready UnavailableError, and what is wrong with
 
 from __future__ import annotations
 
+from typing import Any
+
 from loader.errors import ShardrankError
 
 MAX_FIELD_CHARS = 256
@@ -54,29 +56,17 @@ class InvalidRequestError(
     Args:
         field: path of the part that is wrong, such as `candidates.sparse.film_id[3][0]`; "" for the whole request.
         problem: with the value and what is allowed.
-        kind: docs/api.md has them all.
+        known: as of `ShardrankError`; docs/api.md has all kinds.
     """
 
-    def __init__(
-        self,
-        field: str,
-        problem: str,
-        *,
-        kind: str | None = None,
-        http_status: int | None = None,
-        grpc_status: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
+    def __init__(self, field: str, problem: str, **known: Any) -> None:
         # What a client sent stands in here, so it is cut short, and made text that every encoding can carry.
-        field, self.problem = printable(field, MAX_FIELD_CHARS), printable(problem, MAX_PROBLEM_CHARS)
-        super().__init__(
-            f"{field}: {self.problem}" if field else self.problem,
-            kind=kind,
-            http_status=http_status,
-            grpc_status=grpc_status,
-            field=field,
-            retry_after_s=retry_after_s,
-        )
+        field, problem = printable(field, MAX_FIELD_CHARS), printable(problem, MAX_PROBLEM_CHARS)
+        super().__init__(field, problem, field=field, **known)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}" if self.field else self.problem
 
 
 def limit_exceeded(
