@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from loader.divided_rows import divide_rows as divide_rows
     from loader.divided_rows import kept_rows as kept_rows
     from loader.errors import CheckpointError as CheckpointError
-    from loader.errors import DeltaBaseError as DeltaBaseError
+    from loader.errors import ConfigError as ConfigError
+    from loader.errors import DeadlineExceededError as DeadlineExceededError
     from loader.errors import DeltaError as DeltaError
     from loader.errors import DeltaFormatError as DeltaFormatError
     from loader.errors import ExportError as ExportError
-    from loader.errors import NonFiniteRowError as NonFiniteRowError
+    from loader.errors import OverloadedError as OverloadedError
     from loader.errors import RegistryError as RegistryError
     from loader.errors import RegistryUnavailableError as RegistryUnavailableError
     from loader.errors import ShardrankError as ShardrankError
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from loader.errors import SnapshotError as SnapshotError
     from loader.errors import SnapshotExistsError as SnapshotExistsError
     from loader.errors import SnapshotNotFoundError as SnapshotNotFoundError
+    from loader.errors import SnapshotResourceError as SnapshotResourceError
+    from loader.errors import StoreError as StoreError
     from loader.errors import StreamFullError as StreamFullError
+    from loader.errors import UnavailableError as UnavailableError
     from loader.registry import open_registry as open_registry
     from loader.registry.registry import Registry as Registry
     from loader.snapshot.golden import GoldenRequests as GoldenRequests
@@ -51,20 +55,16 @@ if TYPE_CHECKING:
     from serving.client.client import AsyncClient as AsyncClient
     from serving.client.client import Client as Client
     from serving.client.client import RetryPolicy as RetryPolicy
-    from serving.client.errors import ClientConfigError as ClientConfigError
-    from serving.client.errors import ClientError as ClientError
-    from serving.client.errors import DeadlineExceededError as DeadlineExceededError
-    from serving.client.errors import InternalError as InternalError
-    from serving.client.errors import InvalidRequestError as InvalidRequestError
-    from serving.client.errors import NotFoundError as NotFoundError
-    from serving.client.errors import OverloadedError as OverloadedError
-    from serving.client.errors import PermissionDeniedError as PermissionDeniedError
-    from serving.client.errors import UnauthenticatedError as UnauthenticatedError
-    from serving.client.errors import UnavailableError as UnavailableError
     from serving.client.features import LookupResult as LookupResult
     from serving.client.features import Ragged as Ragged
     from serving.client.features import RankResult as RankResult
     from serving.embedded import Ranker as Ranker
+    from serving.errors import InternalError as InternalError
+    from serving.errors import InvalidRequestError as InvalidRequestError
+    from serving.errors import NotFoundError as NotFoundError
+    from serving.errors import PermissionDeniedError as PermissionDeniedError
+    from serving.errors import RankingModelError as RankingModelError
+    from serving.errors import UnauthenticatedError as UnauthenticatedError
     from serving.limits import RequestLimits as RequestLimits
     from serving.models.exported import check_program as check_program
     from serving.models.exported import export_program as export_program
@@ -76,9 +76,9 @@ _NAMES = {
     "loader.description": "ModelDescription",
     "loader.divided_rows": "divide_rows kept_rows",
     "loader.errors": (
-        "CheckpointError DeltaBaseError DeltaError DeltaFormatError ExportError NonFiniteRowError RegistryError "
-        "RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "
-        "SnapshotNotFoundError StreamFullError"
+        "CheckpointError ConfigError DeadlineExceededError DeltaError DeltaFormatError ExportError OverloadedError "
+        "RegistryError RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "
+        "SnapshotNotFoundError SnapshotResourceError StoreError StreamFullError UnavailableError"
     ),
     "loader.registry": "open_registry",
     "loader.registry.registry": "Registry",
@@ -90,16 +90,21 @@ _NAMES = {
     "loader.snapshot.writer": "export_snapshot",
     "router.id_mapping": "hashed_rows",
     "serving.client.client": "AsyncClient Client RetryPolicy",
-    "serving.client.errors": (
-        "ClientConfigError ClientError DeadlineExceededError InternalError InvalidRequestError NotFoundError "
-        "OverloadedError PermissionDeniedError UnauthenticatedError UnavailableError"
-    ),
     "serving.client.features": "LookupResult Ragged RankResult",
     "serving.embedded": "Ranker",
+    "serving.errors": (
+        "InternalError InvalidRequestError NotFoundError PermissionDeniedError RankingModelError UnauthenticatedError"
+    ),
     "serving.limits": "RequestLimits",
     "serving.models.exported": "check_program export_program",
     "serving.models.ranking_models": "build_model",
     "shard_node.cuda.card_set": "CardOptions",
+}
+_RENAMED = {
+    "ClientConfigError": "ConfigError",
+    "ClientError": "ShardrankError",
+    "DeltaBaseError": "DeltaError, of the kind delta_base",
+    "NonFiniteRowError": "ExportError",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -108,7 +113,8 @@ __all__ = list(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'shardrank' has no attribute {name!r}")
+        instead = f"; it is {_RENAMED[name]} now" if name in _RENAMED else ""
+        raise AttributeError(f"module 'shardrank' has no attribute {name!r}{instead}")
     found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return found
 

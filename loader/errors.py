@@ -1,41 +1,66 @@
-"""The root of every shardrank error, and the loader's own branch of the tree.
+"""The root of every shardrank error, the errors that all packages raise, and the loader's.
 
-Each package keeps one such file. An error says what it is on both public protocols (`http_status`, `grpc_status`)
-so that no server has to guess, and its message names the field, the value and what is allowed.
+ShardrankError
+    ConfigError                   400  an option, an address, a file or an environment: change it
+    UnavailableError              503  not reached, not ready or ending: try again, elsewhere or later
+    OverloadedError               503  shed, nothing was started: come again later
+    DeadlineExceededError         504  no answer in time
+    SnapshotError                 422  a snapshot that must not be served
+        SnapshotNotFoundError     404  export or publish it first
+        SnapshotCorruptError      422  export it again
+        SnapshotResourceError     503  no fault of the snapshot: try again when there is room
+        SnapshotExistsError       409  export it under another version
+    StoreError                    500  and below it, by what to do about the store
+    ExportError                   400  what was given can't become a snapshot
+    TraceError                    400  a trace of lookups can't be used
+    CheckpointError               400  a checkpoint can't be read
+    RegistryError                 500  and below it, by what to do about the registry
+    DeltaError                    409  changed rows that do not fit what is there
+        DeltaFormatError          400  the rows themselves are wrong
+        StreamFullError           507  roll out a snapshot that contains them
+    RolloutError                  409  as things are, a version can't be rolled out, staged or flipped
+
+There is one class for each thing that a caller does differently; the rest is the `kind`. Each package has one such
+file: `shard_node.errors`, `router.errors`, `serving.errors`, `loadtest.errors`. A message names the field, the value
+and what is allowed.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class ShardrankError(Exception):
-    """Base of all errors that shardrank raises on purpose.
-
-    A class says what its errors are; a class with several kinds passes the `kind` of an error, and its statuses where
-    they differ, when it is raised.
+    """Base of all errors that shardrank raises on purpose, and that its client raises for a server's.
 
     Attributes:
+        kind: short stable word for metrics and for clients to branch on; the class has the usual one.
         http_status: status of the HTTP answer that carries it.
         grpc_status: name of the `grpc.StatusCode` that carries it.
-        kind: short stable word for metrics and for clients to branch on.
+        kinds: HTTP and gRPC status of those kinds for which they differ from the class's.
+        field: path of the part of the request that is wrong, such as `candidates.sparse.film_id`; "" if unknown.
+        retry_after_s: seconds after which a server wants to be asked again; None if it did not say.
     """
 
+    kind: str = "internal"
     http_status: int = 500
     grpc_status: str = "INTERNAL"
-    kind: str = "internal"
+    kinds: ClassVar[Mapping[str, tuple[int, str]]] = {}
+    field: str = ""
+    retry_after_s: float | None = None
 
-    def __init_subclass__(
-        cls, *, http_status: int | None = None, grpc_status: str | None = None, kind: str | None = None
-    ) -> None:
-        """Set what is given on the class; the rest is as in the base."""
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Set the attributes that are given on the class; the rest is as in the base."""
         super().__init_subclass__()
-        for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
-            if value is not None:
-                setattr(cls, name, value)
+        for name, value in given.items():
+            if name not in ("http_status", "grpc_status", "kind", "kinds"):
+                raise TypeError(f"{cls.__name__}: {name} is no attribute of an error")
+            setattr(cls, name, value)
 
     def __init__(
         self,
@@ -43,18 +68,48 @@ class ShardrankError(Exception):
         kind: str | None = None,
         http_status: int | None = None,
         grpc_status: str | None = None,
+        field: str = "",
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(*args)
+        self.field = field
+        self.retry_after_s = retry_after_s
+        if kind is not None and kind in self.kinds:
+            self.http_status, self.grpc_status = self.kinds[kind]
         for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
             if value is not None:
                 setattr(self, name, value)
 
 
-class LoaderError(ShardrankError):
-    """Something about a snapshot, a checkpoint or a store."""
+class ConfigError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="config"):
+    """An option, an address, a file or an environment that can't be used. The message names it."""
 
 
-class SnapshotError(LoaderError, http_status=422, grpc_status="FAILED_PRECONDITION", kind="bad_snapshot"):
+class UnavailableError(ShardrankError, http_status=503, grpc_status="UNAVAILABLE", kind="unavailable"):
+    """Whoever was asked was not reached, is not ready, or is ending."""
+
+
+class OverloadedError(
+    ShardrankError,
+    http_status=503,
+    grpc_status="RESOURCE_EXHAUSTED",
+    kind="overloaded",
+    kinds=dict.fromkeys(("buffer_full", "too_many_watches"), (429, "RESOURCE_EXHAUSTED")),
+):
+    """Too much is in flight, waits or is buffered. Nothing was started, so the request may be sent again."""
+
+
+class DeadlineExceededError(
+    ShardrankError,
+    http_status=504,
+    grpc_status="DEADLINE_EXCEEDED",
+    kind="deadline_exceeded",
+    kinds={"request_timeout": (408, "DEADLINE_EXCEEDED")},
+):
+    """The deadline passed before the answer was complete, or (`request_timeout`) before the request was."""
+
+
+class SnapshotError(ShardrankError, http_status=422, grpc_status="FAILED_PRECONDITION", kind="bad_snapshot"):
     """A snapshot that must not be served. The message names the file and the reason."""
 
 
@@ -62,20 +117,11 @@ class SnapshotNotFoundError(SnapshotError, http_status=404, grpc_status="NOT_FOU
     """No such model or version in the store."""
 
 
-class SnapshotFormatError(SnapshotError):
-    """The manifest is not JSON, does not fit its schema, or has a format version this release can't read."""
-
-
-class SnapshotPathError(SnapshotError):
-    """A file path in the manifest is absolute or leaves the snapshot's folder."""
-
-
 class SnapshotCorruptError(SnapshotError):
-    """A file is missing, or its size, SHA-256, dtype or shape is not what the manifest says."""
+    """A manifest that can't be read, a path that leaves the folder, a file that is not what the manifest says.
 
-
-class UnsafeProgramError(SnapshotError, kind="unsafe_program"):
-    """A file of an exported program that PyTorch would not read without pickle, or that is no such file."""
+    `unsafe_program`: an exported program that PyTorch would not read without pickle, or that is none.
+    """
 
 
 class SnapshotResourceError(SnapshotError, http_status=503, grpc_status="UNAVAILABLE", kind="snapshot_resource"):
@@ -86,7 +132,7 @@ class SnapshotExistsError(SnapshotError, http_status=409, grpc_status="ALREADY_E
     """A version is immutable: it can't be written a second time."""
 
 
-class StoreError(LoaderError, kind="store"):
+class StoreError(ShardrankError, kind="store"):
     """Something about a store at a URL."""
 
 
@@ -106,23 +152,19 @@ class StoreCacheError(StoreError, http_status=507, grpc_status="RESOURCE_EXHAUST
     """The local cache has no room for a version, or can't be written. The message carries the numbers."""
 
 
-class ExportError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_export"):
-    """What was handed to the writer can't become a snapshot."""
+class ExportError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_export"):
+    """What was handed to the writer can't become a snapshot: NaN or inf in a row, for one. The message says where."""
 
 
-class NonFiniteRowError(ExportError):
-    """A row holds NaN or inf. Quantisation would hide it, so it is refused by table and row."""
-
-
-class TraceError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_trace"):
+class TraceError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_trace"):
     """A trace of lookups can't be read, or has ids that can't be."""
 
 
-class CheckpointError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_checkpoint"):
+class CheckpointError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_checkpoint"):
     """A checkpoint can't be read safely, or its tensors do not fit the model description."""
 
 
-class RegistryError(LoaderError, kind="registry"):
+class RegistryError(ShardrankError, kind="registry"):
     """Something about the registry."""
 
 
@@ -142,28 +184,30 @@ class StreamSequenceError(RegistryError, http_status=409, grpc_status="OUT_OF_RA
     """An entry whose sequence number is not the next one of its stream."""
 
 
-class DeltaError(LoaderError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="bad_delta"):
-    """A batch of changed rows that must not be applied."""
+class DeltaError(
+    ShardrankError,
+    http_status=409,
+    grpc_status="FAILED_PRECONDITION",
+    kind="bad_delta",
+    kinds={"delta_gap": (409, "OUT_OF_RANGE")},
+):
+    """A batch of changed rows that must not be applied.
+
+    `delta_base`: it is for a version that this is not, and does not continue. `delta_gap`: it is not the next one, so
+    applying it would skip changes.
+    """
 
 
 class DeltaFormatError(DeltaError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="delta_format"):
     """A delta that can't be made of what was given, or whose bytes are not what was published."""
 
 
-class DeltaBaseError(DeltaError, kind="delta_base"):
-    """A delta for a version that this is not, and does not continue."""
-
-
-class DeltaGapError(DeltaError, grpc_status="OUT_OF_RANGE", kind="delta_gap"):
-    """A delta that is not the next one: applying it would skip changes."""
-
-
 class StreamFullError(DeltaError, http_status=507, grpc_status="RESOURCE_EXHAUSTED", kind="stream_full"):
     """A stream that has no room for another delta, since versions that are held need all that it has."""
 
 
-class RolloutError(LoaderError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="rollout"):
-    """A rollout that can't be started, aborted or undone as things are. The message says why."""
+class RolloutError(ShardrankError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="rollout"):
+    """A rollout, stage, flip or retire that is not possible as things are, or a node that does not fit its fleet."""
 
 
 def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:

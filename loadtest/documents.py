@@ -15,8 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from loader.errors import ConfigError
 from loader.snapshot.tables import Frozen
-from loadtest.errors import ResultFileError
 
 LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio")
 MAX_COLUMNS = 12
@@ -55,21 +55,21 @@ def versions() -> dict[str, str]:
 
 
 def check_writable(*files: Path | None) -> None:
-    """Raise ResultFileError if a file can't be written. An older one stays until there is a new one."""
+    """Raise ConfigError if a file can't be written. An older one stays until there is a new one."""
     for file in files:
         if file is not None:
             try:
                 file.open("a").close()
             except OSError as error:
-                raise ResultFileError(f"{file}: {error.strerror or error}") from error
+                raise ConfigError(f"{file}: {error.strerror or error}") from error
 
 
 def write_document(document: BaseModel, file: Path) -> None:
-    """Write a document as JSON. Raises ResultFileError if the file can't be written."""
+    """Write a document as JSON. Raises ConfigError if the file can't be written."""
     try:
         file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ResultFileError(f"{file}: {error.strerror or error}") from error
+        raise ConfigError(f"{file}: {error.strerror or error}") from error
 
 
 def make_table(words: Iterable[str], numbers: Iterable[str], *, title: str | None = None) -> Table:

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 from rich.console import Console
 
+from loader.errors import ConfigError
 from loader.snapshot.tables import Frozen
 from loadtest.documents import Machine, line, make_table, ratio_text, significant
-from loadtest.errors import ComparisonError
 from loadtest.load.result import LoadResult
 
 Item = TypeVar("Item")
@@ -217,11 +217,11 @@ def compare_rounds(
     reason why not.
 
     Raises:
-        ComparisonError: arms have other numbers of rounds, or there are none.
+        ConfigError: arms have other numbers of rounds, or there are none.
     """
     counts = {arm.name: len(rounds) for arm, rounds in arms}
     if len(set(counts.values())) != 1 or 0 in counts.values():
-        raise ComparisonError(f"arms: {counts} rounds; all must have as many, at least 1")
+        raise ConfigError(f"arms: {counts} rounds; all must have as many, at least 1")
     compared, reasons = [], list(invalid_because)
     for measure in measures:
         found = [[measure.value(each) for each in rounds] for _, rounds in arms]

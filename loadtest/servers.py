@@ -22,7 +22,8 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.errors import LoadConfigError, ScoresDifferError, ServerFailedError
+from loader.errors import ConfigError
+from loadtest.errors import LoadError
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS
 from serving.fleet.supervisor import describe_exit, shardrank_command
@@ -129,7 +130,7 @@ def _start(command: ServerCommand) -> _Started:
         with command.log.open("wb") as output:
             return _Started(command, run(stdin=subprocess.DEVNULL, stdout=output, stderr=output), [])
     except OSError as error:
-        raise ServerFailedError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
+        raise LoadError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +142,18 @@ class Running:
     _started: tuple[_Started, ...]
 
     def check(self, when: str = "while it was asked") -> None:
-        """Raise ServerFailedError if one has ended by itself."""
+        """Raise LoadError if one has ended by itself."""
         for command, process, _ in self._started:
             if (code := process.poll()) is not None:
                 ended = f"{self.title}: {command.name} has ended {when}: {describe_exit(code)}"
-                raise ServerFailedError(f"{ended}\n{command.log_tail()}")
+                raise LoadError(f"{ended}\n{command.log_tail()}")
 
 
 @contextlib.contextmanager
 def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callable[[], str]) -> Iterator[Running]:
     """Start a server by its commands, wait until `why_not_ready` is empty, and end it with the block.
 
-    Raises ServerFailedError if a process ends, or the server is not ready in time.
+    Raises LoadError if a process ends, or the server is not ready in time.
     """
     with contextlib.ExitStack() as stack:
         started: list[_Started] = []
@@ -164,7 +165,7 @@ def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callab
             Running(title, (), tuple(started)).check("before it served")
             if time.monotonic() > ends:
                 logs = "\n".join(f"{command.name}: {command.log_tail()}" for command in commands)
-                raise ServerFailedError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
+                raise LoadError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
             time.sleep(POLL_S)
         for each in started:
             each.note_children()
@@ -209,7 +210,7 @@ def serving(
         checkout: absolute folder of the repository whose code is run, by this Python; None for the code that runs here.
 
     Raises:
-        ServerFailedError: it ends, or does not serve in time.
+        LoadError: it ends, or does not serve in time.
     """
     line = shardrank_command(*_MODE_ARGUMENTS[mode], "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
     environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
@@ -221,10 +222,10 @@ def serving(
 
 
 def checked_checkout(folder: Path) -> Path:
-    """Make the folder of another checkout of this repository absolute. Raises LoadConfigError if it is none."""
+    """Make the folder of another checkout of this repository absolute. Raises ConfigError if it is none."""
     # Where one is missing, Python would take that of another checkout, such as the installed one.
     if missing := [name for name in SERVED_PACKAGES if not (folder / name / "__init__.py").is_file()]:
-        raise LoadConfigError(f"{folder}: not a checkout of this repository; it has no {missing[0]}/__init__.py")
+        raise ConfigError(f"{folder}: not a checkout of this repository; it has no {missing[0]}/__init__.py")
     return folder.resolve()
 
 
@@ -238,14 +239,14 @@ def commit_of(checkout: Path) -> str:
 
 
 def check_scores(who: str, found: Float32Array, expected: Float32Array, allowed: float) -> None:
-    """Raise ScoresDifferError, with the candidate that differs most, if scores differ by more than is allowed."""
+    """Raise LoadError, with the candidate that differs most, if scores differ by more than is allowed."""
     if found.shape != expected.shape:
-        raise ScoresDifferError(f"{who}: {found.size} scores, {expected.size} expected")
+        raise LoadError(f"{who}: {found.size} scores, {expected.size} expected")
     differences = np.abs(found - expected)
     candidate = int(differences.argmax())
     # A NaN is not within any tolerance.
     if not differences[candidate] <= allowed:
-        raise ScoresDifferError(
+        raise LoadError(
             f"{who}, candidate {candidate}: its score is {found[candidate]:.6f}, expected {expected[candidate]:.6f}; "
             f"they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
         )

@@ -1,33 +1,32 @@
-"""The router's branch of the error tree."""
+"""The router's errors. That no replica of a shard answers is an UnavailableError of the kind `shard_unavailable`.
+
+ShardrankError
+    PlanError                     422  the tables can't be divided as asked
+    UnfitReplicaError             503  another replica may be asked
+    HotRowsError                  400  a tier of hot rows to choose otherwise
+    FittingError                  400  limits or counts to change
+"""
 
 from __future__ import annotations
 
 from loader.errors import ShardrankError
 
 
-class RouterError(ShardrankError):
-    """Something about finding rows and bringing their sums together."""
-
-
-class PlanError(RouterError, http_status=422, grpc_status="FAILED_PRECONDITION", kind="plan"):
+class PlanError(ShardrankError, http_status=422, grpc_status="FAILED_PRECONDITION", kind="plan"):
     """The tables can't be divided as asked."""
 
 
-class PlanMismatchError(RouterError, http_status=503, grpc_status="UNAVAILABLE", kind="plan_mismatch"):
-    """A shard node holds another shard, was loaded by another plan, or from another snapshot of that version."""
+class UnfitReplicaError(ShardrankError, http_status=503, grpc_status="UNAVAILABLE"):
+    """A replica that has not what a lookup needs.
+
+    `plan_mismatch`: it holds another shard, was loaded by another plan, or from another snapshot of that version.
+    `replica_lags`: its rows are older than the dense weights need that they are ranked with.
+    """
 
 
-class ShardUnavailableError(RouterError, http_status=503, grpc_status="UNAVAILABLE", kind="shard_unavailable"):
-    """No replica of a shard answered. The message says what each one said."""
-
-
-class ReplicaLagsError(RouterError, http_status=503, grpc_status="UNAVAILABLE", kind="replica_lags"):
-    """A replica's rows are older than the dense weights need that they are ranked with; another one is asked."""
-
-
-class HotRowsError(RouterError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="hot_rows"):
+class HotRowsError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="hot_rows"):
     """A tier of hot rows that can't be as it is asked for."""
 
 
-class FittingError(RouterError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="fitting"):
+class FittingError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="fitting"):
     """Sizes that can't be found: a limit out of range, or counts that are of another table."""

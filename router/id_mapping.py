@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
+from loader.errors import ShardrankError
 from loader.snapshot.row_classes import BLOCK_BITS, RowClasses, find_bits
 from loader.snapshot.tables import DividedTable, HashMapping, VocabularyMapping
-from router.errors import RouterError
 from router.feature_schema import FeatureSchema
 from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
 
@@ -33,15 +33,15 @@ _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 class PartRows:
     """Maps rows of one model version's divided tables.
 
-    `row_classes` are of each table that has classes, by its name. Raises RouterError if some are missing, or of a table
-    that has none.
+    `row_classes` are of each table that has classes, by its name. Raises ShardrankError if some are missing, or of a
+    table that has none.
     """
 
     def __init__(self, schema: FeatureSchema, row_classes: Mapping[str, RowClasses]) -> None:
         spec = schema.spec
         chained = {one.name: one for one in spec.divided if one.num_classes > 1}
         if chained.keys() != row_classes.keys():
-            raise RouterError(f"row classes of {sorted(row_classes)} were given; the model needs {sorted(chained)}")
+            raise ShardrankError(f"row classes of {sorted(row_classes)} were given; the model needs {sorted(chained)}")
         bitmaps = [one for name in chained for one in row_classes[name].bitmaps]
         words = [one.words for one in bitmaps]
         self._words = words[0] if len(words) == 1 else np.concatenate([*words, np.zeros((0, 8), np.uint64)])

@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 
 from pydantic import ValidationError
 
+from loader.errors import ConfigError
 from loader.registry.fleet import FleetRecord, NodeRecord
-from shard_node.errors import AddressError
 from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class ReplicaDirectory:
         for node in shard_nodes:
             try:
                 announced[node.node_id] = _Known(node, Address.parse(node.address), _divided_by(node))
-            except (AddressError, ValidationError) as error:
+            except (ConfigError, ValidationError) as error:
                 unusable[node.node_id] = str(error)
         with self._lock:
             for node_id in [one for one, reason in unusable.items() if self._unusable.get(one) != reason]:

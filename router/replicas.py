@@ -11,21 +11,13 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from loader.errors import ShardrankError
-from router.errors import PlanMismatchError, ReplicaLagsError, ShardUnavailableError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from router.errors import UnfitReplicaError
 from router.outliers import Outliers, ReplicaEvents, ReplicaHealth, ReplicaPolicy, RetryBudget
 from router.plan import Plan
 from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.errors import (
-    CardError,
-    DeadlineExceededError,
-    GenerationNotFoundError,
-    NodeOverloadedError,
-    NodeUnavailableError,
-    RemoteError,
-    ShardNodeError,
-)
+from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError
 from shard_node.node import NodeInfo, ServedVersion
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
@@ -41,17 +33,16 @@ TIMER_SLACK_S = 0.001
 # A lookup changes nothing, so after any of these it may be asked again elsewhere.
 _ASK_ANOTHER = (
     NodeUnavailableError,
-    NodeOverloadedError,
+    OverloadedError,
     GenerationNotFoundError,
     RemoteError,
     CardError,
-    PlanMismatchError,
-    ReplicaLagsError,
+    UnfitReplicaError,
     DeadlineExceededError,
 )
 _RECONNECTED = "it reconnected while it was asked, so whoever answered was not checked"
 # After these it will not have it in a moment either.
-_UNFIT = (GenerationNotFoundError, PlanMismatchError, ReplicaLagsError, CardError)
+_UNFIT = (GenerationNotFoundError, UnfitReplicaError, CardError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +126,7 @@ class ReplicatedShard:
         self._source = replicas if isinstance(replicas, ReplicaSource) else None
         self._members = [] if isinstance(replicas, ReplicaSource) else [self._join(replica) for replica in replicas]
         if self._source is None and not self._members:
-            raise ShardUnavailableError(f"shard {shard_index} has no replica")
+            raise UnavailableError(f"shard {shard_index} has no replica", kind="shard_unavailable")
         self._identity = plan.identity(shard_index)
         self._plan_digest = plan.digest
         self._manifest_identity = manifest_identity
@@ -153,8 +144,8 @@ class ReplicatedShard:
         """Pool as `Shard.pool`.
 
         Raises:
-            ShardUnavailableError: if every replica failed; the message says what each one said.
-            ShardNodeError: if a replica refused the request itself, or the deadline passed.
+            UnavailableError: if every replica failed; the message says what each one said.
+            ShardrankError: if a replica refused the request itself, or the deadline passed.
         """
         if self._source is not None:
             self._follow()
@@ -178,14 +169,15 @@ class ReplicatedShard:
                 self._outliers.answered(member.health, self._clock() - began)
             if answer.sequence < self.min_sequence:
                 behind.append(answer)
-                raise ReplicaLagsError(
-                    f"{member.replica.address} has applied delta {answer.sequence}, wanted is {self.min_sequence}"
+                raise UnfitReplicaError(
+                    f"{member.replica.address} has applied delta {answer.sequence}, wanted is {self.min_sequence}",
+                    kind="replica_lags",
                 )
             return answer
 
         try:
             return await self._first_answer(attempt, deadline)
-        except ShardUnavailableError:
+        except UnavailableError:
             if not behind:
                 raise
             return max(behind, key=lambda answer: answer.sequence)
@@ -196,7 +188,7 @@ class ReplicatedShard:
         """Pool as `pool`, in exact forms, on a node that has applied its deltas up to `sequence`.
 
         Returns the answer, and the last delta that the node had applied when it was there; no row is older than
-        `sequence`. Raises ShardUnavailableError if no replica can, or none is so far.
+        `sequence`. Raises UnavailableError if no replica can, or none is so far.
         """
         self._follow()
         failures: list[str] = []
@@ -222,7 +214,7 @@ class ReplicatedShard:
     async def connect(self, model: str, version: int, deadline: float) -> None:
         """Connect to every replica there is and ask it what it holds, so that no request has to.
 
-        Raises ShardUnavailableError if none can be used; the message says what each one said.
+        Raises UnavailableError if none can be used; the message says what each one said.
         """
         self._follow()
         members = list(self._members)
@@ -240,13 +232,13 @@ class ReplicatedShard:
             logger.warning("shard %d of %s %d: %s", self._identity.shard_index, model, version, failure)
 
     async def info(self) -> NodeInfo:
-        """Return what the first replica that answers serves. Raises ShardUnavailableError if none does."""
+        """Return what the first replica that answers serves. Raises UnavailableError if none does."""
         return (await self.infos())[0][1]
 
     async def infos(self) -> list[tuple[str, NodeInfo]]:
         """Return what every replica that answers serves, by its address; all are asked at once.
 
-        Raises ShardUnavailableError if none answers.
+        Raises UnavailableError if none answers.
         """
         self._follow()
 
@@ -266,7 +258,7 @@ class ReplicatedShard:
                     continue
                 try:
                     found.append((address, task.result()))
-                except ShardNodeError as error:
+                except ShardrankError as error:
                     failures.append(f"{error.kind}: {error}")
         finally:
             for task in asked:
@@ -422,7 +414,7 @@ class ReplicatedShard:
 
     def _failed(self, asked: _Asked, error: ShardrankError, failures: list[str]) -> None:
         failures.append(self._noted(asked.member, error))
-        if isinstance(error, (*_UNFIT, NodeOverloadedError)) or asked.was_sent_nothing(error):
+        if isinstance(error, (*_UNFIT, OverloadedError)) or asked.was_sent_nothing(error):
             # To eject who has too much to do would give it to the others.
             return
         if isinstance(error, DeadlineExceededError) and self._clock() - asked.at < self._outliers.patience_s:
@@ -430,10 +422,10 @@ class ReplicatedShard:
             return
         self._outliers.failed(asked.member.health)
 
-    def _unavailable(self, failures: list[str]) -> ShardUnavailableError:
+    def _unavailable(self, failures: list[str]) -> UnavailableError:
         index, count = self._identity.shard_index, self._identity.num_shards
         said = "; ".join(failures) or "no node has told that this version is ready there"
-        return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({said})")
+        return UnavailableError(f"shard {index} of {count}: no replica answered ({said})", kind="shard_unavailable")
 
     def _introduce_newcomers(self, model: str, version: int) -> None:
         for member in self._members:
@@ -471,20 +463,23 @@ class ReplicatedShard:
         mine = (self._identity.shard_index, self._identity.num_shards, self._identity.sharding)
         theirs = (info.identity.shard_index, info.identity.num_shards, info.identity.sharding)
         if theirs != mine:
-            raise PlanMismatchError(
+            raise UnfitReplicaError(
                 f"the node is shard {theirs[0]} of {theirs[1]} ({theirs[2]}), "
-                f"wanted is {mine[0]} of {mine[1]} ({mine[2]})"
+                f"wanted is {mine[0]} of {mine[1]} ({mine[2]})",
+                kind="plan_mismatch",
             )
         served = _served(info, model, version)
         if served.manifest_identity != self._manifest_identity:
-            raise PlanMismatchError(
+            raise UnfitReplicaError(
                 f"the node's version {version} of model {model!r} is another snapshot: its manifest has SHA-256 "
-                f"{served.manifest_identity[:12]}…, wanted is {self._manifest_identity[:12]}…"
+                f"{served.manifest_identity[:12]}…, wanted is {self._manifest_identity[:12]}…",
+                kind="plan_mismatch",
             )
         if served.plan_digest != self._plan_digest:
-            raise PlanMismatchError(
+            raise UnfitReplicaError(
                 f"the node divides model {model!r} by another plan: {served.plan_digest[:12]}…, wanted is "
-                f"{self._plan_digest[:12]}…"
+                f"{self._plan_digest[:12]}…",
+                kind="plan_mismatch",
             )
         member.checked = connections
 

@@ -12,16 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import ShardrankError
+from loader.errors import ShardrankError, UnavailableError
 from loader.snapshot.tables import DividedTable
-from router.errors import HotRowsError, PlanError, ShardUnavailableError
+from router.errors import HotRowsError, PlanError
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotLookup, HotRows
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
 from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, Forms, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
-from shard_node.errors import NodeUnavailableError
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
 
@@ -273,7 +272,7 @@ class Router:
         and `forms` are as of `Shard.pool`.
 
         Raises:
-            RouterError, ShardNodeError: if a shard can't answer.
+            ShardrankError: if a shard can't answer.
         """
         times, began = LookupTimes(), self._clock()
         asked = self.look_ups(self.map(bags))
@@ -396,7 +395,7 @@ class Router:
                 return found.hot.answer(part, found.at.take(part.positions), forms)
             try:
                 return await self._shards[part.owner].pool(model, version, part.bags, deadline, forms)
-            except (ShardUnavailableError, NodeUnavailableError) as error:
+            except UnavailableError as error:
                 raise _ShardDownError(part.owner, error) from error
 
         if not parts:

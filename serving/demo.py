@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
+from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
@@ -26,8 +27,8 @@ from loader.snapshot.tables import Frozen
 from router.plan import Plan
 from router.plan_file import PlanFile
 from serving.cli.output import human_bytes, progress_bars, table_of
-from serving.client import AsyncClient, ClientError, Ragged, RetryPolicy
-from serving.errors import ServingError
+from serving.client import AsyncClient, Ragged, RetryPolicy
+from serving.errors import InternalError
 from serving.fleet.local_fleet import (
     FleetConfig,
     WorkerPorts,
@@ -55,10 +56,6 @@ TOP_FILMS = 10
 MAX_CANDIDATES = 2000
 MAX_ERROR_EXAMPLES = 5
 _PASTED_IDS = 5
-
-
-class DemoError(ServingError, kind="demo"):
-    """A report that can't be written, or an answer that is not what was asked for."""
 
 
 class DemoConfig(Frozen):
@@ -186,8 +183,8 @@ async def rank_all(
             answer = await client.rank(model, **requests[index])
             seconds = time.perf_counter() - began
             if answer.scores.size != num_candidates[index]:
-                raise DemoError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
-        except (ClientError, DemoError) as error:
+                raise InternalError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
+        except ShardrankError as error:
             answers.failed(error)
         else:
             answers.versions.add(answer.version)
@@ -226,7 +223,7 @@ class UsersFilms:
         return {"context": {"sparse": context}, "candidates": {"sparse": candidates}}
 
     async def ask(self, client: AsyncClient, model: str) -> list[tuple[str, str, float]]:
-        """Ask the running server for the user's top films: (title, genres, score). Raises ClientError."""
+        """Ask the running server for the user's top films: (title, genres, score). Raises ShardrankError."""
         films, top = self.dataset.interactions.films, []
         ids = {side: given["sparse"] for side, given in self.body().items()}
         answer = await client.rank(model, **ids, top_k=TOP_FILMS)
@@ -328,14 +325,14 @@ def _lap(seconds: dict[str, float], began: float, stage: str) -> None:
 
 
 def _check_writable(json_file: Path) -> None:
-    """Raise DemoError. An older report stays as it is until there is a new one."""
+    """Raise InternalError. An older report stays as it is until there is a new one."""
     try:
         with json_file.open("a"):
             pass
     except OSError as error:
         folder = json_file.parent
         problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
-        raise DemoError(f"--json {json_file}: {problem}") from error
+        raise InternalError(f"--json {json_file}: {problem}") from error
 
 
 @asynccontextmanager
@@ -409,17 +406,17 @@ async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -
                 )
             if answers[api].versions - {int(version.folder.name)}:
                 found = answers[api].versions
-                raise DemoError(f"{api}: versions {found} answered, expected {version.folder.name}")
+                raise InternalError(f"{api}: versions {found} answered, expected {version.folder.name}")
         answers["http"].requests += 1
         top = []
         try:
             top = await films.ask(http, model)
-        except ClientError as error:
+        except ShardrankError as error:
             answers["http"].failed(error)
         try:
             dense_dtype = (await http.describe(model)).dense_model.dtype
-        except ClientError as error:
-            raise DemoError(f"http: {error}") from error
+        except ShardrankError as error:
+            raise InternalError(f"http: {error}") from error
     return Ranked(answers["http"], answers["grpc"], top, films, dense_dtype)
 
 

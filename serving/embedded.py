@@ -99,7 +99,7 @@ class Ranker:
         """Ranks one request: the body of `POST /v1/models/{model}:rank`, and of its answer, as plain Python values.
 
         Raises:
-            ShardrankError: a BadRequestError names the field, the value and what is allowed.
+            ShardrankError: an InvalidRequestError names the field, the value and what is allowed.
         """
         return self._answer("rank", request)
 

@@ -74,7 +74,7 @@ class Listening:
 
 @contextlib.asynccontextmanager
 async def running_server(service: RankingService, config: ServerConfig) -> AsyncIterator[Listening]:
-    """Listen while the block runs, then stop as `ServerConfig` says. Raises ListenError if a port can't be bound."""
+    """Listen while the block runs, then stop as `ServerConfig` says. Raises ConfigError if a port can't be bound."""
     tokens, ssl = _protection(service, config, "http")
     app = HttpApp(service, tokens)
     http = HttpServer(service, config.drain_timeout_s, app, buffers=service.buffers, ssl=ssl, refuse=app.refuse)
@@ -137,7 +137,7 @@ async def serve(
         open_registry: opens the registry of its fleet once more, for the page at the admin port; None without a fleet.
 
     Raises:
-        ListenError: if a port can't be bound.
+        ConfigError: if a port can't be bound.
         CardError: the cards have failed; only a new process can use them.
         ShardrankError: whatever `load` raises.
     """

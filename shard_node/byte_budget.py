@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
+from loader.errors import OverloadedError
 from shard_node.engine.memory import total_memory_bytes
-from shard_node.errors import BufferFullError
 
 DEFAULT_BYTES = 256 << 20
 SHARE_OF_MEMORY = 8
@@ -49,12 +49,12 @@ class ByteBudget:
         self.note = note
         self.holders: set[ByteAccount] = set()
 
-    def refusal(self, cause: Cause) -> BufferFullError:
+    def refusal(self, cause: Cause) -> OverloadedError:
         """Return the error of a message that is refused, and note it."""
         self.note(cause)
         return self.error(cause)
 
-    def error(self, cause: Cause) -> BufferFullError:
+    def error(self, cause: Cause) -> OverloadedError:
         """Return the error of a message that is refused for this cause."""
         reasons = {
             "share": f"when bytes are scarce, one of {len(self.holders)} connections may hold its share of them",
@@ -62,7 +62,9 @@ class ByteBudget:
             "evicted": "this connection held most of them, and others need room",
         }
         limit = f"the limit max_buffered_bytes = {self.max_bytes}"
-        return BufferFullError(f"{self.buffered} bytes of messages are buffered of {limit}: {reasons[cause]}")
+        return OverloadedError(
+            f"{self.buffered} bytes of messages are buffered of {limit}: {reasons[cause]}", kind="buffer_full"
+        )
 
 
 class ByteAccount:
@@ -72,12 +74,12 @@ class ByteAccount:
     refunds their bytes.
     """
 
-    def __init__(self, budget: ByteBudget, give_way: Callable[[BufferFullError], object]) -> None:
+    def __init__(self, budget: ByteBudget, give_way: Callable[[OverloadedError], object]) -> None:
         self._budget, self._give_way = budget, give_way
         self.held = 0
 
     def charge(self, num_bytes: int) -> None:
-        """Count bytes of a message that came, or that it is expanded to. Raises BufferFullError."""
+        """Count bytes of a message that came, or that it is expanded to. Raises OverloadedError: no room."""
         budget, half = self._budget, self._budget.max_bytes // 2
         if budget.buffered + num_bytes > half:
             if self.held + num_bytes > half // (len(budget.holders) + (self not in budget.holders)):

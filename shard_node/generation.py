@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
+from loader.errors import RolloutError
 from loader.progress import lower_own_priority
-from shard_node.errors import GenerationNotFoundError, GenerationStateError
+from shard_node.errors import GenerationNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Lease(Generic[Payload]):
     def release(self) -> None:
         """Give the lease back. The last one of a draining generation lets it be retired."""
         if self._released:
-            raise GenerationStateError(f"a lease on {self.generation.model!r} {self.version} was released twice")
+            raise RolloutError(f"a lease on {self.generation.model!r} {self.version} was released twice")
         self._released = True
         self._generations.release(self.generation)
 
@@ -91,12 +92,12 @@ class Generations(Generic[Payload]):
         self._live: dict[str, Generation[Payload]] = {}
 
     def stage(self, model: str, version: int, payload: Payload) -> Generation[Payload]:
-        """Put a loaded version beside the live one. Raises GenerationStateError if it is here, or still drains."""
+        """Put a loaded version beside the live one. Raises RolloutError if it is here, or still drains."""
         generation = Generation(model, version, payload)
         with self._lock:
             before = self._by_key.get((model, version))
             if before is not None:
-                raise GenerationStateError(f"version {version} of model {model!r} is already here ({before.state})")
+                raise RolloutError(f"version {version} of model {model!r} is already here ({before.state})")
             self._by_key[model, version] = generation
         return generation
 

@@ -294,7 +294,7 @@ class Shard(Protocol):
 
         Keys of `bags` are tables in layout order, values are rows; `deadline` is on the monotonic clock, in seconds;
         `forms` are what the answer may have beside float32 sums; it need not have it. Returns an answer that fits the
-        bags. Raises ShardNodeError, whose subclasses say what and with which status.
+        bags. Raises ShardrankError, whose subclasses say what and with which status.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Spans to an OpenTelemetry collector, over OTLP. The only file that imports OpenTelemetry, and imported only for that.
 
 Spans arrive ended and with ids (docs/decisions/operations.md): of the SDK they need the batch processor and exporters.
-To import it raises TracingError where OpenTelemetry is not installed.
+To import it raises ConfigError where OpenTelemetry is not installed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from loader.errors import ConfigError
 from shard_node import tracing
-from shard_node.errors import TracingError
 from shard_node.tracing import Outcome, Span, TraceConfig
 
 try:
@@ -24,7 +24,7 @@ try:
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 except ImportError as error:
-    raise TracingError(f"traces need OpenTelemetry: pip install 'shardrank[otel]' ({error})") from error
+    raise ConfigError(f"traces need OpenTelemetry: pip install 'shardrank[otel]' ({error})") from error
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class OtlpSink:
     """Sends spans on the thread of the SDK's batch processor. Thread-safe.
 
-    `note` is called with outcomes and their numbers of spans. Raises TracingError for a wrong OTEL_* variable.
+    `note` is called with outcomes and their numbers of spans. Raises ConfigError for a wrong OTEL_* variable.
     """
 
     def __init__(self, config: TraceConfig, note: Callable[[Outcome, int], None] = lambda outcome, count: None) -> None:
@@ -45,7 +45,7 @@ class OtlpSink:
             exporter = GrpcExporter(endpoint) if protocol == "grpc" else HttpExporter(endpoint)
             self._processor = BatchSpanProcessor(_CountingExporter(exporter, note))
         except ValueError as error:
-            raise TracingError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}") from error
+            raise ConfigError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}") from error
         self._flush_timeout_s = config.flush_timeout_s
 
     def put(self, *spans: Span) -> None:

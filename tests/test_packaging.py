@@ -88,11 +88,13 @@ def test_every_public_name_is_what_the_type_checker_is_told():
 
 
 def test_a_name_that_is_not_public_is_refused():
-    with pytest.raises(AttributeError, match="'shardrank' has no attribute 'Arena'"):
+    with pytest.raises(AttributeError, match=r"'shardrank' has no attribute 'Arena'$"):
         _ = shardrank.Arena
+    with pytest.raises(AttributeError, match="no attribute 'ClientError'; it is ShardrankError now"):
+        _ = shardrank.ClientError
 
 
-@pytest.mark.parametrize("name", ["Client", "AsyncClient", "ClientError", "open_registry", "RequestLimits"])
+@pytest.mark.parametrize("name", ["Client", "AsyncClient", "ShardrankError", "open_registry", "RequestLimits"])
 def test_what_a_client_needs_loads_no_torch(name: str):
     assert run(f"import sys, shardrank; shardrank.{name}; print('torch' in sys.modules)") == "False\n"
 

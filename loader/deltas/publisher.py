@@ -20,10 +20,8 @@ from loader.deltas.batch import DeltaBatch, rows_per_batch
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
 from loader.deltas.divided import PrunedRows, PrunedUpdates, stored_updates
 from loader.errors import (
-    DeltaBaseError,
     DeltaError,
     DeltaFormatError,
-    DeltaGapError,
     RegistryConflictError,
     RegistryUnavailableError,
     StreamFullError,
@@ -132,8 +130,7 @@ class AsyncDeltaPublisher:
         Raises:
             DeltaFormatError: an unknown table, or one whose parts are trained as such, a row outside it, another shape,
                 or a value that is not finite.
-            DeltaBaseError: the version is not published, or the store has another one.
-            DeltaGapError: the registry lost deltas that nodes have.
+            DeltaError: the version is not published, the store has another one, or the registry lost deltas.
             StreamFullError: versions that are held need all that is in the stream, and it has no room for more.
             DeltaError: there is no store, for a table that is divided by popularity.
             SnapshotError: of such a table the store can't be read.
@@ -211,8 +208,7 @@ class AsyncDeltaPublisher:
 
         Raises:
             DeltaFormatError: other names or shapes, a value that is not finite, or a number that can't be.
-            DeltaBaseError: the version is not published, or not in the store.
-            DeltaError: there is no store, or the dense model is an exported program.
+            DeltaError: there is no store, the version is not published there, or its dense model is a program.
             RegistryConflictError: that step, or a later one, was published before.
             SnapshotError: the store can't be read or written.
             RegistryUnavailableError: the registry did not answer for `retry_s`.
@@ -299,8 +295,9 @@ class AsyncDeltaPublisher:
                 raise DeltaError(f"max_stream_{name}: {limit}; at least 1 is needed")
         version = await self._again(lambda: self._fleet.version(self._model, self._base_version))
         if version is None:
-            raise DeltaBaseError(
-                f"version {self._base_version} of model {self._model!r} is not published in {self._fleet.name}"
+            raise DeltaError(
+                f"version {self._base_version} of model {self._model!r} is not published in {self._fleet.name}",
+                kind="delta_base",
             )
         self._identity = version.identity
         spec = await self._read_spec()
@@ -316,9 +313,10 @@ class AsyncDeltaPublisher:
         if text is not None:
             return parse_record(f"the spec of {self._model!r} version {self._base_version}", text.encode(), ModelSpec)
         if self._store is None:
-            raise DeltaBaseError(
+            raise DeltaError(
                 f"the registry has no spec of {self._model!r} version {self._base_version}: publish it again, or give "
-                "the store"
+                "the store",
+                kind="delta_base",
             )
         store, model, version = self._store, self._model, self._base_version
         found = await asyncio.to_thread(store.manifest, model, version)
@@ -329,7 +327,7 @@ class AsyncDeltaPublisher:
 
     def _check_identity(self, where: object, identity: str) -> None:
         if identity != self._identity:
-            raise DeltaBaseError(f"{where} has identity {identity}, published is {self._identity}")
+            raise DeltaError(f"{where} has identity {identity}, published is {self._identity}", kind="delta_base")
 
     async def _row_classes(self, spec: ModelSpec, name: str) -> RowClasses | None:
         """Return in which part of a table each row lies, if it has classes; read once, from the store."""
@@ -367,7 +365,7 @@ class AsyncDeltaPublisher:
     async def _find_end(self) -> None:
         """Find out what the next number is.
 
-        Raises DeltaGapError if nodes, or this publisher, know of deltas that the registry has lost and that can't be
+        Raises DeltaError if nodes, or this publisher, know of deltas that the registry has lost and that can't be
         restored: new ones under the same numbers would be taken for those by some nodes and not by others.
         """
         known = max(self._sequence, await stream_end(self._fleet, self._model, self._delta_base))
@@ -377,9 +375,10 @@ class AsyncDeltaPublisher:
             await self._give_back(bounds.last)
             bounds = await self._fleet.registry.bounds(self._stream)
         if 0 < bounds.last < known:
-            raise DeltaGapError(
+            raise DeltaError(
                 f"stream {self._stream} ends with {bounds.last}, but deltas up to {known} were published: the registry "
-                "has lost the others. Publish a snapshot that begins a stream of its own"
+                "has lost the others. Publish a snapshot that begins a stream of its own",
+                kind="delta_gap",
             )
         self._stream_bytes += (max(bounds.last, known) - self._sequence) * MAX_VALUE_BYTES
         self._sequence = max(bounds.last, known)

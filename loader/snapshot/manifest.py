@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 
-from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
+from loader.errors import SnapshotCorruptError, cut, file_error
 from loader.snapshot.schema_errors import quoted_errors
 from loader.snapshot.tables import (
     FAIL_FAST,
@@ -443,14 +443,14 @@ def check_relative_path(where: str, relative_path: str) -> list[str]:
     """Return the parts of a path in a snapshot's folder `where`, which an error names. Raises as `snapshot_file`."""
     parts = relative_path.split("/")
     if "\\" in relative_path or any(ord(char) < 32 for char in relative_path) or not {"", ".", ".."}.isdisjoint(parts):
-        raise SnapshotPathError(f"{where}: path {relative_path!r} is not a plain relative path")
+        raise SnapshotCorruptError(f"{where}: path {relative_path!r} is not a plain relative path")
     return parts
 
 
 def snapshot_file(root: Path, relative_path: str) -> Path:
     """Return the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
 
-    Raises SnapshotPathError for an absolute path, an empty, '.' or '..' part, a backslash, a control character, or a
+    Raises SnapshotCorruptError for an absolute path, an empty, '.' or '..' part, a backslash, a control character, or a
     link that leaves the folder, SnapshotCorruptError if there is no such plain file.
     """
     path = root.joinpath(*check_relative_path(str(root), relative_path))
@@ -462,7 +462,7 @@ def snapshot_file(root: Path, relative_path: str) -> Path:
     except (RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise SnapshotCorruptError(f"{path}: {error}") from error
     if not real_path.is_relative_to(root.resolve()):
-        raise SnapshotPathError(f"{root}: path {relative_path!r} leaves the folder by a link")
+        raise SnapshotCorruptError(f"{root}: path {relative_path!r} leaves the folder by a link")
     if not is_file:
         raise SnapshotCorruptError(f"{path}: not a plain file")
     return path
@@ -488,22 +488,22 @@ def read_manifest(root: Path) -> tuple[Manifest, str]:
 def parse_manifest(where: str, content: bytes) -> Manifest:
     """Return the manifest in a text of `manifest.json`, by strict types; `where` names it in errors.
 
-    Raises SnapshotFormatError if it is not JSON, has an unknown format version, or is not what the schema says.
+    Raises SnapshotCorruptError if it is not JSON, has an unknown format version, or is not what the schema says.
     """
     try:
         document = json.loads(content, object_pairs_hook=_bounded_object)
     except (ValueError, RecursionError) as error:
-        raise SnapshotFormatError(f"{where}: not JSON: {cut(error)}") from error
+        raise SnapshotCorruptError(f"{where}: not JSON: {cut(error)}") from error
     if not isinstance(document, dict) or "format_version" not in document:
-        raise SnapshotFormatError(f"{where}: has no format_version")
+        raise SnapshotCorruptError(f"{where}: has no format_version")
     found = document["format_version"]
     if type(found) is not int or found != FORMAT_VERSION:
         stated = cut(repr(found))
-        raise SnapshotFormatError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
+        raise SnapshotCorruptError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
     try:
         return Manifest.model_validate_json(content, strict=True)
     except ValidationError as error:
-        raise SnapshotFormatError(f"{where}: {quoted_errors(error)}") from error
+        raise SnapshotCorruptError(f"{where}: {quoted_errors(error)}") from error
 
 
 def check_manifest_checksum(root: Path, identity: str) -> None:

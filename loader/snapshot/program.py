@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from loader.errors import ExportError, UnsafeProgramError, cut
+from loader.errors import ExportError, SnapshotCorruptError, cut
 from loader.snapshot.manifest import MAX_DENSE_BYTES
 
 if TYPE_CHECKING:
@@ -66,22 +66,24 @@ class ProgramArchive:
         """Read the directory of an archive, and check it.
 
         `where` names it in errors. With `drop_sample_inputs` these may be there, and are not read: for what comes from
-        training. Raises UnsafeProgramError.
+        training. Raises SnapshotCorruptError.
         """
-        self._where, self._content = where, content
+        self._where, self.members = where, dict[str, zipfile.ZipInfo]()
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(content))
         except _NOT_READ as error:
             raise self._refused(f"it is no zip archive: {error}") from error
-        self.members = self._named()
+        self._check_names(len(content))
         self._check_members(drop_sample_inputs=drop_sample_inputs)
 
     @classmethod
-    def read(cls, path: Path) -> ProgramArchive:
-        """Read a file. Raises UnsafeProgramError; OSError if it can't be read."""
+    def read(cls, path: Path, *, drop_sample_inputs: bool = False) -> ProgramArchive:
+        """Read a file. Raises SnapshotCorruptError; OSError if it can't be read."""
         if (size := path.stat().st_size) > MAX_DENSE_BYTES:
-            raise UnsafeProgramError(f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed")
-        return cls(path.read_bytes(), str(path))
+            raise SnapshotCorruptError(
+                f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed", kind="unsafe_program"
+            )
+        return cls(path.read_bytes(), str(path), drop_sample_inputs=drop_sample_inputs)
 
     def rebuilt(self) -> bytes:
         """Write an archive of the members that were checked, and none of the sample inputs."""
@@ -92,33 +94,32 @@ class ProgramArchive:
         with PT2ArchiveWriter(buffer) as archive:
             for name in self.members:
                 if name not in _FRAME_WRITTEN_BY_TORCH:
-                    archive.write_bytes(name, b"" if name == _SAMPLE_INPUTS else self.member(name))
+                    archive.write_bytes(name, b"" if name == _SAMPLE_INPUTS else self._member(name))
         return buffer.getvalue()
 
-    def member(self, name: str) -> bytes:
-        """Read a member. Raises UnsafeProgramError if its bytes are not what the directory says."""
+    def _member(self, name: str) -> bytes:
         try:
             return self._zip.read(self.members[name])
         except _NOT_READ as error:
             raise self._refused(f"{name}: {error}") from error
 
-    def _named(self) -> dict[str, zipfile.ZipInfo]:
+    def _check_names(self, archive_bytes: int) -> None:
+        """Note the members: each once, in one folder, stored plain and apart from the others."""
         infos = self._zip.infolist()
         if not 0 < len(infos) <= MAX_MEMBERS:
             raise self._refused(f"{len(infos)} members; 1 to {MAX_MEMBERS} are allowed")
-        root, members = infos[0].filename.partition("/")[0], dict[str, zipfile.ZipInfo]()
+        root = infos[0].filename.partition("/")[0]
         for info in infos:
             folder, _, name = info.filename.partition("/")
             if folder != root or not name or info.filename != info.orig_filename:
                 raise self._refused(f"member {cut(repr(info.filename), 200)} lies outside of its folder {root[:80]!r}")
-            if name in members:
+            if name in self.members:
                 raise self._refused(f"member {cut(name, 200)} is there twice")
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
                 raise self._refused(f"member {cut(name, 200)} is compressed or encrypted; PyTorch writes it plain")
-            members[name] = info
-        if sum(info.file_size for info in infos) > len(self._content):
+            self.members[name] = info
+        if sum(info.file_size for info in infos) > archive_bytes:
             raise self._refused("its members overlap")
-        return members
 
     def _check_members(self, *, drop_sample_inputs: bool) -> None:
         if any(name.startswith(_PACKAGE) for name in self.members):
@@ -126,24 +127,20 @@ class ProgramArchive:
                 "it is a package that AOTInductor compiled, which is no longer served; export the program itself: "
                 f"{_INSTRUCTION}"
             )
-        if _PROGRAM not in self.members:
-            raise self._refused(f"{_PROGRAM} is missing")
-        sample = self.members.get(_SAMPLE_INPUTS)
+        program, sample = self._json(_PROGRAM), self.members.get(_SAMPLE_INPUTS)
         if sample is not None and sample.file_size and not drop_sample_inputs:
             raise self._refused(f"{_SAMPLE_INPUTS}: sample inputs are pickled; {_INSTRUCTION}, which leaves them out")
         stated = set[str]()
         for kind, config in _CONFIGS.items():
             if f"data/{kind}/model.pt" in self.members:
                 raise self._refused(f"data/{kind}/model.pt: {kind} of the older format are pickled")
-            if config not in self.members:
-                raise self._refused(f"{config} is missing")
             stated |= self._check_payloads(kind, self._json(config))
-        for name in self.members:
-            if name not in _FRAME | _FRAME_WRITTEN_BY_TORCH | stated | {_PROGRAM, _SAMPLE_INPUTS, *_CONFIGS.values()}:
-                raise self._refused(f"member {cut(name, 200)} is none that a program has")
+        allowed = _FRAME | _FRAME_WRITTEN_BY_TORCH | stated | {_PROGRAM, _SAMPLE_INPUTS, *_CONFIGS.values()}
+        if unknown := sorted(self.members.keys() - allowed):
+            raise self._refused(f"member {cut(unknown[0], 200)} is none that a program has")
         if missing := sorted(stated - self.members.keys()):
             raise self._refused(f"{missing[0]} is missing")
-        self._check_graph(self._json(_PROGRAM))
+        self._check_graph(program)
 
     def _check_payloads(self, kind: str, config: Mapping[str, Any]) -> set[str]:
         """Return the members that a config names, none of which is pickled."""
@@ -180,18 +177,20 @@ class ProgramArchive:
                     raise self._refused(f"{_PROGRAM}: operator {cut(repr(target), 200)} is none of torch.ops")
 
     def _json(self, name: str) -> dict[str, Any]:
+        if name not in self.members:
+            raise self._refused(f"{name} is missing")
         if (size := self.members[name].file_size) > MAX_JSON_BYTES:
             raise self._refused(f"{name}: {size} bytes; at most {MAX_JSON_BYTES} are read")
         try:
-            found = json.loads(self.member(name))
+            found = json.loads(self._member(name))
         except (ValueError, RecursionError) as error:
             raise self._refused(f"{name}: not JSON: {cut(error, 200)}") from error
         if not isinstance(found, dict):
             raise self._refused(f"{name}: not a JSON object")
         return found
 
-    def _refused(self, problem: str) -> UnsafeProgramError:
-        return UnsafeProgramError(f"{self._where}: {problem}")
+    def _refused(self, problem: str) -> SnapshotCorruptError:
+        return SnapshotCorruptError(f"{self._where}: {problem}", kind="unsafe_program")
 
 
 def _is_arithmetic(expression: str) -> bool:
@@ -205,24 +204,15 @@ def program_bytes(program: Program) -> bytes:
 
     Sample inputs are left out unread. Raises ExportError for what no server would read.
     """
-    where = "the program"
-    if isinstance(program, Path):
-        content, where = _content_of(program), str(program)
-    elif isinstance(program, bytes):
-        content = program
-    else:
-        import torch.export
-
-        buffer = io.BytesIO()
-        torch.export.save(program, buffer)
-        content = buffer.getvalue()
     try:
-        return ProgramArchive(content, where, drop_sample_inputs=True).rebuilt()
-    except UnsafeProgramError as error:
+        if isinstance(program, Path):
+            return ProgramArchive.read(program, drop_sample_inputs=True).rebuilt()
+        if not isinstance(program, bytes):
+            import torch.export
+
+            buffer = io.BytesIO()
+            torch.export.save(program, buffer)
+            program = buffer.getvalue()
+        return ProgramArchive(program, "the program", drop_sample_inputs=True).rebuilt()
+    except SnapshotCorruptError as error:
         raise ExportError(str(error)) from error
-
-
-def _content_of(path: Path) -> bytes:
-    if (size := path.stat().st_size) > MAX_DENSE_BYTES:
-        raise ExportError(f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed")
-    return path.read_bytes()

@@ -16,13 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from loader.errors import (
-    DeltaBaseError,
-    DeltaGapError,
-    RegistryConflictError,
-    SnapshotCorruptError,
-    SnapshotExistsError,
-)
+from loader.errors import DeltaError, RegistryConflictError, SnapshotCorruptError, SnapshotExistsError
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
 from loader.rollout.plan import read_rollout
@@ -143,10 +137,12 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
     where = f"version {manifest.version} of {model!r}: last_delta {last_delta} of delta_base {base}"
     # A stream that a version begins may begin at any number.
     if base != manifest.version and last_delta > (end := await stream_end(fleet, model, base)):
-        raise DeltaBaseError(f"{where} lies beyond the end of that stream, {end}: is this the registry it came from?")
+        raise DeltaError(
+            f"{where} lies beyond the end of that stream, {end}: is this the registry it came from?", kind="delta_base"
+        )
     first = (await fleet.registry.bounds(delta_stream(model, base))).first
     if last_delta + 1 < first:
-        raise DeltaGapError(f"{where}: the stream begins with {first}, what came between is gone")
+        raise DeltaError(f"{where}: the stream begins with {first}, what came between is gone", kind="delta_gap")
     if base != manifest.version:
         # Rows of divided tables must lie where the stream's deltas, which are of rows of the parts, were made for.
         known = {one.version: one for one in await fleet.versions(model)}
@@ -163,16 +159,18 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
 
         other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
         if other is None and own:
-            raise DeltaBaseError(
+            raise DeltaError(
                 f"{where}: tables {sorted(own)} are divided, and {store} has no version of that stream any more that "
-                "tells where its deltas' rows lie: leave delta_base out to begin a stream"
+                "tells where its deltas' rows lie: leave delta_base out to begin a stream",
+                kind="delta_base",
             )
         if other is not None and own != (theirs := _row_places(other)):
             differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-            raise DeltaBaseError(
+            raise DeltaError(
                 f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so "
                 "that its deltas would be written to other rows: divide them alike, or leave delta_base out to begin "
-                "a stream"
+                "a stream",
+                kind="delta_base",
             )
 
 

@@ -19,7 +19,6 @@ from loader.errors import (
     ExportError,
     SnapshotCorruptError,
     SnapshotError,
-    SnapshotFormatError,
     SnapshotNotFoundError,
     SnapshotResourceError,
     cut,
@@ -118,9 +117,8 @@ class Snapshot:
 
         Raises:
             SnapshotNotFoundError: no such folder.
-            SnapshotFormatError: a manifest that can't be read, of an unknown format version, or of another folder.
-            SnapshotPathError: a path that leaves the folder.
-            SnapshotCorruptError: a file that is not what the manifest says.
+            SnapshotCorruptError: a manifest that can't be read, of an unknown format version, or of another folder; a
+                path that leaves the folder; a file that is not what the manifest says.
             SnapshotResourceError: file descriptors or memory ran out.
         """
         root = Path(path)
@@ -130,7 +128,7 @@ class Snapshot:
         real = root.resolve()
         if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
             # A snapshot copied under another name would be served as what it is not.
-            raise SnapshotFormatError(
+            raise SnapshotCorruptError(
                 f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
                 f"the folder says {real.parent.name!r} {real.name!r}"
             )

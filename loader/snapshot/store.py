@@ -32,14 +32,7 @@ from typing import IO, Self
 
 from pydantic import ValidationError
 
-from loader.errors import (
-    ExportError,
-    SnapshotCorruptError,
-    SnapshotExistsError,
-    SnapshotFormatError,
-    SnapshotNotFoundError,
-    file_error,
-)
+from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError, SnapshotNotFoundError, file_error
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
@@ -339,7 +332,7 @@ def manifest_texts_of(source: Path, identity: str) -> dict[str, str]:
             raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: changed while it was published")
         return {name: text.decode("utf-8") for name, text in texts.items()}
     except UnicodeDecodeError as error:
-        raise SnapshotFormatError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
+        raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
     except OSError as error:
         raise file_error(source, "read", error) from error
 

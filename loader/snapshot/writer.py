@@ -24,7 +24,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
+from loader.errors import ExportError, SnapshotCorruptError
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
 from loader.snapshot.codecs import ByteArray, codec_for
@@ -156,7 +156,7 @@ class _Export:
             parse_manifest("manifest", text)
         except ValidationError as error:
             raise ExportError(f"manifest: {quoted_errors(error)}") from error
-        except SnapshotFormatError as error:
+        except SnapshotCorruptError as error:
             raise ExportError(str(error)) from error
         if len(text) > MAX_MANIFEST_BYTES:
             raise ExportError(f"manifest: {len(text)} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
@@ -299,13 +299,13 @@ def _encode_file(
             finite = np.isfinite(block)
             if not finite.all():
                 row = first_row + position + int(np.argmin(finite.all(axis=1)))
-                raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
+                raise ExportError(f"table {table.name!r}, row {row}: holds NaN or inf")
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
             for (one, columns), order in zip(slices, orders, strict=True):
                 codec, part = codec_for(one.dtype, one.embedding_dim), block[:, columns]
                 encoded = codec.encode(part)
                 if (bad := codec.first_non_finite(encoded)) is not None:
-                    raise NonFiniteRowError(
+                    raise ExportError(
                         f"table {one.name!r}, row {first_row + position + bad}: values from {part[bad].min()} to "
                         f"{part[bad].max()} overflow as {one.dtype}"
                     )
@@ -363,8 +363,8 @@ def export_snapshot(
         progress: told the rows written per table.
 
     Raises:
-        ExportError: an input does not fit the spec, or the disk fails.
-        NonFiniteRowError: a row holds NaN, inf, or values that its dtype can't hold.
+        ExportError: an input does not fit the spec, or the disk fails; a row holds NaN, inf, or values that its dtype
+            can't hold.
         SnapshotExistsError: the version exists.
     """
     store = Store(store_path)

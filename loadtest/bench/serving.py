@@ -26,11 +26,12 @@ import click
 import numpy as np
 import uvloop
 
+from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
 from loadtest.bench.tables import make_node, make_router
-from loadtest.errors import LoadConfigError, RequestFailedError
+from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load
 from loadtest.load.generator import Generators
 from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
@@ -197,7 +198,7 @@ class ServedModel:
         return [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
 
     def check(self, name: str, scores: Sequence[Float32Array], expected: Sequence[Float32Array]) -> None:
-        """Raise ScoresDifferError unless a server's scores are the expected ones."""
+        """Raise LoadError unless a server's scores are the expected ones."""
         for of_request, right in zip(scores, expected, strict=True):
             check_scores(name, of_request, right, TOLERANCES[self.dtype])
 
@@ -359,7 +360,7 @@ def checkout_of(against: str) -> Iterator[Path]:
     """Check a commit of the repository in the working directory out into a temporary folder; a folder is a checkout.
 
     Raises:
-        LoadConfigError: it is neither.
+        ConfigError: it is neither.
     """
     if Path(against).is_dir():
         yield checked_checkout(Path(against))
@@ -369,7 +370,7 @@ def checkout_of(against: str) -> Iterator[Path]:
         path = Path(folder) / "old"
         add = subprocess.run((*git, "add", "--detach", str(path), against), capture_output=True, text=True, check=False)
         if add.returncode:
-            raise LoadConfigError(f"--against: {against!r} is no folder and no commit: {add.stderr.strip()}")
+            raise ConfigError(f"--against: {against!r} is no folder and no commit: {add.stderr.strip()}")
         try:
             yield checked_checkout(path)
         finally:

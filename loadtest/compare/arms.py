@@ -22,9 +22,10 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from rich.console import Console
 
+from loader.errors import ShardrankError
 from loader.snapshot.tables import Frozen
 from loadtest.documents import line
-from loadtest.errors import ScoresDifferError, ServerFailedError
+from loadtest.errors import LoadError
 from loadtest.load.config import MAX_RATE, MAX_RUN_S, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.loops import Weighed
@@ -32,7 +33,7 @@ from loadtest.load.result import LoadResult
 from loadtest.load.run import offered
 from loadtest.rounds import in_turn
 from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, ServerCommand, check_scores, ports_in, running, summed
-from serving.client import Client, ClientError
+from serving.client import Client
 from serving.fleet.supervisor import shardrank_command
 from shard_node.bags import Float32Array
 from shard_node.buckets import Sharding
@@ -234,11 +235,11 @@ class Measurements:
     scores: dict[ServedArm, ArmScores] = field(default_factory=dict)
 
     def check_agreement(self, arm: ServedArm, config: CompareConfig) -> None:
-        """Compare an arm's scores with the first one's. Raises ScoresDifferError: arm, request and difference."""
+        """Compare an arm's scores with the first one's. Raises LoadError: arm, request and difference."""
         first, expected = next(iter(self.scores.items()))
         found = self.scores[arm]
         if found.dtype != expected.dtype:
-            raise ScoresDifferError(
+            raise LoadError(
                 f"{arm.name}: its dense model is computed in {found.dtype}, that of {first.name} in {expected.dtype}; "
                 "choose one with --dtype"
             )
@@ -259,14 +260,14 @@ def rates_of(shares: Sequence[int], capacity: Mapping[ServedArm, float]) -> tupl
 
 
 def served_dtype(arm: ServedArm, http_port: int, model: str) -> Dtype:
-    """Return the dtype in which a server computes its dense model. Raises ServerFailedError if it does not say."""
+    """Return the dtype in which a server computes its dense model. Raises LoadError if it does not say."""
     address = f"http://{HOST}:{http_port}"
     try:
         with Client(address, timeout_ms=int(1000 * DESCRIBE_TIMEOUT_S)) as client:
             return _DTYPE.validate_python(client.describe(model).dense_model.dtype)
-    except (ClientError, ValidationError) as error:
+    except (ShardrankError, ValidationError) as error:
         message = f"the server with {arm.name} does not describe its model at {address}: {error}"
-        raise ServerFailedError(message) from error
+        raise LoadError(message) from error
 
 
 def tolerance_of(config: CompareConfig, dtype: Dtype) -> float:

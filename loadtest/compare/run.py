@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from rich.console import Console
 
+from loader.errors import ConfigError
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
@@ -24,7 +25,6 @@ from loadtest.compare.arms import (
     tolerance_of,
 )
 from loadtest.documents import check_writable
-from loadtest.errors import CompareStoreError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.loops import LATE_KINDS, not_busy_because
 from loadtest.load.result import LoadResult
@@ -47,7 +47,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
     """Find the workload's model in a store: its latest version there, or else one that is written.
 
     Raises:
-        CompareStoreError: the store's model of that name has other tables or features.
+        ConfigError: the store's model of that name has other tables or features.
         PlanError: an arm can't divide the rows like this, since they are stored in another order.
         ShardrankError: as `prepare_workload`, `open_workload` and `Snapshot.open`.
     """
@@ -73,7 +73,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
         # Rows may be stored in another order: which is right depends on the sharding.
         stored, wanted = (getattr(with_bucketing(model, "mixed"), what) for model in (spec, expected))
         if stored != wanted:
-            raise CompareStoreError(
+            raise ConfigError(
                 f"{folder}: its {what} are not those of the workload {load.workload!r}; name another --store, or "
                 "the workload and --context-features that it was prepared with"
             )

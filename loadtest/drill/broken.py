@@ -53,7 +53,7 @@ class Attempt(NamedTuple):
 
 
 async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill with its files in the folder. Raises DrillError if a rollout does not end."""
+    """Run the drill with its files in the folder. Raises LoadError if a rollout does not end."""
     async with oracle_fleet(config, folder, progress) as fleet:
         breaks = plan_breaks(config, fleet.spec)
         attempts = await _publish_without_room(fleet)

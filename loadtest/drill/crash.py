@@ -21,7 +21,7 @@ from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, TimeSpan, count_kinds, oracle_fleet, overlaps, polled
 from loadtest.drill.report import Judged, Limit, Report
-from loadtest.errors import DrillError
+from loadtest.errors import LoadError
 from loadtest.load.result import OK, Rows
 
 STEP_POLL_S = 0.01
@@ -71,7 +71,7 @@ def crash_cases(config: CrashDrillConfig, processes: Sequence[str]) -> list[Cras
 
 
 async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill with its files in the folder. Raises DrillError if a process or a step does not come."""
+    """Run the drill with its files in the folder. Raises LoadError if a process or a step does not come."""
     async with oracle_fleet(config, folder, progress) as fleet:
         cases = crash_cases(config, list(fleet.local.supervisor.children))
         results: list[dict[str, Any]] = []
@@ -122,21 +122,21 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict
 
 
 async def _until_step(fleet: OracleFleet, case: CrashCase, step: str) -> None:
-    """Wait until a step is on record. Raises DrillError if the rollout ends without it."""
+    """Wait until a step is on record. Raises LoadError if the rollout ends without it."""
 
     def is_enough(last: Rollout | None) -> bool:
         return last is None or not last.active or last.step == step
 
     rollout = await polled(fleet.rollout, is_enough, ROLLOUT_TIMEOUT_S, STEP_POLL_S)
     if rollout is None or not rollout.active or rollout.step != step:
-        raise DrillError(f"{case}: step {step} was not on record; {await fleet.lag()}; {rollout}")
+        raise LoadError(f"{case}: step {step} was not on record; {await fleet.lag()}; {rollout}")
 
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
-    """Kill -9, and return when the successor is started. Raises DrillError if there is none."""
+    """Kill -9, and return when the successor is started. Raises LoadError if there is none."""
     child = fleet.redis if fleet.redis and not case.process else fleet.local.supervisor.children[case.process]
     if (killed := child.pid) is None:
-        raise DrillError(f"{case}: it does not run")
+        raise LoadError(f"{case}: it does not run")
     child.kill()
     await child.wait()
     if case.victim == "redis-emptied":
@@ -147,7 +147,7 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         return child.pid not in (None, killed)
 
     if not await polled(is_back, bool, RESTART_TIMEOUT_S, STEP_POLL_S):
-        raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
+        raise LoadError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 
 def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], answers: Rows) -> Judged:

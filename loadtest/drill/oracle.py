@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loader.errors import ShardrankError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, Side
 from loader.snapshot.row_source import rows_of
@@ -39,7 +40,6 @@ from loadtest.drill.config import OracleShape
 from loadtest.load.config import LoadTarget
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
 from loadtest.workloads.payloads import Payload
-from serving.client import ClientError
 from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
 from shard_node.bags import Float32Array, Int64Array
 
@@ -311,7 +311,7 @@ class OracleRequests:
                     vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **found.embeddings}
                     values = np.concatenate([vectors[name] for name in question.bags], axis=None)
                     request.verdict = found.version
-            except ClientError as error:
+            except ShardrankError as error:
                 return Failure(error.kind, str(error))
             return judge(question, request.verdict, values)
 

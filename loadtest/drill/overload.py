@@ -19,7 +19,7 @@ import numpy as np
 from loader.progress import Progress
 from loadtest.drill.config import GIVE_UP_MS, OverloadDrillConfig
 from loadtest.drill.report import Judged, Limit, Report, make_report
-from loadtest.errors import DrillError
+from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, event_loop, offer, open_payloads
 from loadtest.load.loops import Weighed, arrival_times, cpu_seconds, not_busy_because
@@ -80,10 +80,10 @@ def work_of(server: Server) -> Float64Array:
 
 
 async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Do the drill. Raises DrillError without two cores, LoadError if it can't be run to its end."""
+    """Do the drill. Raises LoadError without two cores, or if it can't be run to its end."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        raise DrillError("one core may be used; the server and the client need one each")
+        raise LoadError("one core may be used; the server and the client need one each")
     # Most features and floats come once a request, as a product's user does.
     shape = BenchShape.of(config.rows, varied=True, side_split="product")
     workload = BenchWorkload(shape=shape.model_copy(update={"candidates": config.candidates}), head="dlrm", hotness=1)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from loader.progress import Progress
 from loadtest.documents import check_writable, show_document, write_document
-from loadtest.errors import DrillError
+from loadtest.errors import LoadError
 from loadtest.servers import INTERRUPTED
 from serving.cli.output import progress_bars, stdout_console
 from serving.fleet.process import StopRequestedError, run_until_signalled
@@ -72,7 +72,7 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):
-            raise DrillError(f"--keep {keep}: the folder is not empty")
+            raise LoadError(f"--keep {keep}: the folder is not empty")
     with tempfile.TemporaryDirectory(prefix="shardrank-drill-") as temporary, progress_bars() as bars:
         folder = Path(temporary) if keep is None else keep.resolve()
         try:

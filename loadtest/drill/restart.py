@@ -19,7 +19,7 @@ from loadtest.drill.config import RestartDrillConfig
 from loadtest.drill.fleet import READY_TIMEOUT_S, count_kinds, oracle_fleet, polled
 from loadtest.drill.report import Judged, Report, answer_limits
 from loadtest.drill.soak import SoakCourse, update_rows
-from loadtest.errors import DrillError
+from loadtest.errors import LoadError
 from loadtest.load.result import Rows
 from serving.fleet.supervisor import Child, describe_exit
 
@@ -31,7 +31,7 @@ WATCH_S = 1.0
 
 
 async def run_drill(config: RestartDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill with its files in the folder. Raises DrillError if a process is not ready again."""
+    """Run the drill with its files in the folder. Raises LoadError if a process is not ready again."""
     course, restarts = SoakCourse(), list[dict[str, Any]]()
     async with oracle_fleet(config, folder, progress) as fleet:
         updating = fleet.load.tasks.create_task(update_rows(config, fleet, course))
@@ -65,7 +65,7 @@ async def restart(child: Child) -> dict[str, Any]:
             return False
 
     if not await polled(is_ready, bool, READY_TIMEOUT_S, POLL_S):
-        raise DrillError(f"{child.spec.name}: not ready {READY_TIMEOUT_S:g} s after its end")
+        raise LoadError(f"{child.spec.name}: not ready {READY_TIMEOUT_S:g} s after its end")
     return {"exit_code": code, "ended_s": ended - begin, "ready_s": time.monotonic() - ended}
 
 

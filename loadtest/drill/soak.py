@@ -85,7 +85,7 @@ class SoakCourse:
 
 
 async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill with its files in the folder. Raises DrillError if a rollout or a process fails."""
+    """Run the drill with its files in the folder. Raises LoadError if a rollout or a process fails."""
     course, total_s = SoakCourse(), 60 * config.minutes
     async with oracle_fleet(config, folder, progress) as fleet:
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
@@ -109,7 +109,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
 
 
 async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
-    """Swap A for B and back; the last one begins in time to be done. Raises DrillError."""
+    """Swap A for B and back; the last one begins in time to be done. Raises LoadError."""
     live = FIRST_VERSION
     while time.monotonic() + config.rollout_every_s < ends:
         await asyncio.sleep(config.rollout_every_s)

@@ -68,7 +68,7 @@ def timed(spans: list[TimeSpan]) -> Iterator[None]:
 
 
 async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill with its files in the folder. Raises DrillError if a rollout does not end as `done`."""
+    """Run the drill with its files in the folder. Raises LoadError if a rollout does not end as `done`."""
     async with oracle_fleet(config, folder, progress) as fleet:
         course = SwapCourse(excluded=[TimeSpan(-math.inf, time.monotonic())])
         for number in range(config.swaps + 1):

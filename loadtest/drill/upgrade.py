@@ -70,7 +70,7 @@ class UpgradeFleet:
     recorder: OracleRecorder = field(default_factory=OracleRecorder)
 
     async def start(self, name: str, release: Release) -> None:
-        """Start a process of a release, wait until it answers, and ask it if it serves. Raises ChildFailedError."""
+        """Start a process of a release, wait until it answers, and ask it if it serves. Raises FleetError."""
         # Without the second one Python would look in the working directory first.
         code = {"PYTHONPATH": str(THIS_CHECKOUT if release == "new" else self.old), "PYTHONSAFEPATH": "1"}
         spec = ChildSpec(name, self._command(name, release), lambda process_id: self._probe(name), code)
@@ -115,7 +115,7 @@ class UpgradeFleet:
         return by_server[number // len(APIS) % len(by_server)][api_of(number) % 2]
 
     async def bytes_by_form(self) -> Counter[str]:
-        """Read what serving processes have counted so far. Raises ChildFailedError if a process has ended by itself."""
+        """Read what serving processes have counted so far. Raises FleetError if a process has ended by itself."""
         for name, supervisor in self.processes.items():
             child = supervisor.children[name]
             if child.pid is None:

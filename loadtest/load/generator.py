@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import numpy as np
 import uvloop
 
-from loader.errors import ShardrankError
+from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
-from loadtest.errors import AnswerError, GeneratorError, LoadConfigError, RequestFailedError
+from loadtest.errors import LoadError, RequestFailedError
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig, Sending
 from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
 from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder, make_result
@@ -141,7 +141,7 @@ def ask_scores(load: OfferedLoad, number: int = 0) -> Float32Array:
 
     try:
         failure = event_loop().run(ask())
-    except (OSError, AnswerError) as error:
+    except (OSError, RequestFailedError) as error:
         failure = Failure("bad_answer", str(error))
     if failure is not None:
         raise RequestFailedError(f"{pool.api}: no scores of request {number}: {failure.kind}: {failure.message[:300]}")
@@ -170,7 +170,7 @@ def _call(function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
     except (ShardrankError, OSError) as error:
         is_config = getattr(error, "http_status", 400) == 400
         # The error itself may not be one that can be pickled.
-        raise (LoadConfigError if is_config else GeneratorError)(str(error)) from None
+        raise (ConfigError if is_config else LoadError)(str(error)) from None
 
 
 def _prepare(load: OfferedLoad, process: int) -> Ready:
@@ -213,21 +213,21 @@ class Generators(AbstractContextManager["Generators"]):
         """Call a function of a module's top level in each of the first processes, with its arguments.
 
         Raises:
-            LoadConfigError: a process can't do what was requested.
-            GeneratorError: one failed or ended, or does not answer in time.
+            ConfigError: a process can't do what was requested.
+            LoadError: one failed or ended, or does not answer in time.
         """
         calls = [pool.submit(_call, function, given) for pool, given in zip(self._pools, arguments, strict=False)]
         done, waiting = wait(calls, limit_s, FIRST_EXCEPTION)
         for number, call in enumerate(calls):
             if call in done and isinstance(error := call.exception(), BrokenProcessPool):
-                raise GeneratorError(f"worker process {number} ended by itself; its output has the reason") from error
+                raise LoadError(f"worker process {number} ended by itself; its output has the reason") from error
         results = tuple(call.result() for call in calls if call in done)
         if waiting:
-            raise GeneratorError(f"{function.__qualname__} was not done within {limit_s:g} s")
+            raise LoadError(f"{function.__qualname__} was not done within {limit_s:g} s")
         return results
 
     def prepare(self, load: OfferedLoad) -> tuple[Ready, ...]:
-        """Have the requests of a load made; they are kept. Raises LoadConfigError if the workload can't be opened."""
+        """Have the requests of a load made; they are kept. Raises ConfigError if the workload can't be opened."""
         return self.call(_prepare, [(load, number) for number in range(load.processes)], READY_TIMEOUT_S)
 
     def offer(self, load: OfferedLoad, run: RunConfig) -> LoadResult:
@@ -241,7 +241,7 @@ class Generators(AbstractContextManager["Generators"]):
     def busy(
         self, load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, process_ids: tuple[int, ...]
     ) -> Weighed:
-        """Keep a server busy from the first process. A request that fails is a GeneratorError."""
+        """Keep a server busy from the first process. A request that fails is a LoadError."""
         self.prepare(load)
         limit_s = warmup_s + seconds + ANSWER_SLACK_S
         return self.call(_busy, [(load, in_flight, warmup_s, seconds, process_ids)], limit_s)[0]

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
+from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
 from loadtest.documents import check_writable, show_document, write_document
-from loadtest.errors import LoadConfigError
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
 from loadtest.load.result import Float64Array, Measured, Recorder, measured, percentiles
@@ -29,7 +29,6 @@ from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import GRPC_APIS, Pool, payload_of
 from serving.cli.output import stdout_console
-from serving.client import ClientError
 from serving.client.features import read_rank
 from serving.observe.recording import Recorded, read_file, recorded_files
 
@@ -116,7 +115,7 @@ class ScoreComparison:
         recorded = self._recorded[request.number]
         try:
             answer = read_rank(body) if self._is_grpc else msgspec.json.decode(body, type=_Answer)
-        except (ClientError, msgspec.MsgspecError) as error:
+        except (ShardrankError, msgspec.MsgspecError) as error:
             return Failure("bad_answer", f"the answer is not one to a rank request: {error}")
         if len(answer.scores) != recorded.scores.size:
             what = f"{len(answer.scores)} scores for a request of {recorded.scores.size} candidates"
@@ -147,8 +146,8 @@ def prepare(config: ReplayConfig) -> Prepared:
     """Read a folder and encode what is to be sent.
 
     Raises:
-        RecordingFolderError, RecordingDamagedError: the folder can't be read.
-        LoadConfigError: it has no requests of the model, or several models and none was named.
+        ConfigError, RecordingDamagedError: the folder can't be read.
+        ConfigError: it has no requests of the model, or several models and none was named.
     """
     last, totals = deque[Recorded](maxlen=config.requests), Counter[str]()
     for path in recorded_files(config.folder):
@@ -157,10 +156,10 @@ def prepare(config: ReplayConfig) -> Prepared:
                 totals[recorded.schema.model] += 1
                 last.append(recorded)
     if len(totals) > 1:
-        raise LoadConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(totals))}")
+        raise ConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(totals))}")
     if not totals:
         of_model = "" if config.model is None else f"of model {config.model!r} "
-        raise LoadConfigError(f"{config.folder}: no requests {of_model}are recorded")
+        raise ConfigError(f"{config.folder}: no requests {of_model}are recorded")
     ((model, total),) = totals.items()
     in_order, api, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
     encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)

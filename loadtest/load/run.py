@@ -15,10 +15,10 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+from loader.errors import ConfigError
 from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Frozen
 from loadtest.documents import check_writable, line, show_document, value_text, write_document
-from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
@@ -70,7 +70,7 @@ def execute(
     if marks is not None:
         try:
             moments = read_marks(marks)
-        except LoadConfigError as error:
+        except ConfigError as error:
             # What was measured is worth more than its marks.
             line(console, f"marks are left out: {error}")
     if isinstance(result, LoadResult):
@@ -94,7 +94,7 @@ def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
 
 
 def write_files(document: BaseModel, json_file: Path | None, html_file: Path | None) -> None:
-    """Write a result and its page, as far as they are wanted. Raises ResultFileError."""
+    """Write a result and its page, as far as they are wanted. Raises ConfigError."""
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
@@ -181,12 +181,12 @@ def read_marks(path: Path) -> list[Mark]:
     """Read marks at seconds since 1970; each line is `UNIX_SECONDS LABEL`, as `echo "$(date +%s.%N) swap"` writes it.
 
     Raises:
-        LoadConfigError: no such file, or a line that is something else.
+        ConfigError: no such file, or a line that is something else.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadConfigError(f"--marks {path}: {error}") from error
+        raise ConfigError(f"--marks {path}: {error}") from error
     marks = []
     for number, text in enumerate(lines, 1):
         when, _, label = text.strip().partition(" ")
@@ -195,7 +195,7 @@ def read_marks(path: Path) -> list[Mark]:
                 marks.append(Mark(at_s=float(when), label=label.strip()))
         except ValueError as error:
             problem = f"line {number}: {text[:100]!r} is not a time in seconds since 1970 and a label"
-            raise LoadConfigError(f"--marks {path}: {problem}") from error
+            raise ConfigError(f"--marks {path}: {problem}") from error
     return marks
 
 

@@ -18,10 +18,11 @@ from typing import Literal, TypeAlias
 import torch
 from safetensors.torch import save_file
 
+from loader.errors import ConfigError
 from loader.snapshot.row_source import TensorRows
 from loader.snapshot.writer import export_snapshot
 from loadtest.documents import this_machine, versions
-from loadtest.errors import LoadConfigError, RequestFailedError
+from loadtest.errors import RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
 from loadtest.load.loops import not_busy_because
@@ -55,15 +56,15 @@ class Peer:
         return FOLDER / "requirements" / f"{self.name}.txt"
 
     def python(self, environments: Path) -> Path:
-        """Return the Python of its environment. Raises LoadConfigError: it is not installed."""
+        """Return the Python of its environment. Raises ConfigError: it is not installed."""
         python = environments / self.name / "bin" / "python"
         if not python.exists():
             how = "run `shardrank loadtest peers --install` with the same --env-dir, or choose others by --peer"
-            raise LoadConfigError(f"{environments} has no environment for {self.name}; {how}")
+            raise ConfigError(f"{environments} has no environment for {self.name}; {how}")
         return python
 
     def install(self, environments: Path) -> None:
-        """Make its environment, or bring it to the pinned versions. Raises LoadConfigError."""
+        """Make its environment, or bring it to the pinned versions. Raises ConfigError."""
         folder = environments / self.name
         try:
             if not (folder / "bin" / "python").exists():
@@ -71,7 +72,7 @@ class Peer:
             pip = [str(self.python(environments)), "-m", "pip", "install", "--quiet", "-r", str(self.requirements)]
             subprocess.run(pip, timeout=PIP_TIMEOUT_S, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise LoadConfigError(f"{folder}: {error}") from error
+            raise ConfigError(f"{folder}: {error}") from error
 
 
 PEERS = {
@@ -138,7 +139,7 @@ class PeersConfig:
 
 @contextlib.contextmanager
 def peer_serving(config: PeersConfig, peer: Peer, python: Path, weights: Path) -> Iterator[Server]:
-    """Serve a file of weights while the block runs. Raises ServerFailedError: it ends, or does not answer in time."""
+    """Serve a file of weights while the block runs. Raises LoadError: it ends, or does not answer in time."""
     # Another program could take the port before the peer does; then the peer ends, and says why.
     with socket.create_server((HOST, 0)) as unused:
         port: int = unused.getsockname()[1]
@@ -212,7 +213,7 @@ def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callab
 
 
 def check_subjects(config: PeersConfig, generators: Generators, servers: Mapping[Peer | None, Server]) -> None:
-    """Compare the scores of all subjects with a peer's. Raises ScoresDifferError."""
+    """Compare the scores of all subjects with a peer's. Raises LoadError."""
     is_float32 = config.shape.row_dtype == "fp32" and config.dtype == "float32"
     for hotness, number in product(config.hotness, range(CHECKED_REQUESTS)):
         expected: Float32Array | None = None

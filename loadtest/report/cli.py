@@ -76,7 +76,7 @@ def _name_and_path(text: str) -> tuple[str, Path]:
 
 def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
     """Return the runs of each name, in the order in which they were given."""
-    from loadtest.errors import ComparisonError
+    from loader.errors import ConfigError
     from loadtest.load.result import LoadResult
     from loadtest.report.page import read_reported
 
@@ -87,6 +87,6 @@ def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
             raise click.UsageError(f"{text!r}: there is another {name}; give each a name, as in {name}2={path}")
         run = read_reported(path)
         if not isinstance(run, LoadResult):
-            raise ComparisonError(f"{path}: a {run.kind}; only runs can be compared")
+            raise ConfigError(f"{path}: a {run.kind}; only runs can be compared")
         arms.setdefault(name, []).append(run)
     return arms

@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from pydantic import Field, TypeAdapter, ValidationError
 
+from loader.errors import ConfigError
 from loader.snapshot.schema_errors import schema_errors
 from loadtest.documents import tables_of, value_text
-from loadtest.errors import ComparisonError, ResultFileError
 from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of
 from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds
 from loadtest.workloads.payloads import FORMS
@@ -55,18 +55,18 @@ STYLE: dict[Any, Any] = {
 
 
 def read_reported(path: Path) -> Reported:
-    """Read a document that `--json` wrote. Raises ResultFileError: no such file, too large, or not such a document."""
+    """Read a document that `--json` wrote. Raises ConfigError: no such file, too large, or not such a document."""
     try:
         if (size := path.stat().st_size) > MAX_RESULT_BYTES:
-            raise ResultFileError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
+            raise ConfigError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
         return _REPORTED.validate_json(path.read_bytes())
     except OSError as error:
-        raise ResultFileError(f"{path}: {error.strerror or error}") from error
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
     except ValidationError as error:
         problems = [str(problem) for problem in schema_errors(error, [LoadResult, SweepResult, Comparison])]
         more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
         what = "; ".join(problems[:MAX_PROBLEMS])
-        raise ResultFileError(f"{path} is no result of a run, a sweep or a comparison: {what}{more}") from error
+        raise ConfigError(f"{path} is no result of a run, a sweep or a comparison: {what}{more}") from error
 
 
 def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
@@ -75,10 +75,10 @@ def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: 
     The runs of an arm are its rounds; the first arm is the baseline.
 
     Raises:
-        ComparisonError: fewer than two arms, or arms with other numbers of rounds.
+        ConfigError: fewer than two arms, or arms with other numbers of rounds.
     """
     if len(arms) < 2:
-        raise ComparisonError(f"arms: {sorted(arms)}; a comparison needs at least 2")
+        raise ConfigError(f"arms: {sorted(arms)}; a comparison needs at least 2")
     runs = [run for of_arm in arms.values() for run in of_arm]
     values = {field: {getattr(run, field) for run in runs} for field in _ALIKE}
     alike = {field: str(found.pop()) for field, found in values.items() if len(found) == 1 and None not in found}
@@ -238,9 +238,9 @@ def html(result: Reported) -> str:
 
 
 def write_html(result: Reported, path: Path) -> None:
-    """Write the page to a file. Raises ResultFileError: it can't be written."""
+    """Write the page to a file. Raises ConfigError: it can't be written."""
     text = html(result)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ResultFileError(f"{path}: {error.strerror or error}") from error
+        raise ConfigError(f"{path}: {error.strerror or error}") from error

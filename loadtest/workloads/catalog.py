@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from pydantic import Field
 
+from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec, fingerprint_strings
-from loadtest.errors import WorkloadError
 from loadtest.workloads.payloads import FORMS, Encoding, Payloads
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
@@ -132,23 +132,22 @@ def open_workload(
     If not `varied`, bags and numbers of candidates are the published ones. Requests of films are always as they were.
 
     Raises:
-        WorkloadError: naming what is not known or does not belong together.
-        DatasetError: a file of MovieLens is missing or malformed.
-        TrainingError: its ratings can't be split.
+        ConfigError: naming what is not known or does not belong together.
+        TrainingError: a file of MovieLens is missing or malformed; its ratings can't be split.
     """
     family, colon, rest = text.partition(":")
     counts = None if candidates is None else parse_candidates(candidates)
     drawn_ids: IdDistribution = Uniform()
     if text in ("films", "films:profile"):
         if ids is not None or context_features:
-            raise WorkloadError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
+            raise ConfigError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
         if movielens is None:
-            raise WorkloadError(f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)")
+            raise ConfigError(f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)")
         options = FilmsOptions(profile=bool(colon))
         return FilmsWorkload(read_movielens(movielens), options, candidates=counts, split_seed=split_seed)
     if family in ("dlrm-v2", "merlin-tiny"):
         if colon and (not _SCALE.fullmatch(rest) or not 0 < float(rest) <= 1):
-            raise WorkloadError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
+            raise ConfigError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
         scale = float(rest or 1)
         found = catalog_model(family, scale=scale)
         text, spec, hotness = f"{family}:{scale:.12g}", found.spec, found.hotness
@@ -157,10 +156,10 @@ def open_workload(
     elif family in ("bench-mlp", "bench-dlrm"):
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
         if colon and not (rest.isascii() and rest.isdigit() and 1 <= int(rest[:5]) <= MAX_HOTNESS):
-            raise WorkloadError(f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
+            raise ConfigError(f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
         hotness = dict.fromkeys((feature.name for feature in spec.features), int(rest or 1))
     else:
-        raise WorkloadError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
+        raise ConfigError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)
     counts = counts or (VARIED_CANDIDATES if varied else MLPERF_CANDIDATES)
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
@@ -169,7 +168,7 @@ def open_workload(
     most = len(spec.features) - 1
     if not 0 <= context_features <= most:
         problem = f"{context_features} is not in 0..{most}, so that one of {most + 1} features is a candidate's"
-        raise WorkloadError(f"context_features: {problem}")
+        raise ConfigError(f"context_features: {problem}")
     by_hotness = sorted(spec.features, key=lambda feature: -hotness[feature.name])
     in_context = {feature.name for feature in by_hotness[:context_features]}
     features = tuple(
@@ -282,10 +281,10 @@ def bench_payloads(
     """Make the first `count` requests of the pool, which is the same for every API.
 
     Raises:
-        WorkloadError: they are larger than MAX_BENCH_BYTES; fewer would be other requests than those of another API.
+        ConfigError: they are larger than MAX_BENCH_BYTES; fewer would be other requests than those of another API.
     """
     made = bench_workload(shape, head, hotness)
     pool = Payloads(made, api, count=count, seed=BENCH_SEED, timeout_ms=timeout_ms, max_bytes=MAX_BENCH_BYTES)
     if len(pool) < count:
-        raise WorkloadError(f"hotness {hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
+        raise ConfigError(f"hotness {hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
     return pool

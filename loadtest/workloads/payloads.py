@@ -23,7 +23,7 @@ import numpy.typing as npt
 import safetensors.numpy
 from google.protobuf.message import DecodeError
 
-from loadtest.errors import AnswerError
+from loadtest.errors import RequestFailedError
 from loadtest.workloads.workload import Described, FeatureBags, Workload, features_of
 from serving.client.features import Ragged, RankFeatures
 from serving.formats.protobuf import packed_bytes
@@ -96,11 +96,11 @@ class Pool(list[Payload]):
             self.append(payload)
 
     def scores(self, answer: bytes) -> ScoreList:
-        """Read the scores of an answer that came with success. Raises AnswerError: it is none of this API."""
+        """Read the scores of an answer that came with success. Raises RequestFailedError: it is none of this API."""
         try:
             return _FORMS[self.api].read(answer)
         except (DecodeError, msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise AnswerError(f"the answer is not one to a rank request: {error!r}") from error
+            raise RequestFailedError(f"the answer is not one to a rank request: {error!r}") from error
 
 
 class Payloads(Pool):

@@ -19,8 +19,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from loader.errors import ConfigError
 from loader.snapshot.manifest import ModelSpec
-from loadtest.errors import WorkloadError
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
 from serving.observe.recording import RecordedSchema
@@ -45,12 +45,12 @@ class CandidateCounts:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most <= MAX_CANDIDATES:
-            raise WorkloadError(f"candidates: {self.name}: numbers must ascend and be in 1..{MAX_CANDIDATES}")
+            raise ConfigError(f"candidates: {self.name}: numbers must ascend and be in 1..{MAX_CANDIDATES}")
         # Nearer to an end than this, a few numbers would have all the weight: ask for a fixed number instead.
         margin = (self.most - self.least) / 100
         if not self.least + margin <= self.mean <= self.most - margin:
             low, high = self.least + margin, self.most - margin
-            raise WorkloadError(f"candidates: {self.name}: the mean must be in {low:g}..{high:g}")
+            raise ConfigError(f"candidates: {self.name}: the mean must be in {low:g}..{high:g}")
 
     @property
     def name(self) -> str:
@@ -81,10 +81,10 @@ VARIED_CANDIDATES = CandidateCounts(50, 500, 200)
 
 
 def parse_candidates(text: str) -> CandidateCounts:
-    """Read `N`, or `LEAST-MOST:MEAN` such as `100-700:270`. Raises WorkloadError."""
+    """Read `N`, or `LEAST-MOST:MEAN` such as `100-700:270`. Raises ConfigError."""
     if (match := _RANGE.fullmatch(text)) and match[1] != match[2]:
         return CandidateCounts(int(match[1]), int(match[2] or match[1]), float(match[3] or match[1]))
-    raise WorkloadError(f"candidates: {text!r} is not N or LEAST-MOST:MEAN, such as 100 or 100-700:270")
+    raise ConfigError(f"candidates: {text!r} is not N or LEAST-MOST:MEAN, such as 100 or 100-700:270")
 
 
 MAX_ZIPF_EXPONENT = 10.0
@@ -114,7 +114,7 @@ class Zipf:
 
     def __post_init__(self) -> None:
         if not 0 < self.exponent <= MAX_ZIPF_EXPONENT:
-            raise WorkloadError(f"ids: zipf exponent {self.exponent} is not in (0, {MAX_ZIPF_EXPONENT:g}]")
+            raise ConfigError(f"ids: zipf exponent {self.exponent} is not in (0, {MAX_ZIPF_EXPONENT:g}]")
 
     @property
     def name(self) -> str:
@@ -231,13 +231,13 @@ IdDistribution: TypeAlias = Uniform | Zipf | Reuse
 
 
 def parse_ids(text: str) -> IdDistribution:
-    """Read `uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises WorkloadError."""
+    """Read `uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises ConfigError."""
     for ids in (Uniform(), Reuse()):
         if text == ids.name:
             return ids
     if match := _ZIPF.fullmatch(text):
         return Zipf(float(match[1]))
-    raise WorkloadError(f"ids: {text!r} is not uniform, zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}], or reuse")
+    raise ConfigError(f"ids: {text!r} is not uniform, zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}], or reuse")
 
 
 class Workload(Protocol):

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from loader.access_counts import AccessCounts, encode_access_counts, load_access_counts, merged_by_table
 from loader.errors import ExportError
-from serving.errors import InvalidFieldError, printable
+from serving.errors import InvalidRequestError, printable
 from shard_node.access_counts import LookupSampler
 from shard_node.errors import NodeUnavailableError, RemoteError
 
@@ -23,15 +23,17 @@ _MAX_SHOWN = 200
 
 
 def requested_version(query: Mapping[str, str]) -> int | None:
-    """Read the parameter version; None, the live one, without it. Raises InvalidFieldError."""
+    """Read the parameter version; None, the live one, without it. Raises InvalidRequestError."""
     if gone := sorted(query.keys() & {"table", "first_row", "max_rows"}):
-        raise InvalidFieldError(gone[0], "is gone: an answer has all rows of all tables")
+        raise InvalidRequestError(gone[0], "is gone: an answer has all rows of all tables", kind="invalid_field")
     if unknown := sorted(query.keys() - {"version"}):
-        raise InvalidFieldError(printable(unknown[0], 64), "there is no such parameter, only version")
+        raise InvalidRequestError(
+            printable(unknown[0], 64), "there is no such parameter, only version", kind="invalid_field"
+        )
     text = query.get("version", "0")
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         problem = f"{printable(text, 64)!r} is no whole number of at most {_MAX_DIGITS} digits"
-        raise InvalidFieldError("version", problem)
+        raise InvalidRequestError("version", problem, kind="invalid_field")
     return int(text) or None
 
 

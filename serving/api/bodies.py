@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from starlette.types import Receive
 
 from loader.errors import ShardrankError
-from serving.errors import BodyTooLargeError, ClientGoneError, MalformedRequestError, printable
+from serving.errors import InvalidRequestError, limit_exceeded, printable
 from serving.formats.json_text import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
 from shard_node.byte_budget import MessageBytes
 
@@ -49,22 +49,24 @@ async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes 
     """Read a whole body of at most `max_bytes`, the limit of that name; `stated` is the header `Content-Length`.
 
     Raises:
-        BodyTooLargeError: before anything is read if its length says so, else as soon as too much has come.
-        ClientGoneError: if the client leaves meanwhile.
+        InvalidRequestError: before anything is read if its length says so, else as soon as too much has come; if the
+            client leaves meanwhile.
     """
     unit = "bytes in the body"
     if stated is not None and stated.isdigit() and int(stated[:_LENGTH_DIGITS]) > max_bytes:
-        raise BodyTooLargeError("", limit, max_bytes, int(stated[:_LENGTH_DIGITS]), unit)
+        raise limit_exceeded("", limit, max_bytes, int(stated[:_LENGTH_DIGITS]), unit, kind="body_too_large")
     parts: list[bytes] = []
     received = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGoneError("the client closed the connection before its request was complete")
+            raise InvalidRequestError(
+                "", "the client closed the connection before its request was complete", kind="client_gone"
+            )
         part = message.get("body", b"")
         received += len(part)
         if received > max_bytes:
-            raise BodyTooLargeError("", limit, max_bytes, f"at least {received}", unit)
+            raise limit_exceeded("", limit, max_bytes, f"at least {received}", unit, kind="body_too_large")
         parts.append(part)
         if not message.get("more_body", False):
             return part if len(parts) == 1 else b"".join(parts)
@@ -89,9 +91,9 @@ async def expand(
         clock: seconds of processor time of this thread.
 
     Raises:
-        BodyTooLargeError: if it becomes longer.
-        BufferFullError: if there is no room for it.
-        MalformedRequestError: if it is neither, incomplete, or followed by something else.
+        InvalidRequestError: if it becomes longer.
+        OverloadedError: if there is no room for it.
+        InvalidRequestError: if it is neither, incomplete, or followed by something else.
     """
     async with places:
         expanded = await _expanded(body, max_body_bytes, held, spent, clock)
@@ -120,7 +122,9 @@ async def _expanded(
             try:
                 piece = stream.decompress(left, min(PIECE_BYTES, max_body_bytes + 1 - made))
             except zlib.error as error:
-                raise MalformedRequestError("", f"the body is neither gzip nor deflate: {error}") from error
+                raise InvalidRequestError(
+                    "", f"the body is neither gzip nor deflate: {error}", kind="malformed"
+                ) from error
             finally:
                 took_s += clock() - began
             held.charge(len(piece))
@@ -128,15 +132,17 @@ async def _expanded(
             made += len(piece)
             if made > max_body_bytes:
                 unit = "bytes in the body once it is decompressed"
-                raise BodyTooLargeError("", "max_body_bytes", max_body_bytes, f"at least {made}", unit)
+                raise limit_exceeded(
+                    "", "max_body_bytes", max_body_bytes, f"at least {made}", unit, kind="body_too_large"
+                )
             if not (piece or left or stream.eof):
-                raise MalformedRequestError("", "the compressed body ends before it is complete")
+                raise InvalidRequestError("", "the compressed body ends before it is complete", kind="malformed")
             if not stream.eof:
                 await asyncio.sleep(0)
     finally:
         spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
     if rest := len(stream.unused_data) + len(view) - taken:
-        raise MalformedRequestError("", f"{rest} bytes follow the compressed body")
+        raise InvalidRequestError("", f"{rest} bytes follow the compressed body", kind="malformed")
     return b"".join(pieces)
 
 

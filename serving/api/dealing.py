@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from serving.errors import ListenError
+from loader.errors import ConfigError
 
 WORKER_VARIABLE = "SHARDRANK_WORKER"
 """Environment variable that tells a worker its place."""
@@ -57,7 +57,7 @@ class Dealer:
         take: is handed connections of others, as accepted.
 
     Raises:
-        ListenError: the folder can't be used.
+        ConfigError: the folder can't be used.
     """
 
     def __init__(self, place: Place, port: int, take: Callable[[socket.socket], None]) -> None:
@@ -77,7 +77,7 @@ class Dealer:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.bind(self._paths[own])
         except OSError as error:
-            raise ListenError(f"workers can't share connections in {place.folder}: {error}") from error
+            raise ConfigError(f"workers can't share connections in {place.folder}: {error}") from error
         self._socket.setblocking(False)
         self._is_taking, self._open = counts[:, 0], counts[:, 1]
         self._given, self._had = counts[:, 2 : 2 + place.num_workers], counts[:, 2 + place.num_workers :]

@@ -31,7 +31,7 @@ from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
 from serving.dashboard.page import add_page, check_host
 from serving.description import ModelInfo
-from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
+from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError
 from serving.formats.infer import BINARY, parse_version
 from serving.formats.schema import RequestSchema, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
@@ -323,7 +323,7 @@ class _Documents:
             return Response(status_code=503)
 
         def repository_control(model: str, version: str) -> Any:
-            raise RepositoryControlError()
+            raise InvalidRequestError("", REPOSITORY_CONTROL, kind="repository_control")
 
         async def repository_index(request: Request) -> Any:
             body = await read_body(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES)
@@ -331,7 +331,7 @@ class _Documents:
                 ready_only = msgspec.json.decode(body or b"{}", type=_IndexBody).ready
             except (msgspec.MsgspecError, RecursionError) as error:
                 says = f'the body must be empty, or such as {{"ready": true}}: {error}'
-                raise MalformedRequestError("", says) from error
+                raise InvalidRequestError("", says, kind="malformed") from error
             return version_index(service, ready_only=ready_only)
 
         server, metadata, config, statistics = (
@@ -472,9 +472,11 @@ async def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            error = MethodNotAllowedError(f"{where}: this method is not allowed here")
+            error = InvalidRequestError("", f"{where}: this method is not allowed here", kind="method_not_allowed")
         else:
-            error = NoSuchRouteError(f"{where}: there is no such path on this port; /docs of the API lists its paths")
+            error = NotFoundError(
+                f"{where}: there is no such path on this port; /docs of the API lists its paths", kind="no_such_route"
+            )
     if isinstance(error, ShardrankError):
         reply = error_reply(path, request_id, error)
     else:
@@ -493,8 +495,8 @@ def server_metadata(service: RankingService, model: str = "", version: str = "")
 def model_metadata(service: RankingService, model: str, version: str) -> Document:
     """Return inputs and outputs of a model version; the live one for "".
 
-    Raises ModelNotFoundError and NotReadyError as `RankingService.lease`, InvalidFieldError for a version that is no
-    positive integer, and AmbiguousInputsError if the model can't be called by this protocol.
+    Raises NotFoundError and UnavailableError as `RankingService.lease`, InvalidRequestError for a version that is no
+    positive integer, and InvalidRequestError if the model can't be called by this protocol.
     """
     schema = _schema(service, model, version)
     return {
@@ -522,7 +524,7 @@ def model_config(service: RankingService, model: str, version: str) -> Document:
 
 
 def model_is_ready(service: RankingService, model: str, version: str) -> bool:
-    """Whether a version (the live one for "") would answer a request now. Raises InvalidFieldError for a wrong one."""
+    """Whether a version (the live one for "") would answer now. Raises InvalidRequestError for a wrong one."""
     wanted, problems = parse_version(version), service.watch.problems()
     if "" in problems or model in problems:
         return False

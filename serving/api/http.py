@@ -9,12 +9,12 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loader.errors import ShardrankError
+from loader.errors import OverloadedError, ShardrankError
 from serving.api.bodies import CODINGS, HttpReply, defect_reply, error_reply, expand, read_body
 from serving.api.documents import create_documents
 from serving.api.http_gate import Gate
 from serving.api.tokens import Tokens
-from serving.errors import InvalidFieldError, OverloadedError
+from serving.errors import InvalidRequestError
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
@@ -178,7 +178,11 @@ def _is_identity(stated: bytes, allowed: tuple[str, ...]) -> bool:
         return True
     if coding not in allowed:
         others = f", or coded as {' or '.join(allowed)}" if allowed else ""
-        raise InvalidFieldError("content-encoding", f"{coding[:40]!r} is not supported; send the body as it is{others}")
+        raise InvalidRequestError(
+            "content-encoding",
+            f"{coding[:40]!r} is not supported; send the body as it is{others}",
+            kind="invalid_field",
+        )
     return False
 
 

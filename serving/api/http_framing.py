@@ -12,7 +12,7 @@ import numpy as np
 
 from loader.errors import ShardrankError
 from serving.api.bodies import HttpReply, error_reply
-from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
+from serving.errors import InvalidRequestError
 
 MAPPED_BYTES = 2**22
 """From here on a body has a mapping of its own, which no heap keeps."""
@@ -48,36 +48,36 @@ def read_head(data: bytes, end: int) -> tuple[int, bool, bool]:
     chunked, whether it is, and whether another protocol is asked for, see `without_upgrade`.
 
     Raises:
-        MalformedRequestError: a character that no head has, a line that another does not end as it should, a folded
-            header; no Host, or two; a length that is none, or given twice; a transfer coding but `chunked`.
-        MethodNotAllowedError: for CONNECT, whose body would have no end.
+        InvalidRequestError: a character that no head has, a line that another does not end as it should, a folded
+            header; no Host, or two; a length that is none, or given twice; a transfer coding but `chunked`; for
+            CONNECT, whose body would have no end.
     """
     head = _HEAD.match(data)
     if head is None:
-        raise MalformedRequestError("", "not HTTP/1.1: the request line or a header is malformed")
+        raise InvalidRequestError("", "not HTTP/1.1: the request line or a header is malformed", kind="malformed")
     hosts, length, is_chunked, has_upgrade = 0, None, False, False
     for stated_name, stated in _FRAMING.findall(data, head.end(3), end):
         name, value = stated_name.lower(), stated.strip(b" \t")
         if name == b"host":
             hosts += 1
             if _HOST.fullmatch(value) is None:
-                raise MalformedRequestError("host", "must be one host, and its port if it has one")
+                raise InvalidRequestError("host", "must be one host, and its port if it has one", kind="malformed")
         elif name == b"content-length":
             if length is not None or not value.isdigit() or len(value) > _LENGTH_DIGITS:
-                raise MalformedRequestError("content-length", "must be given once, as digits")
+                raise InvalidRequestError("content-length", "must be given once, as digits", kind="malformed")
             length = int(value)
         elif name == b"transfer-encoding":
             if is_chunked or value.lower() != b"chunked" or head[3] == b"0":
-                raise MalformedRequestError("transfer-encoding", "must be `chunked` alone, or absent")
+                raise InvalidRequestError("transfer-encoding", "must be `chunked` alone, or absent", kind="malformed")
             is_chunked = True
         else:
             has_upgrade = has_upgrade or name != b"connection" or b"upgrade" in value.lower()
     if hosts != 1 and (hosts or head[3] == b"1"):
-        raise MalformedRequestError("host", f"must be given once, and is {hosts} times")
+        raise InvalidRequestError("host", f"must be given once, and is {hosts} times", kind="malformed")
     if is_chunked and length is not None:
-        raise MalformedRequestError("content-length", "must be absent from a chunked request")
+        raise InvalidRequestError("content-length", "must be absent from a chunked request", kind="malformed")
     if head[1] == b"CONNECT":
-        raise MethodNotAllowedError("CONNECT: this method is not allowed here")
+        raise InvalidRequestError("", "CONNECT: this method is not allowed here", kind="method_not_allowed")
     return length or 0, is_chunked, has_upgrade
 
 
@@ -115,8 +115,7 @@ class ChunkReader:
         """Read on, and return what has come of the body; among many small chunks, `may_go_on` is asked.
 
         Raises:
-            MalformedRequestError: the chunks are not as they should be.
-            HeaderTooLargeError: more extensions and trailers than the limit.
+            InvalidRequestError: the chunks are not as they should be; more extensions and trailers than the limit.
         """
         if self.rest:
             data, self.rest = self.rest + data, b""
@@ -134,7 +133,9 @@ class ChunkReader:
             line = (_FIRST_CHUNK if self._is_first else _NEXT_CHUNK).match(data, at)
             if line is None:
                 if (_FIRST_BEGUN if self._is_first else _NEXT_BEGUN).match(data, at) is None:
-                    raise MalformedRequestError("", "not HTTP/1.1: a chunk's length, or its end, is malformed")
+                    raise InvalidRequestError(
+                        "", "not HTTP/1.1: a chunk's length, or its end, is malformed", kind="malformed"
+                    )
                 break
             at = line.end()
             self._is_first = False
@@ -158,13 +159,15 @@ class ChunkReader:
             self._framing_bytes += line.end() - at
             at = line.end()
         if not self.is_complete and data.find(b"\n", at) >= 0:
-            raise MalformedRequestError("", "not HTTP/1.1: a header behind the body is malformed")
+            raise InvalidRequestError("", "not HTTP/1.1: a header behind the body is malformed", kind="malformed")
         return at
 
 
-def header_too_large(max_header_bytes: int) -> HeaderTooLargeError:
+def header_too_large(max_header_bytes: int) -> InvalidRequestError:
     """Make the error of a head, or of what else is no body, that is too long."""
-    return HeaderTooLargeError(f"the headers are longer than the limit max_header_bytes = {max_header_bytes}")
+    return InvalidRequestError(
+        "", f"the headers are longer than the limit max_header_bytes = {max_header_bytes}", kind="header_too_large"
+    )
 
 
 def body_buffer(num_bytes: int) -> memoryview:

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from loader.errors import ShardrankError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.api.http_framing import (
     ChunkReader,
     Refuse,
@@ -39,11 +39,10 @@ from serving.api.listening import (
     forget_unsent,
     poll_socket,
 )
-from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
+from serving.errors import InvalidRequestError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
 from shard_node.byte_budget import ByteAccount, ByteBudget, MessageBytes
-from shard_node.errors import BufferFullError
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +154,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
                 self._give(data)
             else:
                 self._take_chunks(data)
-        except ServingError as error:
+        except ShardrankError as error:
             self._refuse(error)
         self._count_work(len(data), began)
 
@@ -280,7 +279,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         """End a connection whose request was not complete in time."""
         if self.has_begun:
             limit = f"receive_timeout_s = {self._gates.limits.receive_timeout_s} s"
-            self._refuse(RequestTimeoutError(f"the request was not complete after {limit}"))
+            self._refuse(DeadlineExceededError(f"the request was not complete after {limit}", kind="request_timeout"))
         else:
             self.end()
 
@@ -398,7 +397,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         if num_bytes and self.owes:
             try:
                 self.bytes.charge(num_bytes)
-            except BufferFullError as error:
+            except OverloadedError as error:
                 self._refuse_rest(error)
 
     def _refuse_rest(self, error: ShardrankError) -> None:
@@ -438,7 +437,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         finally:
             self.is_feeding = False
         if self._was_refused:
-            self._refuse(MalformedRequestError("", "not HTTP/1.1: the request line is not understood"))
+            self._refuse(InvalidRequestError("", "not HTTP/1.1: the request line is not understood", kind="malformed"))
             return
         if self._gates.is_draining and self.owes:
             protocol.shutdown()

@@ -130,7 +130,7 @@ class HttpServer:
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, place: Place | None = None) -> int:
-        """Listen, as `Front.listen` does. Returns the port. Raises ListenError."""
+        """Listen, as `Front.listen` does. Returns the port. Raises ConfigError."""
         bound = self._gates.listen(host, port, "HTTP", place)
         self._ticking = asyncio.create_task(self._tick())
         return bound
@@ -201,7 +201,7 @@ async def running_admin(
     ssl: tls.SSLContext | None = None,
     page: Callable[[], Source] | None = None,
 ) -> AsyncIterator[int]:
-    """Serve probes and metrics while the block runs, and give the port. Raises ListenError, or what `page` raises.
+    """Serve probes and metrics while the block runs, and give the port. Raises ConfigError, or what `page` raises.
 
     `page` opens what the status page shows, on the thread that answers; None for no such page.
     """
@@ -229,7 +229,7 @@ async def listening_beside(
     """Have an application answer operators while the block runs, and give the port.
 
     On a thread with an event loop of its own, so that full batches keep nobody waiting who only asks. The application
-    is opened there. Raises ListenError, or what opening it raises.
+    is opened there. Raises ConfigError, or what opening it raises.
     """
     loop, stop = uvloop.new_event_loop(), asyncio.Event()
     bound: concurrent.futures.Future[int] = concurrent.futures.Future()

@@ -12,8 +12,8 @@ import struct
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
+from loader.errors import ConfigError, OverloadedError
 from serving.api.dealing import Dealer, Place
-from serving.errors import ListenError, OverloadedError
 from shard_node.byte_budget import ByteBudget
 from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, Handshake, handshake
 
@@ -149,7 +149,7 @@ class Front(abc.ABC, Generic[Made]):
                 await asyncio.wait_for(self._all_closed.wait(), timeout_s)
 
     def listen(self, host: str, port: int, api: str, place: Place | None = None) -> int:
-        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ListenError.
+        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ConfigError.
 
         Processes that have a `place` share their connections evenly.
         """
@@ -160,7 +160,7 @@ class Front(abc.ABC, Generic[Made]):
                 address, family=family, backlog=BACKLOG, reuse_port=True, dualstack_ipv6=is_dual
             )
         except OSError as error:
-            raise ListenError(f"can't listen for {api} on {host}:{port}: {error}") from error
+            raise ConfigError(f"can't listen for {api} on {host}:{port}: {error}") from error
         listener.setblocking(False)
         self._socket, self.port = listener, listener.getsockname()[1]
         if place is not None:

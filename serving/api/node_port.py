@@ -22,7 +22,7 @@ from loader.errors import ShardrankError
 from serving.api.bodies import error_reply
 from serving.api.http import answer_whole
 from serving.api.http_server import Answering, listening_beside
-from serving.errors import MethodNotAllowedError, NoSuchRouteError
+from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
 from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, check_library, make_observations
 from serving.observe.watch import NODE_FAMILIES, Sample, collected, node_samples, version_samples
@@ -145,7 +145,7 @@ async def running_node_port(
     """Serve probes and metrics of a node while the block runs; give what counts, and the URL of metrics.
 
     Where clients must show certificates, probes need none, since a kubelet has none, and are told no names without.
-    Raises ListenError.
+    Raises ConfigError.
     """
     metrics = NodeMetrics(node)
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
@@ -167,9 +167,11 @@ def node_app(node: ShardNode, metrics: NodeMetrics, *, needs_certificate: bool =
 
     async def answer(method: str, path: str, is_known: bool) -> Response:
         if path not in PATHS:
-            return refused(path, NoSuchRouteError(f"{path[:200]}: this port has {', '.join(PATHS)}"))
+            return refused(path, NotFoundError(f"{path[:200]}: this port has {', '.join(PATHS)}", kind="no_such_route"))
         if method not in ("GET", "HEAD"):
-            return refused(path, MethodNotAllowedError(f"{method} {path}: allowed are GET and HEAD"))
+            return refused(
+                path, InvalidRequestError("", f"{method} {path}: allowed are GET and HEAD", kind="method_not_allowed")
+            )
         if path == "/healthz":
             return JSONResponse({"status": "ok"})
         if path == "/readyz":

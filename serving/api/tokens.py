@@ -19,9 +19,10 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
+from loader.errors import ConfigError, ShardrankError
 from loader.file_backed import FileBacked
 from loader.snapshot.tables import Frozen
-from serving.errors import PermissionDeniedError, ServingError, TokensFileError, UnauthenticatedError
+from serving.errors import PermissionDeniedError, UnauthenticatedError
 
 Scope: TypeAlias = Literal["rank", "describe", "admin"]
 """What a token is good for. `describe`: models' descriptions, metadata and statistics. `rank`: rank, lookup and infer,
@@ -65,7 +66,7 @@ class TokenFile(Frozen):
 class Tokens:
     """The tokens of a file, which is read again when it changes; `note` is told the kind of each refusal.
 
-    May be asked from any thread. Raises TokensFileError if the file can't be read; later that keeps the tokens of
+    May be asked from any thread. Raises ConfigError if the file can't be read; later that keeps the tokens of
     before, and logs one warning.
     """
 
@@ -91,7 +92,7 @@ class Tokens:
             PermissionDeniedError: its scope is too narrow.
         """
         found = self._find(authorization, scope)
-        if isinstance(found, ServingError):
+        if isinstance(found, ShardrankError):
             self._note(found.kind)
             raise found
         return found.name
@@ -100,7 +101,7 @@ class Tokens:
         """Return whether `check` would let it pass; a probe that shows no token is no refusal, and is not counted."""
         return isinstance(self._find(authorization, scope), TokenEntry)
 
-    def _find(self, authorization: str | None, scope: Scope) -> TokenEntry | ServingError:
+    def _find(self, authorization: str | None, scope: Scope) -> TokenEntry | ShardrankError:
         scheme, _, token = (authorization or "")[:MAX_HEADER_CHARS].partition(" ")
         digest = hashlib.sha256(token.strip(" ").encode("utf-8", "surrogatepass")).digest()
         found: TokenEntry | None = None
@@ -120,20 +121,20 @@ class Tokens:
 
 
 def read_tokens(path: Path) -> TokenFile:
-    """Read a file of tokens. Raises TokensFileError, naming the file and what is wrong with it."""
+    """Read a file of tokens. Raises ConfigError, naming the file and what is wrong with it."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise TokensFileError(f"{path}: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
     if len(text) > MAX_FILE_BYTES:
-        raise TokensFileError(f"{path}: longer than {MAX_FILE_BYTES} bytes")
+        raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes")
     try:
         return TokenFile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"
-        raise TokensFileError(f"{path}: {place}: {first['msg']}") from None
+        raise ConfigError(f"{path}: {place}: {first['msg']}") from None
 
 
 def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
@@ -145,22 +146,20 @@ def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
 def add_token(path: Path, entry: TokenEntry) -> None:
     """Write an entry into a file, which is made if it is not there: whole or not at all, for its owner alone.
 
-    Raises TokensFileError if the file can't be read or written, or has that name already.
+    Raises ConfigError if the file can't be read or written, or has that name already.
     """
     # Where a link leads to, not the link, is replaced.
     path = path.resolve()
     before = read_tokens(path).tokens if path.exists() else ()
     if any(one.name == entry.name for one in before):
-        raise TokensFileError(
-            f"{path}: there is a token {entry.name!r} already; take its entry out, or use another name"
-        )
+        raise ConfigError(f"{path}: there is a token {entry.name!r} already; take its entry out, or use another name")
     if len(before) >= MAX_TOKENS:
-        raise TokensFileError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
+        raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
     text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
     try:
         _replace(path, text.encode())
     except OSError as error:
-        raise TokensFileError(f"{path}: can't be written: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from None
 
 
 def _replace(path: Path, text: bytes) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from loader.errors import DeadlineExceededError
 from loader.snapshot.golden import GoldenRequests
 from router.router import Router
 from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
@@ -31,7 +32,7 @@ from shard_node.bags import Float32Array, KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import Graph
 from shard_node.cuda.lane import Lane
-from shard_node.errors import CardError, DeadlineExceededError, MemoryBudgetError
+from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.node import LocalShard, Shard
 
 logger = logging.getLogger(__name__)

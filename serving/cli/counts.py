@@ -196,7 +196,7 @@ async def _live(client: ShardClient, model: str | None, version: int | None) -> 
 
 
 async def _node_counts(client: ShardClient, model: str, version: int, timeout_s: float) -> dict[str, AccessCounts]:
-    """Return what a node has counted, a part of a table's rows after the other. Raises ShardNodeError."""
+    """Return what a node has counted, a part of a table's rows after the other. Raises ShardrankError."""
     import numpy as np
 
     from loader.access_counts import AccessCounts
@@ -221,7 +221,7 @@ async def _node_counts(client: ShardClient, model: str, version: int, timeout_s:
 
 
 async def _server_counts(url: str, model: str, version: int, options: Options) -> dict[str, AccessCounts]:
-    """Return what a serving process has counted. Raises UsageError, ShardNodeError."""
+    """Return what a serving process has counted. Raises UsageError, ShardrankError."""
     import ssl
 
     from serving.api.access_counts import fetch_counts

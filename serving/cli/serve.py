@@ -186,7 +186,7 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
 
 
 def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) -> ModelSource:
-    """Raise as `open_card_set`, and AddressError."""
+    """Raise as `open_card_set`, and ConfigError."""
     from serving.versions.loading import ModelSource
     from shard_node.wire.address import Address
 
@@ -496,7 +496,7 @@ def _may_wait(node: ShardNode) -> bool:
 def _node_config(options: Options, bound: Address | None = None) -> NodeConfig:
     """Return what a shard node of a fleet is told; its address, and an id that was not given, need what is `bound`.
 
-    Raises UsageError and AddressError, naming what can't be.
+    Raises UsageError and ConfigError, naming what can't be.
     """
     from shard_node.wire.address import Address
 
@@ -529,7 +529,7 @@ async def _serve_rows_in_fleet(
 ) -> None:
     """Serve what the fleet wants until it is cancelled; then leave the fleet and end what is in flight.
 
-    Raises FleetMismatchError if it divides rows otherwise than its fleet, and CardError if the cards fail.
+    Raises RolloutError if it divides rows otherwise than its fleet, and CardError if the cards fail.
     """
     from loader.memory import settle_heap
     from shard_node.agent.agent import Agent

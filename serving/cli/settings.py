@@ -341,7 +341,7 @@ def hot_rows_arguments(options: Options) -> list[str]:
 
 @contextlib.contextmanager
 def recording(options: Options, service: RankingService) -> Iterator[None]:
-    """Record what a service answers while the block runs, as far as it was asked for. Raises RecordingFolderError."""
+    """Record what a service answers while the block runs, as far as it was asked for. Raises ConfigError."""
     if options["record"] is None:
         yield
         return
@@ -451,7 +451,7 @@ def trace_config(options: Options, service_name: str) -> TraceConfig | None:
 
 @contextlib.contextmanager
 def traced(options: Options, service: RankingService) -> Iterator[None]:
-    """Trace a service's calls while the block runs, if that is wanted, then send what is left. Raises TracingError."""
+    """Trace a service's calls while the block runs, if that is wanted, then send what is left. Raises ConfigError."""
     from serving.observe.traces import running_tracer
 
     with running_tracer(trace_config(options, "shardrank-serve"), service.metrics) as service.tracer:
@@ -459,7 +459,7 @@ def traced(options: Options, service: RankingService) -> Iterator[None]:
 
 
 def span_sink(options: Options) -> SpanSink | None:
-    """Return what takes the spans of a shard node; None if nobody wants them. Raises TracingError."""
+    """Return what takes the spans of a shard node; None if nobody wants them. Raises ConfigError."""
     config = trace_config(options, "shardrank-shard-node")
     if config is None:
         return None
@@ -485,7 +485,7 @@ class Protection:
     def of(cls, options: Options) -> Protection:
         """Read the options of a command, those that it has.
 
-        Raises UsageError for flags that need another one; TlsConfigError, TokensFileError for a file that does not fit.
+        Raises UsageError for flags that need another one; TlsConfigError, ConfigError for a file that does not fit.
         """
         from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context, server_context
 

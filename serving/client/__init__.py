@@ -2,7 +2,7 @@
 
 Owns how a product calls a running server: packing in the model's order, connections, deadlines, retries, TLS and
 tokens, and errors by the server's kind. It knows the public API and nothing of the server behind it: NumPy, grpcio,
-protobuf and httpx are all that it imports.
+protobuf, httpx and the classes of errors are all that it imports.
 
 ```python
 with Client("grpc://127.0.0.1:8081") as client:
@@ -13,35 +13,13 @@ with Client("grpc://127.0.0.1:8081") as client:
 from __future__ import annotations
 
 from serving.client.client import AsyncClient, Client, RetryPolicy
-from serving.client.errors import (
-    ClientConfigError,
-    ClientError,
-    DeadlineExceededError,
-    InternalError,
-    InvalidRequestError,
-    NotFoundError,
-    OverloadedError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
 from serving.client.features import LookupResult, Ragged, RankResult
 
 __all__ = [
     "AsyncClient",
     "Client",
-    "ClientConfigError",
-    "ClientError",
-    "DeadlineExceededError",
-    "InternalError",
-    "InvalidRequestError",
     "LookupResult",
-    "NotFoundError",
-    "OverloadedError",
-    "PermissionDeniedError",
     "Ragged",
     "RankResult",
     "RetryPolicy",
-    "UnauthenticatedError",
-    "UnavailableError",
 ]

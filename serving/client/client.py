@@ -16,15 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
-from serving.client.errors import (
-    ClientConfigError,
-    DeadlineExceededError,
-    InvalidRequestError,
-    NotFoundError,
-    OverloadedError,
-    UnavailableError,
-    refused,
-)
+from loader.errors import ConfigError, DeadlineExceededError, OverloadedError, UnavailableError
 from serving.client.features import (
     Features,
     Layout,
@@ -38,6 +30,7 @@ from serving.client.features import (
     read_rank,
 )
 from serving.client.transports import GrpcTransport, HttpTransport, Method, Request, Target, Token
+from serving.errors import InvalidRequestError, NotFoundError
 from serving.proto.shardrank.v1 import ranking_pb2
 
 P = ParamSpec("P")
@@ -70,10 +63,10 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
-            raise ClientConfigError(f"max_attempts {self.max_attempts} is not 1 or more", field="max_attempts")
+            raise ConfigError(f"max_attempts {self.max_attempts} is not 1 or more", field="max_attempts")
         for name in ("backoff_ms", "max_backoff_ms", "budget_ratio", "budget_burst"):
             if not getattr(self, name) >= 0:
-                raise ClientConfigError(f"{name} {getattr(self, name)} is not 0 or more", field=name)
+                raise ConfigError(f"{name} {getattr(self, name)} is not 0 or more", field=name)
 
 
 class Requests:
@@ -94,7 +87,7 @@ class Requests:
         sleep: waits for seconds; an `AsyncClient` awaits it.
 
     Raises:
-        ClientConfigError: an address or a file that can't be used.
+        ConfigError: an address or a file that can't be used.
     """
 
     _on_loop: ClassVar[bool]
@@ -117,7 +110,7 @@ class Requests:
         try:
             self._transport = (GrpcTransport if target.is_grpc else HttpTransport)(target, self._on_loop)
         except OSError as error:
-            raise ClientConfigError(f"ca, cert, key: {error}", field="ca") from error
+            raise ConfigError(f"ca, cert, key: {error}", field="ca") from error
         self._timeout_ms = timeout_ms
         self._retry = retry or RetryPolicy()
         # A request earns a part of a token, a retry costs one.
@@ -170,7 +163,7 @@ class Requests:
 
         Raises:
             InvalidRequestError: the request does not fit the model; `field` says where.
-            ClientError: see the tree in `serving.client.errors`.
+            ShardrankError: see the trees in `loader.errors` and `serving.errors`.
         """
         ends = self._ends(timeout_ms)
         given = RankFeatures(context, candidates, weights or {}, context_dense, candidate_dense)
@@ -219,7 +212,7 @@ class Requests:
             By feature float32 [bags, embedding_dim], or `Ragged` if the model does not pool it.
 
         Raises:
-            ClientError: as `rank`.
+            ShardrankError: as `rank`.
         """
         options = {"model": model, "version": version, "request_id": request_id, "routing_key": routing_key}
         request = lookup_request(features, weights or {})
@@ -241,7 +234,7 @@ class Requests:
 
         Raises:
             NotFoundError: no such model or version, or over HTTP a version that is not live.
-            ClientError: as `rank`.
+            ShardrankError: as `rank`.
         """
         description = await self._described(model, version, self._ends(timeout_ms))
         if version is not None and description.version != version:
@@ -268,7 +261,7 @@ class Requests:
     def _ends(self, timeout_ms: int | None) -> float:
         timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
         if timeout_ms < 1:
-            raise refused("invalid_field", "timeout_ms", f"{timeout_ms} is not 1 or more")
+            raise InvalidRequestError("timeout_ms", f"{timeout_ms} is not 1 or more", kind="invalid_field")
         return self._clock() + timeout_ms / 1000
 
     async def _send(
@@ -286,7 +279,7 @@ class Requests:
                     setattr(request, name, value)
             except ValueError as error:
                 # A number out of the field's range, or text that is not valid Unicode.
-                raise refused("invalid_field", name, str(error)) from error
+                raise InvalidRequestError(name, str(error), kind="invalid_field") from error
         policy, attempt = self._retry, 0
         with self._lock:
             self._tokens = min(policy.budget_burst, self._tokens + policy.budget_ratio)

@@ -1,4 +1,4 @@
-"""One call over HTTP or gRPC: a message out, bytes in, or a `ClientError`.
+"""One call over HTTP or gRPC: a message out, bytes in, or a `ShardrankError`.
 
 Coroutines do it, awaited on an event loop (`on_loop`), or from any thread as calls that block, where they are never
 suspended. Connections are kept and used again. Proxies of the environment are not asked: they are for the way out, and
@@ -22,14 +22,9 @@ import grpc
 import httpx
 from google.protobuf.json_format import ParseDict, ParseError
 
-from serving.client.errors import (
-    ClientConfigError,
-    DeadlineExceededError,
-    InternalError,
-    UnavailableError,
-    grpc_error,
-    http_error,
-)
+from loader.errors import ConfigError, DeadlineExceededError, UnavailableError
+from serving.client.errors import grpc_error, http_error
+from serving.errors import InternalError
 from serving.proto.shardrank.v1 import ranking_pb2
 
 Method = Literal["Rank", "Lookup", "GetModel"]
@@ -54,7 +49,7 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the server is, and what a connection to it takes: arguments of `Client`. Raises ClientConfigError."""
+    """Where the server is, and what a connection to it takes: arguments of `Client`. Raises ConfigError."""
 
     address: str
     token: Token | None
@@ -67,7 +62,7 @@ class Target:
             parts = urlsplit(self.address)
             port = parts.port
         except ValueError as error:
-            raise ClientConfigError(f"address {self.address!r}: {error}", field="address") from error
+            raise ConfigError(f"address {self.address!r}: {error}", field="address") from error
         problem = ""
         if not self.address.startswith(("http://", "https://", "grpc://", "grpcs://")) or not parts.hostname:
             problem = "must be http://, https://, grpc:// or grpcs:// and a host"
@@ -78,9 +73,9 @@ class Target:
         elif (self.ca or self.cert or self.key) and not self.is_tls:
             problem = "has no TLS, so ca, cert and key have no use"
         if problem:
-            raise ClientConfigError(f"address {self.address!r} {problem}", field="address")
+            raise ConfigError(f"address {self.address!r} {problem}", field="address")
         if (self.cert is None) != (self.key is None):
-            raise ClientConfigError("cert and key are given together", field="cert")
+            raise ConfigError("cert and key are given together", field="cert")
 
     @property
     def is_grpc(self) -> bool:
@@ -125,7 +120,7 @@ class GrpcTransport:
             self._calls[method] = self._channel.unary_unary(f"/shardrank.v1.RankingService/{method}", None, None)
 
     async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> bytes:
-        """Make one call. Raises ClientError."""
+        """Make one call. Raises ShardrankError."""
         if self._channel is None:
             # Not before: the library ties a channel to the event loop that it finds then.
             self._open(grpc.aio)
@@ -174,7 +169,7 @@ class HttpTransport:
         )
 
     async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> bytes:
-        """Make one call. Raises ClientError."""
+        """Make one call. Raises ShardrankError."""
         ends = time.monotonic() + timeout_s
         message, parts, size = self._request(method, request, timeout_s, headers), [], 0
         try:

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from loader.errors import RegistryError
+from loader.errors import OverloadedError, RegistryError, UnavailableError
 from loader.registry.fleet import NodeRecord, VersionReport, WantedModel
 from loader.rollout.fleet_state import FleetState
 from loader.rollout.plan import Rollout
 from serving.dashboard.history import Changes, History, told_events
 from serving.dashboard.sources import Source
-from serving.errors import OverloadedError, ShuttingDownError
 
 MAX_MODELS = 32
 MAX_NODES = 400
@@ -253,7 +252,7 @@ class Board:
         self._keeping = asyncio.Lock()
 
     async def watch(self) -> Watcher:
-        """Begin to watch; `leave` ends it. Raises OverloadedError if too many watch, ShuttingDownError."""
+        """Begin to watch; `leave` ends it. Raises OverloadedError if too many watch, UnavailableError."""
         watcher = Watcher()
         async with self._keeping:
             if len(self._watchers) >= MAX_WATCHERS:
@@ -261,7 +260,7 @@ class Board:
             history = await asyncio.to_thread(lambda: _event("history", self.history.document()))
             self._told = self._told or await asyncio.to_thread(self._state_event)
             if self._is_closed:
-                raise ShuttingDownError("the process is shutting down")
+                raise UnavailableError("the process is shutting down", kind="shutting_down")
             for message in (history, self._read_event(), self._told):
                 watcher.tell(message)
             self._watchers.add(watcher)

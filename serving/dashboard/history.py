@@ -6,8 +6,9 @@ Counts are in flat arrays of a fixed size, filled slot by slot; changes are foun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +82,10 @@ class History:
         # After a pause nobody knows when what was counted meanwhile happened.
         is_fresh = 0 <= now - self._observed_at <= 2 * self.slot_s
         has_closed = self._slot not in (-1, slot)
-        self._advance(slot)
+        emptied = np.arange(max(self._slot + 1, slot - self.num_slots + 1), slot + 1) % self.num_slots
+        self._counts[:, emptied] = 0
+        self._is_known[emptied] = False
+        self._slot = slot
         if not is_fresh:
             self._whole_from = slot + 1
         self._is_known[slot % self.num_slots] = slot >= self._whole_from
@@ -133,12 +137,6 @@ class History:
             "p99": p99,
         }
 
-    def _advance(self, slot: int) -> None:
-        emptied = np.arange(max(self._slot + 1, slot - self.num_slots + 1), slot + 1) % self.num_slots
-        self._counts[:, emptied] = 0
-        self._is_known[emptied] = False
-        self._slot = slot
-
     def _add(self, source: _Source, counts: Counts, is_fresh: bool) -> None:
         # Taken out and put in again, so that those that have ended are the first.
         before = self._last.pop(source, None)
@@ -147,19 +145,17 @@ class History:
             return
         # What counts fewer than before was staged anew, and what was not there before has just begun.
         news = counts if before is None or (counts < before).any() else counts - before
-        if news.any():
-            track = self._track((source.model, source.version))
-            self._counts[track, self._slot % self.num_slots] += news
-            self._active[track] = self._slot
-
-    def _track(self, key: tuple[str, int]) -> int:
+        if not news.any():
+            return
+        key = source.model, source.version
         track = self._tracks.get(key)
         if track is None:
             track = int(self._active.argmin())
-            self._tracks = {one: place for one, place in self._tracks.items() if place != track}
+            self._tracks = {other: place for other, place in self._tracks.items() if place != track}
             self._counts[track] = 0
             self._tracks[key] = track
-        return track
+        self._counts[track, self._slot % self.num_slots] += news
+        self._active[track] = self._slot
 
 
 def percentiles_ms(latency_counts: Counts) -> list[list[float | None]]:
@@ -224,7 +220,7 @@ class Changes:
         self.gone = {key: one for key, one in self.gone.items() if key not in there and now - one.at < GONE_S}
         if before is None:
             return
-        tell = self._teller(now)
+        tell = partial(self._tell, now)
         were = {node.node_id: node for node in before.nodes}
         for node_id in sorted(were.keys() - there.keys()):
             node = were[node_id]
@@ -237,8 +233,12 @@ class Changes:
         for node_id in sorted(there.keys() & were.keys()):
             for kind, text in _of_node(were[node_id], there[node_id]):
                 tell(kind, text, node=node_id)
-        for model, text in _of_live(before, state):
-            tell("flip", text, model=model)
+        lives = [{model: wanted.live for model, wanted in each.wanted.items()} for each in (before, state)]
+        for model in sorted(lives[0].keys() | lives[1].keys()):
+            if (was := lives[0].get(model)) != (version := lives[1].get(model)):
+                after = "" if was is None else f", after version {was}"
+                text = "no version is wanted live" if version is None else f"version {version} is to be live{after}"
+                tell("flip", text, model=model)
         for model, rollout in before.rollouts.items():
             if (now_there := state.rollouts.get(model)) is None or now_there.rollout_id != rollout.rollout_id:
                 # A registry keeps the last rollout only.
@@ -249,13 +249,10 @@ class Changes:
 
     def registry(self, text: str, now: float) -> None:
         """Note that the registry can't be read, or can be again."""
-        self._teller(now)("registry", text)
+        self._tell(now, "registry", text)
 
-    def _teller(self, now: float) -> Callable[..., None]:
-        def tell(kind: str, text: str, *, node: str = "", model: str = "") -> None:
-            self.events.append({"at": now, "kind": kind, "node": node, "model": model, "text": text[:MAX_TEXT]})
-
-        return tell
+    def _tell(self, now: float, kind: str, text: str, *, node: str = "", model: str = "") -> None:
+        self.events.append({"at": now, "kind": kind, "node": node, "model": model, "text": text[:MAX_TEXT]})
 
 
 def told_events(changes: Changes, state: FleetState, most: int) -> list[dict[str, Any]]:
@@ -285,15 +282,3 @@ def _of_node(before: NodeRecord, now: NodeRecord) -> Iterator[tuple[str, str]]:
     for one in now.versions:
         if one.state == "refused" and (one.model, one.version) not in refused:
             yield "refused", f"refuses {one.model} version {one.version}: {one.reason}"
-
-
-def _of_live(before: FleetState, now: FleetState) -> Iterator[tuple[str, str]]:
-    were, are = _live(before), _live(now)
-    for model in sorted(were.keys() | are.keys()):
-        if (was := were.get(model)) != (version := are.get(model)):
-            after = "" if was is None else f", after version {was}"
-            yield model, "no version is wanted live" if version is None else f"version {version} is to be live{after}"
-
-
-def _live(state: FleetState) -> Mapping[str, int | None]:
-    return {model: wanted.live for model, wanted in state.wanted.items()}

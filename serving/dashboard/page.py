@@ -12,12 +12,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from loader.errors import ConfigError, ShardrankError
 from loader.rollout.requests import SeenRollout
 from serving.api.bodies import read_body
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
-from serving.errors import MalformedRequestError, MisdirectedRequestError, PermissionDeniedError, ServingError
-from shard_node.errors import AddressError
+from serving.errors import InvalidRequestError, PermissionDeniedError
 from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def check_host(request: Request) -> None:
-    """Raise MisdirectedRequestError if a request to a loopback port has another Host.
+    """Raise InvalidRequestError if a request to a loopback port has another Host.
 
     A page from elsewhere could have its own name resolved to this machine, and then read and ask as this port's page.
     """
@@ -57,10 +57,11 @@ async def check_host(request: Request) -> None:
     has_port = host.rpartition(":")[2].isdecimal() or port not in _DEFAULT_PORTS
     try:
         address = Address.parse(host if has_port else f"{host}:{port}")
-    except AddressError:
+    except ConfigError:
         address = Address()
     if address.port != port or not address.is_loopback:
-        raise MisdirectedRequestError(f"Host: {host[:200]!r}; allowed are localhost:{port} and loopback addresses")
+        problem = f"Host: {host[:200]!r}; allowed are localhost:{port} and loopback addresses"
+        raise InvalidRequestError("", problem, kind="misdirected")
 
 
 def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
@@ -92,7 +93,7 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
                     # A token that is taken away ends what it opened.
                     check(request)
                     yield message
-            except ServingError:
+            except ShardrankError:
                 return
             finally:
                 board.leave(watcher)
@@ -103,7 +104,12 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         if tokens is None:
             raise PermissionDeniedError(_NO_TOKENS)
         who = check(request)
-        asked = _asked(await read_body(request.receive, "MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES))
+        body = await read_body(request.receive, "MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES)
+        try:
+            asked = msgspec.json.decode(body, type=_Rollback)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            problem = f"the body must name model, rollout_id, is_active and live: {error}"
+            raise InvalidRequestError("", problem, kind="malformed") from error
         seen = SeenRollout(asked.rollout_id, asked.is_active, asked.live)
         begun = await board.source.roll_back(asked.model, seen)
         to = begun.to_version if begun.state == "running" else begun.from_version
@@ -115,10 +121,3 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
     app.add_api_route("/status/access", access, methods=["GET"], include_in_schema=False)
     app.add_api_route("/status/events", events, methods=["GET"], include_in_schema=False)
     app.add_api_route("/status/rollback", rollback, methods=["POST"], include_in_schema=False)
-
-
-def _asked(body: bytes) -> _Rollback:
-    try:
-        return msgspec.json.decode(body, type=_Rollback)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise MalformedRequestError("", f"the body must name model, rollout_id, is_active and live: {error}") from error

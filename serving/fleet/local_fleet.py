@@ -33,7 +33,7 @@ from loader.registry.fleet import (
     WantedModel,
 )
 from loader.rollout.coverage import answering_version
-from loader.rollout.plan import Rollout, read_rollout
+from loader.rollout.plan import read_rollout
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
@@ -264,7 +264,8 @@ async def _choose(
     fleet: FleetRegistry, config: FleetConfig, model: str, wanted: WantedModel | None, nodes: list[NodeRecord]
 ) -> int:
     """Chooses the version that a model begins with. Raises FleetError or SnapshotNotFoundError."""
-    rollout = await _active_rollout(fleet, model)
+    last = await read_rollout(fleet, model)
+    rollout = last.rollout if last is not None and last.rollout.active else None
     numbers = () if rollout is None else (rollout.from_shards, rollout.to_shards)
     if rollout is not None and (other := {*numbers} - {None, config.shards}):
         raise FleetError(
@@ -283,11 +284,6 @@ async def _choose(
     if rollout is not None:
         raise FleetError(f"version {asked} of {model!r}: a rollout from version {live} has not ended; {hint}")
     return asked
-
-
-async def _active_rollout(fleet: FleetRegistry, model: str) -> Rollout | None:
-    last = await read_rollout(fleet, model)
-    return last.rollout if last is not None and last.rollout.active else None
 
 
 def _first_wanted(model: str, version: int, shards: int | None, record: WantedModel | None) -> WantedModel | None:
@@ -480,8 +476,7 @@ async def running_fleet(
     caller may hold the ports already.
 
     Raises:
-        ChildFailedError: if a child does not come up.
-        FleetError: if a port is taken, a socket path too long, or another fleet in the way.
+        FleetError: a child does not come up, a port is taken, a socket path too long, or another fleet in the way.
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:

@@ -29,7 +29,7 @@ from pydantic import Field
 from loader.errors import RegistryError
 from loader.progress import all_or_first_error
 from loader.snapshot.tables import Frozen
-from serving.errors import ChildFailedError, FleetError
+from serving.errors import FleetError
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, describe_exit, shardrank_command
 
 if TYPE_CHECKING:
@@ -145,7 +145,9 @@ class RayProcess:
     """The actor: starts one process, and ends with it so that Ray restarts both. Its methods are called by `up`."""
 
     def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        host, folder = _here()
+        # This host's address in the cluster, and the folder of Ray's logs, to which ours go.
+        host: str = _imported("ray.util").get_node_ip_address()
+        folder = Path(_imported("ray._private.worker")._global_node.get_logs_dir_path())
         command = shardrank_command(*(one.replace(HOST, host) for one in arguments))
         spec = ChildSpec(name, command, _nobody_asks, {**environment, "PYTHONUNBUFFERED": "1"})
         self._child = Child(spec, folder / f"shardrank-{name}.log")
@@ -185,12 +187,6 @@ async def _nobody_asks(process_id: int) -> None:
     raise NotYetError
 
 
-def _here() -> tuple[str, Path]:
-    """Return this host's address in the cluster, and the folder of Ray's logs, to which ours go."""
-    node = _imported("ray._private.worker")._global_node
-    return _imported("ray.util").get_node_ip_address(), Path(node.get_logs_dir_path())
-
-
 def _imported(name: str) -> Any:
     """Import a module of Ray. Raises FleetError if it is not installed."""
     try:
@@ -211,7 +207,14 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
     namespace, on_sigterm = f"shardrank {registry_name}", signal.getsignal(signal.SIGTERM)
     where = config.address or "RAY_ADDRESS, nor on this machine"
     if config.address is not None:
-        _check_answers(config.address)
+        # Where nothing listens Ray would try for minutes.
+        host, _, port = config.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise FleetError(f"address {config.address!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CALL_TIMEOUT_S).close()
+        except (OSError, OverflowError) as error:
+            raise FleetError(f"no Ray cluster answers at {config.address}: {error}") from error
     try:
         ray.init(config.address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
     # RuntimeError: its Python or Ray is of another version.
@@ -224,17 +227,6 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
         yield RayCluster(config)
     finally:
         ray.shutdown()
-
-
-def _check_answers(address: str) -> None:
-    """Raise FleetError if nothing listens there: Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise FleetError(f"address {address!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CALL_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise FleetError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 class RayCluster:
@@ -339,7 +331,7 @@ async def fleet_on_ray(
     Raises:
         FleetError: no cluster answers or it has too few hosts, or another fleet is in the way.
         RolloutError: the number of shards is another one, and a rollout is running.
-        ChildFailedError: a process does not come up. What was started is ended then.
+        FleetError: a process does not come up. What was started is ended then.
         ShardrankError: as `local_fleet.begin`.
     """
     from loader.registry import open_registry
@@ -422,7 +414,7 @@ async def _until_ready(
     name: str,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Wait until a process serves. Raises ChildFailedError if it ends before, or in vain."""
+    """Wait until a process serves. Raises FleetError if it ends before, or in vain."""
     from loader.registry.fleet import COORDINATOR_LOCK
     from serving.fleet.local_fleet import ask_lock, ask_node
 
@@ -431,7 +423,7 @@ async def _until_ready(
         try:
             process_id, failure = await cluster.look(name)
             if failure is not None:
-                raise ChildFailedError(failure)
+                raise FleetError(failure, kind="child_failed")
             if _group_of(name) == "coordinator":
                 await ask_lock(fleet, COORDINATOR_LOCK, process_id)
             else:
@@ -440,8 +432,8 @@ async def _until_ready(
             reason = str(not_ready)
             await asyncio.sleep(_LOOK_S)
         except RefusedError as refused:
-            raise ChildFailedError(f"{name} does not serve: {refused}") from None
+            raise FleetError(f"{name} does not serve: {refused}", kind="child_failed") from None
         else:
             on_ready(name)
             return
-    raise ChildFailedError(f"{name} was not ready within {ray.ready_timeout_s:g} s: {reason}")
+    raise FleetError(f"{name} was not ready within {ray.ready_timeout_s:g} s: {reason}", kind="child_failed")

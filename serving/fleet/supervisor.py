@@ -20,7 +20,7 @@ from pydantic import Field
 
 from loader.errors import RegistryError
 from loader.snapshot.tables import Frozen
-from serving.errors import ChildFailedError, FleetError
+from serving.errors import FleetError
 from serving.fleet.fork_server import FORK_SERVER_VARIABLE, ForkedProcess, running_fork_server
 from serving.fleet.process import PARENT_PID_VARIABLE
 
@@ -127,7 +127,7 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
-    def failure(self, what: str) -> ChildFailedError:
+    def failure(self, what: str) -> FleetError:
         """Make the error for a child that does not serve, with the error that its log ends with, or its last lines."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
@@ -137,7 +137,7 @@ class Child:
         else:
             tail = "\n".join(lines[-LOG_TAIL_LINES:]) or "(empty log)"
             reason = f". The end of its log:\n{tail}"
-        return ChildFailedError(f"{self.spec.name} {what}{reason}\nits log: {self.log_path}")
+        return FleetError(f"{self.spec.name} {what}{reason}\nits log: {self.log_path}", kind="child_failed")
 
 
 def describe_exit(code: int) -> str:
@@ -196,8 +196,8 @@ class Supervisor:
         """Start a group of children at once and wait until every one of them serves.
 
         Raises:
-            ChildFailedError: if one ends or is not ready within `ready_timeout_s`. The others are left for `stop`.
-            FleetError: for a name that is taken.
+            FleetError: a name is taken, or a child ends or is not ready within `ready_timeout_s`; the others are left
+                for `stop`.
         """
         if taken := self.children.keys() & {spec.name for spec in specs}:
             raise FleetError(f"a child named {min(taken)!r} is here already")
@@ -227,7 +227,7 @@ class Supervisor:
         """Wait until a child that was just spawned serves.
 
         One that was restarted and refuses is asked for as long as it does: it may serve other models, and can still be
-        put right. Each reason is logged once. Raises ChildFailedError if it ends or is not ready in time.
+        put right. Each reason is logged once. Raises FleetError if it ends or is not ready in time.
         """
         config, told = self._config, set[str]()
         deadline = self._clock() + config.ready_timeout_s
@@ -243,8 +243,9 @@ class Supervisor:
                 except RefusedError as refused:
                     reason = str(refused)
                     if not child.restarts:
-                        raise ChildFailedError(
-                            f"{child.spec.name} does not serve: {reason}\nits log: {child.log_path}"
+                        raise FleetError(
+                            f"{child.spec.name} does not serve: {reason}\nits log: {child.log_path}",
+                            kind="child_failed",
                         ) from None
                     if reason not in told:
                         told.add(reason)
@@ -281,7 +282,7 @@ class Supervisor:
             try:
                 await child.spawn()
                 await self._until_ready(child)
-            except (ChildFailedError, OSError) as error:
+            except (FleetError, OSError) as error:
                 logger.error("restart %d of %s failed: %s", child.restarts, child.spec.name, error)
                 child.kill()
             else:
@@ -311,7 +312,8 @@ async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
             yield supervisor
         except Exception as error:
             is_kept = True
-            if not isinstance(error, ChildFailedError):  # its message ends with the path of the log
+            # The message of a child that failed ends with the path of its log.
+            if not isinstance(error, FleetError) or error.kind != "child_failed":
                 logger.error("the logs of the child processes are kept in %s", run_directory)
             raise
         finally:

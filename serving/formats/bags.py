@@ -15,13 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.tables import fingerprint_strings
-from serving.errors import (
-    CountMismatchError,
-    InvalidFieldError,
-    InvalidIdError,
-    LimitExceededError,
-    MalformedRequestError,
-)
+from serving.errors import InvalidRequestError, limit_exceeded
 from serving.formats.requests import Buffer, LookupRequest, Options, RankRequest
 from serving.formats.schema import MAX_NAME_CHARS, Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
@@ -68,17 +62,19 @@ class FeatureCounts:
             key = next(key for key, count in enumerate(expected) if given[key] != count)
             name, is_context, _ = self._schema.kinds[key]
             unit = "bags" if is_context else "candidates"
-            raise CountMismatchError(self._path(name), f"{given[key]} {unit}, expected {expected[key]}")
+            raise InvalidRequestError(
+                self._path(name), f"{given[key]} {unit}, expected {expected[key]}", kind="count_mismatch"
+            )
 
     def check_num_ids(self) -> None:
-        """Raise LimitExceededError for too many ids, before any is read."""
+        """Raise InvalidRequestError for too many ids, before any is read."""
         total, allowed = sum(self.num_ids), self._schema.limits.max_ids_per_request
         if total > allowed:
             for key, count in zip(self.keys.tolist(), self.num_ids, strict=True):
                 if count > allowed:
                     path = self._path(self._schema.names[key])
-                    raise LimitExceededError(path, "max_ids_per_request", allowed, count, "ids")
-            raise LimitExceededError("sparse", "max_ids_per_request", allowed, total, "ids over all features")
+                    raise limit_exceeded(path, "max_ids_per_request", allowed, count, "ids")
+            raise limit_exceeded("sparse", "max_ids_per_request", allowed, total, "ids over all features")
 
     def bags(
         self, ids: Iterable[Buffer], texts: Sequence[str], lengths: Int64Array, weights: Sequence[Buffer]
@@ -126,10 +122,10 @@ def joined(buffers: Iterable[Buffer]) -> bytearray:
 
 
 def array_of(buffer: Buffer, dtype: str, path: str) -> npt.NDArray[Any]:
-    """View a buffer as numbers such as `<f4`. Raises MalformedRequestError for a part of one."""
+    """View a buffer as numbers such as `<f4`. Raises InvalidRequestError for a part of one."""
     width, size = int(dtype[-1]), len(buffer)
     if size % width:
-        raise MalformedRequestError(path, f"{size} bytes, which is not a multiple of {width}")
+        raise InvalidRequestError(path, f"{size} bytes, which is not a multiple of {width}", kind="malformed")
     return np.frombuffer(buffer, dtype)
 
 
@@ -155,7 +151,7 @@ def rank_request(
     options: Options,
     texts: Sequence[str] = (),
 ) -> RankRequest:
-    """Check the numbers of a rank request. Raises InvalidIdError, InvalidFieldError or LimitExceededError."""
+    """Check the numbers of a rank request. Raises InvalidRequestError."""
     timeout_s = _check_common(schema, bags, options, lookup=False)
     # Not `all` of arrays: by fewer steps of the interpreter.
     if context_dense.size and not np.logical_and.reduce(np.isfinite(context_dense)):
@@ -163,7 +159,7 @@ def rank_request(
     if candidate_dense.size and not np.logical_and.reduce(np.isfinite(candidate_dense), axis=None):
         raise _not_finite("candidates.dense", candidate_dense)
     if options.top_k is not None and options.top_k < 1:
-        raise InvalidFieldError("top_k", f"{options.top_k} is not 1 or more")
+        raise InvalidRequestError("top_k", f"{options.top_k} is not 1 or more", kind="invalid_field")
     return RankRequest(
         bags, num_candidates, context_dense, candidate_dense, timeout_s, options.top_k, options.request_id, texts
     )
@@ -196,14 +192,12 @@ def keyed_bags(
     `weights` are [n]. A `lookup` has no context and no candidates.
 
     Raises:
-        InvalidFieldError: a negative length.
-        CountMismatchError: lengths that do not add up to the ids.
-        LimitExceededError: too many ids, in all or in one bag.
+        InvalidRequestError: a negative length, lengths that do not add up to the ids, or too many ids.
     """
     limits, num_ids, longest = schema.limits, values.size, 1
     if num_ids > limits.max_ids_per_request:
         allowed = limits.max_ids_per_request
-        raise LimitExceededError("sparse", "max_ids_per_request", allowed, num_ids, "ids over all features")
+        raise limit_exceeded("sparse", "max_ids_per_request", allowed, num_ids, "ids over all features")
     if lengths is None:
         bags = KeyedBags(keys, bags_per_key, np.arange(num_ids + 1), values, weights)
         described = bags_per_key
@@ -216,16 +210,22 @@ def keyed_bags(
                 segment = int(np.searchsorted(ends, bag, side="right"))
                 path = _lengths_path(schema, keys, segment, lookup=lookup)
                 path += f"[{bag - int(ends[segment] - bags_per_key[segment])}]"
-                raise InvalidFieldError(path, f"{lengths[bag]} is not in 0..{num_ids}, the number of ids")
+                raise InvalidRequestError(
+                    path, f"{lengths[bag]} is not in 0..{num_ids}, the number of ids", kind="invalid_field"
+                )
         bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
         described = bags.values_per_key()
     if not np.array_equal(described, ids_per_key):
         segment = int((described != ids_per_key).argmax())
         path = _lengths_path(schema, keys, segment, lookup=lookup)
-        raise CountMismatchError(path, f"they add up to {described[segment]}, but there are {ids_per_key[segment]} ids")
+        raise InvalidRequestError(
+            path,
+            f"they add up to {described[segment]}, but there are {ids_per_key[segment]} ids",
+            kind="count_mismatch",
+        )
     if longest > limits.max_ids_per_bag:
         path = place_of(schema, bags, int(bags.offsets[int(bags.lengths.argmax())]), lookup=lookup).rsplit("[", 1)[0]
-        raise LimitExceededError(path, "max_ids_per_bag", limits.max_ids_per_bag, longest, "ids in one bag")
+        raise limit_exceeded(path, "max_ids_per_bag", limits.max_ids_per_bag, longest, "ids in one bag")
     return bags
 
 
@@ -235,17 +235,17 @@ def _lengths_path(schema: RequestSchema, keys: Int32Array, segment: int, *, look
 
 
 def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
-    """Raise CountMismatchError for none, LimitExceededError for too many."""
+    """Raise InvalidRequestError for none or too many."""
     if num_candidates < 1:
-        raise CountMismatchError("candidates", "0 candidates; a rank request needs at least 1")
+        raise InvalidRequestError("candidates", "0 candidates; a rank request needs at least 1", kind="count_mismatch")
     if num_candidates > limits.max_candidates:
-        raise LimitExceededError("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
+        raise limit_exceeded("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
 
 
 def check_lookup_size(
     schema: RequestSchema, keys: Int32Array, bags_per_key: Int64Array, values_per_key: Int64Array | None = None
 ) -> int:
-    """Count the floats in the answer to a lookup. Raises LimitExceededError for too many of them, or of bags.
+    """Count the floats in the answer to a lookup. Raises InvalidRequestError for too many of them, or of bags.
 
     All arrays are [S], by feature; without `values_per_key`, what depends on it is left out.
     """
@@ -254,7 +254,7 @@ def check_lookup_size(
     if too_many.any():
         segment = int(too_many.argmax())
         path, count = f"sparse.{schema.names[int(keys[segment])]}", int(bags_per_key[segment])
-        raise LimitExceededError(path, "max_bags_per_feature", limits.max_bags_per_feature, count, "bags")
+        raise limit_exceeded(path, "max_bags_per_feature", limits.max_bags_per_feature, count, "bags")
     # A row is a list in the answer, and so is a bag of rows: each takes about as long to write as a float.
     row, is_none = schema.embedding_dims[keys] + 1, schema.features.is_none[keys]
     floats = int((bags_per_key * np.where(is_none, 1, row)).sum())
@@ -262,15 +262,15 @@ def check_lookup_size(
         floats += int((values_per_key * np.where(is_none, row, 0)).sum())
     if floats > limits.max_lookup_floats:
         allowed = limits.max_lookup_floats
-        raise LimitExceededError("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
+        raise limit_exceeded("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
     return floats
 
 
 def dense_matrix(flat: npt.NDArray[np.float32], num_candidates: int, width: int) -> Float32Array:
-    """Row-major values as float32 [N, width]. Raises CountMismatchError if they do not fill it."""
+    """Row-major values as float32 [N, width]. Raises InvalidRequestError if they do not fill it."""
     if flat.size != num_candidates * width:
         needed = f"{num_candidates} candidates of {width} values need {num_candidates * width}"
-        raise CountMismatchError("candidates.dense", f"{flat.size} values; {needed}")
+        raise InvalidRequestError("candidates.dense", f"{flat.size} values; {needed}", kind="count_mismatch")
     return flat.reshape(num_candidates, width)
 
 
@@ -281,30 +281,32 @@ def _check_common(schema: RequestSchema, bags: KeyedBags, options: Options, *, l
         for field in ("request_id", "routing_key"):
             limit, count = f"max_{field}_chars", len(getattr(options, field))
             if count > getattr(limits, limit):
-                raise LimitExceededError(field, limit, getattr(limits, limit), count, "characters")
+                raise limit_exceeded(field, limit, getattr(limits, limit), count, "characters")
     if values.size and int(np.minimum.reduce(values)) < 0:
         index = int((values < 0).argmax())
-        raise InvalidIdError(place_of(schema, bags, index, lookup=lookup), f"{values[index]} is not in 0..{MAX_ID}")
+        raise InvalidRequestError(
+            place_of(schema, bags, index, lookup=lookup), f"{values[index]} is not in 0..{MAX_ID}", kind="invalid_id"
+        )
     if weights is not None and not np.logical_and.reduce(np.isfinite(weights)):
         index = int((~np.isfinite(weights)).argmax())
         path = place_of(schema, bags, index, "weights", lookup=lookup)
-        raise InvalidFieldError(path, f"{weights[index]} is not a finite float32")
+        raise InvalidRequestError(path, f"{weights[index]} is not a finite float32", kind="invalid_field")
     most, timeouts_s = limits.max_timeout_ms, list[float]()
     for field, timeout, per_ms in (("timeout_ms", options.timeout_ms, 1), ("timeout", options.timeout_us, 1000)):
         if timeout is None:
             continue
         if timeout < 1:
-            raise InvalidFieldError(field, f"{timeout} is not in 1..{most * per_ms}")
+            raise InvalidRequestError(field, f"{timeout} is not in 1..{most * per_ms}", kind="invalid_field")
         if timeout > most * per_ms:
-            raise LimitExceededError(field, "max_timeout_ms", most, -(-timeout // per_ms), "ms")
+            raise limit_exceeded(field, "max_timeout_ms", most, -(-timeout // per_ms), "ms")
         timeouts_s.append(timeout / (1000 * per_ms))
     return min(timeouts_s, default=limits.default_timeout_ms / 1000)
 
 
-def _not_finite(path: str, values: npt.NDArray[Any]) -> InvalidFieldError:
+def _not_finite(path: str, values: npt.NDArray[Any]) -> InvalidRequestError:
     where = np.argwhere(~np.isfinite(values))[0].tolist()
     path += "".join(f"[{index}]" for index in where)
-    return InvalidFieldError(path, f"{values[tuple(where)]} is not a finite float32")
+    return InvalidRequestError(path, f"{values[tuple(where)]} is not a finite float32", kind="invalid_field")
 
 
 class Elements(Protocol):
@@ -355,26 +357,33 @@ class Tensor(msgspec.Struct, gc=False):
             first = start + 4
             start = first + int.from_bytes(data[start:first], "little")
             if start > len(data):
-                raise MalformedRequestError(path, f"BYTES element {len(texts)} is longer than what is left")
+                raise InvalidRequestError(
+                    path, f"BYTES element {len(texts)} is longer than what is left", kind="malformed"
+                )
             texts.append(text_of(path, len(texts), data[first:start]))
         if len(texts) != count:
             raise wrong_count(path, count, f"{len(texts)}" if len(texts) < count else f"at least {len(texts)}")
         return texts
 
-    def wrong_shape(self, allowed: str) -> CountMismatchError:
+    def wrong_shape(self, allowed: str) -> InvalidRequestError:
         """Make the error for a shape."""
-        return CountMismatchError(f"{input_path(self.name)}.shape", f"{self.shape[:8]}; {allowed}")
+        return InvalidRequestError(
+            f"{input_path(self.name)}.shape", f"{self.shape[:8]}; {allowed}", kind="count_mismatch"
+        )
 
     def _elements(self, count: int, allowed: tuple[str, ...]) -> Any:
         datatype, data = self.datatype, self.data
         if datatype not in allowed:
-            error = InvalidFieldError if allowed == ("FP32",) else InvalidIdError
-            raise error(f"{input_path(self.name)}.datatype", f"{datatype[:16]!r}; it must be {' or '.join(allowed)}")
+            kind = "invalid_field" if allowed == ("FP32",) else "invalid_id"
+            problem = f"{datatype[:16]!r}; it must be {' or '.join(allowed)}"
+            raise InvalidRequestError(f"{input_path(self.name)}.datatype", problem, kind=kind)
         if not isinstance(data, memoryview):
             return data.elements(input_path(self.name), datatype, count)
         if datatype != "BYTES" and len(data) != count * _WIDTHS[datatype]:
             wanted = f"{count} elements of {datatype}, {count * _WIDTHS[datatype]} bytes"
-            raise CountMismatchError(input_path(self.name), f"{len(data)} bytes of data; its shape holds {wanted}")
+            raise InvalidRequestError(
+                input_path(self.name), f"{len(data)} bytes of data; its shape holds {wanted}", kind="count_mismatch"
+            )
         return data
 
 
@@ -384,13 +393,15 @@ def input_path(name: str) -> str:
 
 
 def text_of(path: str, position: int, element: Buffer) -> str:
-    """Decode a string. Raises InvalidIdError if it is not UTF-8."""
+    """Decode a string. Raises InvalidRequestError if it is not UTF-8."""
     try:
         return str(element, "utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidIdError(f"{path}[{position}]", f"it is not UTF-8: {error.reason}") from None
+        raise InvalidRequestError(
+            f"{path}[{position}]", f"it is not UTF-8: {error.reason}", kind="invalid_id"
+        ) from None
 
 
-def wrong_count(path: str, count: int, got: str) -> CountMismatchError:
+def wrong_count(path: str, count: int, got: str) -> InvalidRequestError:
     """Make the error for another number of elements than a shape holds."""
-    return CountMismatchError(path, f"its shape holds {count} elements, its data {got}")
+    return InvalidRequestError(path, f"its shape holds {count} elements, its data {got}", kind="count_mismatch")

@@ -21,15 +21,7 @@ import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
 from loader.snapshot.manifest import MAX_OUTPUTS
-from serving.errors import (
-    BodyTooLargeError,
-    CountMismatchError,
-    InvalidFieldError,
-    LimitExceededError,
-    MalformedRequestError,
-    MissingFeatureError,
-    UnsupportedExtensionError,
-)
+from serving.errors import InvalidRequestError, limit_exceeded
 from serving.formats.bags import (
     DTYPES,
     INTEGERS,
@@ -100,10 +92,12 @@ class TensorParameters(msgspec.Struct, gc=False):
     classification: int | None = None
 
     def check(self, path: str) -> None:
-        """Raise UnsupportedExtensionError for what would change the answer."""
+        """Raise InvalidRequestError for what would change the answer."""
         for name in ("shared_memory_region", "classification"):
             if getattr(self, name) not in (None, 0):
-                raise UnsupportedExtensionError(f"{path}.parameters.{name}", "it is not spoken here")
+                raise InvalidRequestError(
+                    f"{path}.parameters.{name}", "it is not spoken here", kind="unsupported_extension"
+                )
 
 
 class Output(msgspec.Struct, gc=False):
@@ -130,14 +124,16 @@ class InferRequest:
         outputs: list[Output],
     ) -> None:
         if parameters.sequence_id:
-            raise UnsupportedExtensionError("parameters.sequence_id", "requests here belong to no sequence")
+            raise InvalidRequestError(
+                "parameters.sequence_id", "requests here belong to no sequence", kind="unsupported_extension"
+            )
         if len(outputs) > MAX_ASKED_OUTPUTS:
-            raise LimitExceededError("outputs", "outputs", MAX_ASKED_OUTPUTS, len(outputs), "outputs")
+            raise limit_exceeded("outputs", "outputs", MAX_ASKED_OUTPUTS, len(outputs), "outputs")
         for one in outputs:
             if one.parameters is not None:
                 one.parameters.check("outputs")
         if len({one.name for one in outputs}) != len(outputs):
-            raise InvalidFieldError("outputs", "an output is asked for twice")
+            raise InvalidRequestError("outputs", "an output is asked for twice", kind="invalid_field")
         self.model = model
         self.version = parse_version(version)
         self.key = parameters.routing_key or request_id
@@ -165,14 +161,14 @@ class InferRequest:
                 yield one, "FP32", values.astype("<f4", copy=False)
 
     def parse(self, schema: RequestSchema) -> RankRequest:
-        """See `Unparsed`. Raises AmbiguousInputsError for a model that can't be called by this protocol."""
+        """See `Unparsed`. Raises InvalidRequestError for a model that can't be called by this protocol."""
         given, required, limits = self._inputs, schema.required_inputs, schema.limits
         if not required <= given.keys() <= schema.inputs.keys():
             _check_names(schema, given)
         for one in self._outputs:
             if one.name not in schema.outputs:
                 problem = f"there is no output {one.name[:MAX_NAME_CHARS]!r}; there are {list(schema.outputs)}"
-                raise InvalidFieldError("outputs", problem)
+                raise InvalidRequestError("outputs", problem, kind="invalid_field")
         has_optional = len(given) > len(required)
         layout = FeatureCounts(schema, schema.keys, input_path)
         ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
@@ -206,7 +202,7 @@ class InferRequest:
         layout.check(num_candidates)
         num_texts = sum(itertools.compress(layout.num_ids, schema.is_string.tolist()))
         if num_texts > limits.max_string_ids:
-            raise LimitExceededError("inputs", "max_string_ids", limits.max_string_ids, num_texts, "string ids")
+            raise limit_exceeded("inputs", "max_string_ids", limits.max_string_ids, num_texts, "string ids")
         ids, texts = list[Buffer](), list[str]()
         for (name, _, is_string), count in zip(schema.kinds, layout.num_ids, strict=True):
             if is_string:
@@ -236,19 +232,21 @@ def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
         if name not in known:
             if len(known) > MAX_NAMES_SHOWN or name in schema.features.index:
                 raise schema.unknown_feature("", name)
-            raise InvalidFieldError(input_path(name), f"model {model!r} has no such input; it has {list(known)}")
+            raise InvalidRequestError(
+                input_path(name), f"model {model!r} has no such input; it has {list(known)}", kind="invalid_field"
+            )
     for name, one in known.items():
         if not one.optional and name not in given:
-            raise MissingFeatureError(input_path(name), f"model {model!r} needs it")
+            raise InvalidRequestError(input_path(name), f"model {model!r} needs it", kind="missing_feature")
 
 
 def parse_version(text: str) -> int | None:
-    """Read a version as the protocol writes it; "" asks for none. Raises InvalidFieldError."""
+    """Read a version as the protocol writes it; "" asks for none. Raises InvalidRequestError."""
     if not text:
         return None
     version = int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_VERSION_CHARS else 0
     if not 1 <= version <= MAX_ID:
-        raise InvalidFieldError("version", f"{text[:40]!r} is not an integer in 1..{MAX_ID}")
+        raise InvalidRequestError("version", f"{text[:40]!r} is not an integer in 1..{MAX_ID}", kind="invalid_field")
     return version
 
 
@@ -312,16 +310,18 @@ class InferHttpCodec:
         view = memoryview(body)
         header = view if self._header_length is None else view[: _header_bytes(self._header_length, len(view))]
         if len(header) > limits.max_json_bytes:
-            raise BodyTooLargeError("", "max_json_bytes", limits.max_json_bytes, len(header), "bytes of JSON")
+            raise limit_exceeded(
+                "", "max_json_bytes", limits.max_json_bytes, len(header), "bytes of JSON", kind="body_too_large"
+            )
         if count_above(header, _BRACE, _MAX_OBJECTS):
             problem = f"more than {_MAX_OBJECTS} objects; at most {MAX_INPUTS} inputs are taken"
-            raise InvalidFieldError("inputs", problem)
+            raise InvalidRequestError("inputs", problem, kind="invalid_field")
         try:
             decoded = _BODY.decode(header)
         except (msgspec.ValidationError, RecursionError) as error:
-            raise InvalidFieldError("", str(error)) from None
+            raise InvalidRequestError("", str(error), kind="invalid_field") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedRequestError("", f"the request is not JSON: {error}") from None
+            raise InvalidRequestError("", f"the request is not JSON: {error}", kind="malformed") from None
         return _HttpRequest(
             self._model, self._version, decoded.id or "", decoded.parameters or _NO_PARAMETERS,
             _http_inputs(decoded.inputs, view, len(header)), decoded.outputs or [],
@@ -353,7 +353,7 @@ def _header_bytes(text: str, body_bytes: int) -> int:
     length = int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else -1
     if not 1 <= length <= body_bytes:
         problem = f"{text[:40]!r} is not in 1..{body_bytes}, the bytes of the body"
-        raise InvalidFieldError(HEADER_LENGTH, problem)
+        raise InvalidRequestError(HEADER_LENGTH, problem, kind="invalid_field")
     return length
 
 
@@ -371,22 +371,27 @@ def _http_inputs(decoded: Sequence[_Input], body: memoryview, start: int) -> dic
         data: memoryview | JsonData
         if size is None:
             if isinstance(one.data, UnsetType):
-                raise InvalidFieldError(input_path(name), "it has neither data nor parameters.binary_data_size")
+                raise InvalidRequestError(
+                    input_path(name), "it has neither data nor parameters.binary_data_size", kind="invalid_field"
+                )
             data = JsonData(one.data, shape)
         else:
             stop = start + size
             if not start <= stop <= total:
-                raise InvalidFieldError(
+                raise InvalidRequestError(
                     f"{input_path(name)}.parameters.binary_data_size",
                     f"{size} is not in 0..{total - start}, the bytes left behind the JSON object",
+                    kind="invalid_field",
                 )
             data = body[start:stop]
             start = stop
         if name in inputs:
-            raise InvalidFieldError(input_path(name), "it is given twice")
+            raise InvalidRequestError(input_path(name), "it is given twice", kind="invalid_field")
         inputs[name] = Tensor(name, one.datatype, shape, data)
     if start != total:
-        raise InvalidFieldError("", f"{total - start} bytes are left behind the last input's binary data")
+        raise InvalidRequestError(
+            "", f"{total - start} bytes are left behind the last input's binary data", kind="invalid_field"
+        )
     return inputs
 
 
@@ -407,14 +412,20 @@ class JsonData:
             raise wrong_count(path, count, f"at least {commas - rows}")
         nested = _NESTED.match(text) is not None
         if nested and count_above(text, _BRACKET, rows + 1):
-            raise CountMismatchError(path, f"its nested data does not have the shape {shape[:8]}")
+            raise InvalidRequestError(
+                path, f"its nested data does not have the shape {shape[:8]}", kind="count_mismatch"
+            )
         try:
             found: list[Any] = _DECODERS[datatype][nested].decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidFieldError(path, f"its data is not what its datatype says: {error}") from None
+            raise InvalidRequestError(
+                path, f"its data is not what its datatype says: {error}", kind="invalid_field"
+            ) from None
         if nested:
             if [len(found), *set(map(len, found))] != shape:
-                raise CountMismatchError(path, f"its nested data does not have the shape {shape[:8]}")
+                raise InvalidRequestError(
+                    path, f"its nested data does not have the shape {shape[:8]}", kind="count_mismatch"
+                )
             found = list(itertools.chain.from_iterable(found))
         if len(found) != count:
             raise wrong_count(path, count, str(len(found)))
@@ -456,7 +467,7 @@ class InferGrpcCodec:
                 if own is not None:
                     own.check(input_path(tensor.name))
                 if tensor.name in inputs:
-                    raise InvalidFieldError(input_path(tensor.name), "it is given twice")
+                    raise InvalidRequestError(input_path(tensor.name), "it is given twice", kind="invalid_field")
                 inputs[tensor.name] = tensor
             elif name == "raw_input_contents":
                 raw.append(message.view[start:end])
@@ -468,15 +479,17 @@ class InferGrpcCodec:
             elif name is not None:
                 texts[name] = message.text(start, end, name)
         if not texts["model_name"]:
-            raise InvalidFieldError("model", "it is empty; it must be the name of a served model")
+            raise InvalidRequestError(
+                "model", "it is empty; it must be the name of a served model", kind="invalid_field"
+            )
         if raw:
             if len(raw) != len(inputs):
                 problem = f"{len(raw)} of them; there must be one for each of {len(inputs)} inputs"
-                raise InvalidFieldError("raw_input_contents", problem)
+                raise InvalidRequestError("raw_input_contents", problem, kind="invalid_field")
             for tensor, content in zip(inputs.values(), raw, strict=True):
                 if tensor.data is not _NO_DATA:
                     path = f"{input_path(tensor.name)}.contents"
-                    raise InvalidFieldError(path, "it is given beside raw_input_contents")
+                    raise InvalidRequestError(path, "it is given beside raw_input_contents", kind="invalid_field")
                 tensor.data = content
         model, version, request_id = texts.values()
         return _GrpcRequest(model, version, request_id, _converted(parameters, Parameters), inputs, outputs)
@@ -546,7 +559,7 @@ def _described(
             tensor.shape += message.varints(at, stop) if stop else (signed(at),)
         elif name == "contents":
             if tensor.data is not _NO_DATA:
-                raise MalformedRequestError(f"{input_path(tensor.name)}.contents", "it is there twice")
+                raise InvalidRequestError(f"{input_path(tensor.name)}.contents", "it is there twice", kind="malformed")
             tensor.data = ContentsData(message, at, stop)
         elif name == "parameters":
             parameters |= _parameter(message, at, stop)
@@ -572,4 +585,4 @@ def _converted(parameters: dict[str, object], kind: type[_Parameters]) -> _Param
     try:
         return msgspec.convert(parameters, kind)
     except msgspec.ValidationError as error:
-        raise InvalidFieldError("parameters", str(error)) from None
+        raise InvalidRequestError("parameters", str(error), kind="invalid_field") from None

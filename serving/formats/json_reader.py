@@ -22,16 +22,7 @@ import numpy.typing as npt
 import simdjson
 
 from loader.snapshot.tables import fingerprint_strings
-from serving.errors import (
-    BadRequestError,
-    BodyTooLargeError,
-    CountMismatchError,
-    InvalidFieldError,
-    InvalidIdError,
-    LimitExceededError,
-    MalformedRequestError,
-    MissingFeatureError,
-)
+from serving.errors import InvalidRequestError, limit_exceeded
 from serving.formats.bags import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
 from serving.formats.json_text import count_above, lookup_pieces, many_lists
 from serving.formats.requests import (
@@ -100,20 +91,21 @@ class JsonCodec:
         """Parse the text, and read what it says beside features.
 
         Raises:
-            BodyTooLargeError: it is longer than JSON may be.
-            MalformedRequestError: it is not JSON, or no object.
-            InvalidFieldError: an option that is not what it must be, or a key that there is not.
+            InvalidRequestError: it is longer than JSON may be; it is not JSON, or no object; an option that is not what
+                it must be, or a key that there is not.
         """
         allowed = limits.max_json_bytes
         if len(body) > allowed:
-            raise BodyTooLargeError("", "max_json_bytes", allowed, len(body), "bytes of JSON in the body")
+            raise limit_exceeded(
+                "", "max_json_bytes", allowed, len(body), "bytes of JSON in the body", kind="body_too_large"
+            )
         text = bytes(body) if isinstance(body, memoryview) else body
         try:
             document = _parse(text)
         except (ValueError, RuntimeError) as error:
             raise _unparsable(text, str(error)) from None
         if not isinstance(document, simdjson.Object):
-            raise MalformedRequestError("", f"the body is {_shown(document)}, not an object")
+            raise InvalidRequestError("", f"the body is {_shown(document)}, not an object", kind="malformed")
         keys = _keys(document)
         if not keys <= _KEYS[self.method]:
             raise _unknown_key("", keys, _KEYS[self.method])
@@ -138,9 +130,11 @@ class UnparsedJson:
         for name in keys & _OPTIONS.keys():
             value = document[name]
             if type(value) is not _OPTIONS[name]:
-                raise InvalidFieldError(name, f"{_shown(value)} is not {_TYPES[_OPTIONS[name]]}")
+                raise InvalidRequestError(
+                    name, f"{_shown(value)} is not {_TYPES[_OPTIONS[name]]}", kind="invalid_field"
+                )
             if type(value) is int and name != "timeout_ms" and not 1 <= value <= MAX_ID:
-                raise InvalidFieldError(name, f"{value} is not in 1..{MAX_ID}")
+                raise InvalidRequestError(name, f"{value} is not in 1..{MAX_ID}", kind="invalid_field")
             options[name] = value
         self.version: int | None = options.pop("version", None)
         self._options = Options(**options)
@@ -151,7 +145,7 @@ class UnparsedJson:
         try:
             try:
                 return self._rank(schema) if self._method == "rank" else self._lookup(schema)
-            except BadRequestError as error:
+            except InvalidRequestError as error:
                 # Its frames hold what was read with the parser, and much memory.
                 raise error.with_traceback(None) from None
             except _NOT_TAKEN:
@@ -169,7 +163,9 @@ class UnparsedJson:
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
         if "candidates" not in self._keys:
-            raise InvalidFieldError("candidates", "missing; a rank request needs its candidates")
+            raise InvalidRequestError(
+                "candidates", "missing; a rank request needs its candidates", kind="invalid_field"
+            )
         context, context_weights = self._features(schema, "context")
         candidates, candidate_weights = self._features(schema, "candidates")
         for name, is_context, is_string in schema.kinds:
@@ -194,7 +190,9 @@ class UnparsedJson:
 
     def _lookup(self, schema: RequestSchema) -> LookupRequest:
         if "sparse" not in self._keys:
-            raise InvalidFieldError("sparse", "missing; a lookup needs the ids of at least one feature")
+            raise InvalidRequestError(
+                "sparse", "missing; a lookup needs the ids of at least one feature", kind="invalid_field"
+            )
         sparse, weights = self._features(schema, "")
         keys = np.array(sorted(schema.features.index[name] for name in sparse), np.int32)
         self._sources = [
@@ -248,7 +246,9 @@ class UnparsedJson:
                 is_nested = False
             elif count != expected:
                 path = part_path(part, f"sparse.{name}")
-                raise CountMismatchError(path, f"{count} candidates, but others have {expected}")
+                raise InvalidRequestError(
+                    path, f"{count} candidates, but others have {expected}", kind="count_mismatch"
+                )
             elif is_nested := count > 0 and isinstance(found[0], simdjson.Array):
                 own = np.fromiter(map(len, cast(Any, found)), np.int64, count=count)
                 self._lists += count
@@ -259,7 +259,7 @@ class UnparsedJson:
             has_weights |= weights is not None
             if is_string:
                 if (num_texts := len(texts) + int(own.sum())) > most:
-                    raise LimitExceededError("sparse", "max_string_ids", most, num_texts, "string ids")
+                    raise limit_exceeded("sparse", "max_string_ids", most, num_texts, "string ids")
                 decoded = _DECODERS["strings"][is_nested].decode(found.mini)
                 strings = list(chain.from_iterable(decoded)) if is_nested else decoded
                 texts += strings
@@ -284,13 +284,17 @@ class UnparsedJson:
             if weights is not None:
                 path = part_path(part, f"weights.{name}")
                 if len(weights) != len(found):
-                    raise CountMismatchError(path, f"{len(weights)} entries, but its ids have {len(found)}")
+                    raise InvalidRequestError(
+                        path, f"{len(weights)} entries, but its ids have {len(found)}", kind="count_mismatch"
+                    )
                 self._lists += 1
                 if part != "context" and len(found) and isinstance(found[0], simdjson.Array):
                     counts = np.fromiter(map(len, cast(Any, weights)), np.int64, count=len(weights))
                     if (different := counts != own).any():
                         bag = int(different.argmax())
-                        raise CountMismatchError(f"{path}[{bag}]", f"{counts[bag]} weights for {own[bag]} ids")
+                        raise InvalidRequestError(
+                            f"{path}[{bag}]", f"{counts[bag]} weights for {own[bag]} ids", kind="count_mismatch"
+                        )
                     self._lists += len(weights)
                 flat[start:end] = _floats(weights)
             start = end
@@ -300,7 +304,9 @@ class UnparsedJson:
         """float32 [Kc]."""
         found = self._dense.get("context", ())
         if len(found) != width:
-            raise CountMismatchError("context.dense", f"{len(found)} values, the model takes {width}")
+            raise InvalidRequestError(
+                "context.dense", f"{len(found)} values, the model takes {width}", kind="count_mismatch"
+            )
         values = _floats(found)
         if len(values) != width:
             raise TypeError
@@ -314,11 +320,15 @@ class UnparsedJson:
             return np.empty((num_candidates, 0), np.float32)
         num_rows = 0 if found is None else len(found)
         if num_rows != num_candidates and (num_rows or width):
-            raise CountMismatchError("candidates.dense", f"{num_rows} rows for {num_candidates} candidates")
+            raise InvalidRequestError(
+                "candidates.dense", f"{num_rows} rows for {num_candidates} candidates", kind="count_mismatch"
+            )
         widths = np.fromiter(map(len, cast(Any, found)), np.int64, count=num_rows)
         if (different := widths != width).any():
             row = int(different.argmax())
-            raise CountMismatchError(f"candidates.dense[{row}]", f"{widths[row]} values, the model takes {width}")
+            raise InvalidRequestError(
+                f"candidates.dense[{row}]", f"{widths[row]} values, the model takes {width}", kind="count_mismatch"
+            )
         self._lists += 1 + num_rows
         return _floats(found).reshape(num_candidates, width)
 
@@ -334,7 +344,7 @@ class UnparsedJson:
         if count != self._lists and (count < self._lists or count_above(self._text, _BRACKET, self._lists)):
             raise TypeError
 
-    def _refusal(self) -> BadRequestError:
+    def _refusal(self) -> InvalidRequestError:
         """Return the error for the first element of all lists that is not what it must be."""
         lists: list[tuple[str, Any, _Kind, bool]] = []
         for found, weights, name, part, is_string in self._sources:
@@ -345,7 +355,7 @@ class UnparsedJson:
                 lists.append((part_path(part, f"weights.{name}"), weights, "floats", is_nested))
         for part, dense in self._dense.items():
             lists.append((f"{part}.dense", dense, "floats", part == "candidates"))
-        wrong = InvalidFieldError("", "its lists are not nested as they must be")
+        wrong = InvalidRequestError("", "its lists are not nested as they must be", kind="invalid_field")
         return next(filter(None, starmap(_wrong_element, lists)), wrong)
 
 
@@ -367,7 +377,7 @@ def rank_document(answer: RankAnswer) -> dict[str, Any]:
 
 
 def encode_request(request: Mapping[str, Any]) -> bytes:
-    """Write a request of plain Python values as JSON. Raises InvalidFieldError for what JSON has no form for."""
+    """Write a request of plain Python values as JSON. Raises InvalidRequestError for what JSON has no form for."""
     try:
         return _ENCODER.encode(request)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -375,10 +385,10 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
         try:
             return json.dumps(request).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidFieldError("", f"the request has no JSON form: {error}") from None
+            raise InvalidRequestError("", f"the request has no JSON form: {error}", kind="invalid_field") from None
 
 
-def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> BadRequestError | None:
+def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> InvalidRequestError | None:
     """Return the error for the first element of a list that is not what it must be."""
     text = found.mini if isinstance(found, simdjson.Array | simdjson.Object) else _ENCODER.encode(found)
     try:
@@ -391,38 +401,44 @@ def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> BadRe
         found = found[int(position)]
         path += f"[{position}]"
     if len(positions) <= is_nested:
-        return InvalidFieldError(path, f"{_shown(found)} is not a list")
+        return InvalidRequestError(path, f"{_shown(found)} is not a list", kind="invalid_field")
     if kind == "floats" or isinstance(found, simdjson.Array):
-        return InvalidFieldError(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
-    return InvalidIdError(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
+        return InvalidRequestError(path, f"{_shown(found)} is not {_ALLOWED[kind]}", kind="invalid_field")
+    return InvalidRequestError(path, f"{_shown(found)} is not {_ALLOWED[kind]}", kind="invalid_id")
 
 
-def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> BadRequestError:
+def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> InvalidRequestError:
     path = part_path(part, f"weights.{name}")
     if name not in schema.name_sets[part]:
         return schema.unknown_feature(part, name)
     if name not in schema.weighted_names:
-        return InvalidFieldError(path, f"feature {name!r} takes no weights")
-    return MissingFeatureError(part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids")
+        return InvalidRequestError(path, f"feature {name!r} takes no weights", kind="invalid_field")
+    return InvalidRequestError(
+        part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids", kind="missing_feature"
+    )
 
 
 def _keys(found: Any, *path: str) -> frozenset[str]:
-    """Return an object's keys. Raises InvalidFieldError for what is none, for too many, or one that is there twice."""
+    """Return an object's keys. Raises InvalidRequestError for no object, too many keys, or one twice."""
     if not isinstance(found, simdjson.Object):
-        raise InvalidFieldError(".".join(filter(None, path)), f"{_shown(found)} is not an object")
+        raise InvalidRequestError(
+            ".".join(filter(None, path)), f"{_shown(found)} is not an object", kind="invalid_field"
+        )
     # They become Python objects, so there must be few.
     if len(found) > MAX_KEYS:
         problem = f"{len(found)} keys; a request has at most {MAX_KEYS}"
-        raise InvalidFieldError(".".join(filter(None, path)), problem)
+        raise InvalidRequestError(".".join(filter(None, path)), problem, kind="invalid_field")
     keys = list(found.keys())
     different = frozenset(keys)
     if len(different) != len(keys):
-        raise InvalidFieldError(Counter(keys).most_common(1)[0][0], "the key is there twice")
+        raise InvalidRequestError(Counter(keys).most_common(1)[0][0], "the key is there twice", kind="invalid_field")
     return different
 
 
-def _unknown_key(path: Part, keys: frozenset[str], allowed: frozenset[str]) -> InvalidFieldError:
-    return InvalidFieldError(part_path(path, min(keys - allowed)), f"unknown key; allowed are {sorted(allowed)}")
+def _unknown_key(path: Part, keys: frozenset[str], allowed: frozenset[str]) -> InvalidRequestError:
+    return InvalidRequestError(
+        part_path(path, min(keys - allowed)), f"unknown key; allowed are {sorted(allowed)}", kind="invalid_field"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -470,7 +486,7 @@ def _float(digits: str) -> float | _NoNumber:
     return float(digits) if math.isfinite(float(digits)) else _NoNumber(digits)
 
 
-def _unparsable(text: bytes | bytearray, problem: str) -> BadRequestError:
+def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
     """Make the error for a text that the parser has a `problem` with; a long one is searched only if it is no JSON."""
     steps: tuple[Any, ...] = ()
     try:
@@ -484,13 +500,13 @@ def _unparsable(text: bytes | bytearray, problem: str) -> BadRequestError:
     except (ValueError, RecursionError) as error:
         problem = str(error)
     if not steps:
-        return MalformedRequestError("", f"the body is not JSON that can be read: {problem}")
+        return InvalidRequestError("", f"the body is not JSON that can be read: {problem}", kind="malformed")
     _, *path, value = steps
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    refusal = InvalidIdError if ".sparse." in field else InvalidFieldError
+    problem = "it is not valid Unicode: it has a lone surrogate"
     if isinstance(value, _NoNumber):
-        return refusal(field[1:], f"{value[:_SHOWN_CHARS]} is not in 0..{MAX_ID}, and no finite number of 64 bits")
-    return refusal(field[1:], "it is not valid Unicode: it has a lone surrogate")
+        problem = f"{value[:_SHOWN_CHARS]} is not in 0..{MAX_ID}, and no finite number of 64 bits"
+    return InvalidRequestError(field[1:], problem, kind="invalid_id" if ".sparse." in field else "invalid_field")
 
 
 def _without_form(document: dict[str, Any] | list[Any]) -> tuple[Any, ...]:

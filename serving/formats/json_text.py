@@ -78,8 +78,8 @@ def error_document(error: ShardrankError, request_id: str = "") -> dict[str, Any
     """Return the JSON form of an error."""
     # Whatever the text holds, an error must not fail to be told.
     content: dict[str, Any] = {"kind": error.kind, "message": printable(str(error), MAX_MESSAGE_CHARS)}
-    if field := getattr(error, "field", ""):
-        content["field"] = printable(field, MAX_FIELD_CHARS)
+    if error.field:
+        content["field"] = printable(error.field, MAX_FIELD_CHARS)
     if request_id:
         content["request_id"] = request_id
     return {"error": content}

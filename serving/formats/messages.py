@@ -13,13 +13,7 @@ from typing import cast
 import numpy as np
 
 from serving.description import ModelInfo
-from serving.errors import (
-    CountMismatchError,
-    InvalidFieldError,
-    InvalidIdError,
-    MalformedRequestError,
-    SchemaDigestError,
-)
+from serving.errors import InvalidRequestError
 from serving.formats.bags import (
     RAGGED,
     FeatureCounts,
@@ -86,10 +80,14 @@ class MessageCodec:
         unparsed = UnparsedMessage(ProtobufMessage(body, _NAMES[self.method], limits.max_message_fields), self.method)
         if self._model is not None:
             if unparsed.model not in ("", self._model):
-                raise InvalidFieldError("model", f"{unparsed.model[:80]!r}, but the path names {self._model!r}")
+                raise InvalidRequestError(
+                    "model", f"{unparsed.model[:80]!r}, but the path names {self._model!r}", kind="invalid_field"
+                )
             unparsed.model = self._model
         if not unparsed.model:
-            raise InvalidFieldError("model", "it is empty; it must be the name of a served model")
+            raise InvalidRequestError(
+                "model", "it is empty; it must be the name of a served model", kind="invalid_field"
+            )
         return unparsed
 
 
@@ -117,7 +115,7 @@ class UnparsedMessage:
                 self._entries.append((start, end))
             elif name in self._spans:
                 # Protobuf would merge the two. No encoder writes that, and no two readers would agree on its limits.
-                raise MalformedRequestError(name, "it is there twice")
+                raise InvalidRequestError(name, "it is there twice", kind="malformed")
             else:
                 self._spans[name] = start, end
         self.model = texts["model"]
@@ -129,13 +127,13 @@ class UnparsedMessage:
         )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> Request:
-        """See `Unparsed`. Raises SchemaDigestError for a request that is packed for another schema."""
+        """See `Unparsed`. Raises InvalidRequestError for a request that is packed for another schema."""
         if self._is_lookup:
             return self._lookup(schema)
         if "packed" not in self._spans:
             return self._rank(schema)
         if len(self._spans) > 1:
-            raise InvalidFieldError("packed", "it is given beside context or candidates")
+            raise InvalidRequestError("packed", "it is given beside context or candidates", kind="invalid_field")
         return self._packed(schema)
 
     def encode(self, answer: Answer) -> Encoded:
@@ -184,7 +182,9 @@ class UnparsedMessage:
     ) -> RankRequest:
         context, candidates = dense
         if context.size != (wanted := schema.num_context_dense):
-            raise CountMismatchError("context.dense", f"{context.size} values, the model takes {wanted}")
+            raise InvalidRequestError(
+                "context.dense", f"{context.size} values, the model takes {wanted}", kind="count_mismatch"
+            )
         matrix = dense_matrix(candidates, count, schema.num_candidate_dense)
         return rank_request(schema, bags, count, context, matrix, self._options, texts)
 
@@ -200,7 +200,8 @@ class UnparsedMessage:
                 found[name] = message.view[start:end]
         digest = bytes(found["schema_digest"][:80]).decode(errors="backslashreplace")
         if digest != schema.features.digest:
-            raise SchemaDigestError(schema.features.spec.model, digest, schema.features.digest)
+            says = f"{digest!r}; that of model {schema.features.spec.model!r} is {schema.features.digest!r}"
+            raise InvalidRequestError("packed.schema_digest", says, kind="schema_digest")
         num_candidates = self._number("num_candidates")
         check_num_candidates(schema.limits, num_candidates)
         bags_per_key = ids_per_key = schema.bags_per_key(num_candidates)
@@ -208,7 +209,9 @@ class UnparsedMessage:
         if found["lengths"]:
             lengths = array_of(found["lengths"], "<i4", "packed.lengths").astype(np.int64)
             if lengths.size != int(bags_per_key.sum()):
-                raise CountMismatchError("packed.lengths", f"{lengths.size} of them for {bags_per_key.sum()} bags")
+                raise InvalidRequestError(
+                    "packed.lengths", f"{lengths.size} of them for {bags_per_key.sum()} bags", kind="count_mismatch"
+                )
             # Sums of so few int32 can't wrap around.
             ids_per_key = np.add.reduceat(lengths, np.cumsum(bags_per_key) - bags_per_key)
         ids = array_of(bytearray(found["ids"]), "<i8", "packed.ids")
@@ -224,9 +227,13 @@ class UnparsedMessage:
             self._refuse_lengths(lengths, ids.size, len(texts), f"{wanted} and {wanted_texts}")
         if weights.size:
             if weights.size != wanted + wanted_texts:
-                raise CountMismatchError("packed.weights", f"{weights.size} of them for {wanted + wanted_texts} ids")
+                raise InvalidRequestError(
+                    "packed.weights", f"{weights.size} of them for {wanted + wanted_texts} ids", kind="count_mismatch"
+                )
             if not (weights[~np.repeat(schema.is_weighted, ids_per_key)] == 1).all():
-                raise InvalidFieldError("packed.weights", "a feature that takes no weights has one that is not 1")
+                raise InvalidRequestError(
+                    "packed.weights", "a feature that takes no weights has one that is not 1", kind="invalid_field"
+                )
         values = values_of(schema, schema.keys, ids_per_key, ids, texts)
         bags = keyed_bags(
             schema, schema.keys, bags_per_key, lengths, ids_per_key, values, weights if weights.size else None
@@ -237,8 +244,12 @@ class UnparsedMessage:
         most = num_ids + num_texts
         if lengths is not None and (wrong := (lengths < 0) | (lengths > most)).any():
             bag = int(wrong.argmax())
-            raise InvalidFieldError(f"packed.lengths[{bag}]", f"{lengths[bag]} is not in 0..{most}, the number of ids")
-        raise CountMismatchError("packed.ids", f"{num_ids} integers and {num_texts} strings; the lengths say {said}")
+            raise InvalidRequestError(
+                f"packed.lengths[{bag}]", f"{lengths[bag]} is not in 0..{most}, the number of ids", kind="invalid_field"
+            )
+        raise InvalidRequestError(
+            "packed.ids", f"{num_ids} integers and {num_texts} strings; the lengths say {said}", kind="count_mismatch"
+        )
 
 
 class _Features:
@@ -262,7 +273,7 @@ class _Features:
         if name not in self._schema.name_sets[part]:
             raise self._schema.unknown_feature(part, name)
         if name in self._found:
-            raise InvalidFieldError(part_path(part, f"sparse.{name}"), "it is given twice")
+            raise InvalidRequestError(part_path(part, f"sparse.{name}"), "it is given twice", kind="invalid_field")
         sizes: list[int] = [0, 0, 0, 0]
         columns: tuple[list[Buffer], ...] = ([], [], [], [])
         self._found[name] = sizes, columns
@@ -290,9 +301,13 @@ class _Features:
                 self._refuse(name, sizes, is_string=is_string)
             num_ids += num_texts
             if num_weights and name not in schema.weighted_names:
-                raise InvalidFieldError(f"{self._path(name)}.weights", f"feature {name!r} takes no weights")
+                raise InvalidRequestError(
+                    f"{self._path(name)}.weights", f"feature {name!r} takes no weights", kind="invalid_field"
+                )
             if num_weights not in (0, num_ids):
-                raise CountMismatchError(f"{self._path(name)}.weights", f"{num_weights} weights for {num_ids} ids")
+                raise InvalidRequestError(
+                    f"{self._path(name)}.weights", f"{num_weights} weights for {num_ids} ids", kind="count_mismatch"
+                )
             if num_weights:
                 layout.weighted.append(len(layout.num_ids))
             if num_lengths:
@@ -319,11 +334,15 @@ class _Features:
         path = self._path(name)
         for size, (column, width) in zip(sizes, _WIDTHS.items(), strict=False):
             if size % width:
-                raise MalformedRequestError(
-                    f"{path}.{column}", f"a packed field whose length is not a multiple of {width} bytes"
+                raise InvalidRequestError(
+                    f"{path}.{column}",
+                    f"a packed field whose length is not a multiple of {width} bytes",
+                    kind="malformed",
                 )
         field, type_name = ("ids", "strings") if is_string else ("string_ids", "integers")
-        raise InvalidIdError(f"{path}.{field}", f"ids of {name!r} are {type_name}, not given here")
+        raise InvalidRequestError(
+            f"{path}.{field}", f"ids of {name!r} are {type_name}, not given here", kind="invalid_id"
+        )
 
 
 def encode_rank(answer: RankAnswer) -> bytes:

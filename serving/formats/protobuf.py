@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message as Generated
 
-from serving.errors import LimitExceededError, MalformedRequestError
+from serving.errors import InvalidRequestError, limit_exceeded
 from serving.formats.requests import Buffer
 from shard_node.bags import Int64Array
 
@@ -52,7 +52,7 @@ class ProtobufMessage:
             self._left -= 1
             if self._left < 0:
                 most = self._max_fields
-                raise LimitExceededError("", "max_message_fields", most, f"more than {most}", "fields in the message")
+                raise limit_exceeded("", "max_message_fields", most, f"more than {most}", "fields in the message")
             tag = data[at]
             at += 1
             if tag > 127:
@@ -80,7 +80,7 @@ class ProtobufMessage:
                 raise self.malformed(f"field {tag >> 3} has wire type {kind}; groups are not taken")
 
     def varints(self, start: int, end: int) -> list[int]:
-        """Decode a packed field of a few int64; of many, `decode_varints` is faster. Raises MalformedRequestError."""
+        """Decode a packed field of a few int64; of many, `decode_varints` is faster. Raises InvalidRequestError."""
         values = []
         while start < end:
             value, start = self._varint(start, end)
@@ -95,22 +95,22 @@ class ProtobufMessage:
                 key = self.text(at, stop, field)
             elif tag == 2 << 3 | LENGTH:
                 if value is not None:
-                    raise MalformedRequestError(field, f"the value of {key[:80]!r} is there twice")
+                    raise InvalidRequestError(field, f"the value of {key[:80]!r} is there twice", kind="malformed")
                 value = at, stop
         return key, value or (0, 0)
 
     def text(self, start: int, end: int, field: str) -> str:
         """Decode a text that is no id."""
         if end - start > MAX_TEXT_BYTES:
-            raise LimitExceededError(field, "text", MAX_TEXT_BYTES, end - start, "bytes")
+            raise limit_exceeded(field, "text", MAX_TEXT_BYTES, end - start, "bytes")
         try:
             return self.data[start:end].decode()
         except UnicodeDecodeError as error:
-            raise MalformedRequestError(field, f"it is not UTF-8: {error.reason}") from None
+            raise InvalidRequestError(field, f"it is not UTF-8: {error.reason}", kind="malformed") from None
 
-    def malformed(self, problem: str) -> MalformedRequestError:
+    def malformed(self, problem: str) -> InvalidRequestError:
         """Make the error for bytes that are no such message."""
-        return MalformedRequestError("", f"the message is not a {self._name}: {problem}")
+        return InvalidRequestError("", f"the message is not a {self._name}: {problem}", kind="malformed")
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         """Read a varint of up to 64 bits. Returns it, and where it ends."""
@@ -145,16 +145,18 @@ def count_varints(packed: npt.NDArray[np.uint8]) -> int:
 
 
 def decode_varints(packed: npt.NDArray[np.uint8]) -> Int64Array:
-    """Decode a packed field of int64 or int32, uint8 [n], to int64. Count before. Raises MalformedRequestError."""
+    """Decode a packed field of int64 or int32, uint8 [n], to int64. Count before. Raises InvalidRequestError."""
     if not packed.size:
         return np.empty(0, np.int64)
     ends = np.flatnonzero(packed < 128)
     if not ends.size or ends[-1] != packed.size - 1:
-        raise MalformedRequestError("", "the last number of a packed field does not end")
+        raise InvalidRequestError("", "the last number of a packed field does not end", kind="malformed")
     sizes = np.diff(ends, prepend=-1)
     shortest, longest = int(sizes.min()), int(sizes.max())
     if longest > MAX_VARINT_BYTES:
-        raise MalformedRequestError("", f"a number of more than {MAX_VARINT_BYTES} bytes in a packed field")
+        raise InvalidRequestError(
+            "", f"a number of more than {MAX_VARINT_BYTES} bytes in a packed field", kind="malformed"
+        )
     values = np.empty(ends.size, np.uint64)
     for size in range(shortest, longest + 1):
         # All numbers of one size at once.

@@ -149,7 +149,7 @@ class Unparsed(Protocol):
     key: str
 
     def parse(self, schema: RequestSchema) -> Request:
-        """Read and check everything else. Raises BadRequestError, naming the field, the value and what is allowed."""
+        """Read and check everything else. Raises InvalidRequestError."""
         ...
 
     def encode(self, answer: Answer) -> Encoded:
@@ -169,5 +169,5 @@ class Codec(Protocol):
     method: Method
 
     def read(self, body: Buffer, limits: RequestLimits) -> Unparsed:
-        """Read a request as far as that needs no schema. Raises BadRequestError if it is not of this form."""
+        """Read a request as far as that needs no schema. Raises InvalidRequestError if it is not of this form."""
         ...

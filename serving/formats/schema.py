@@ -13,7 +13,7 @@ import numpy as np
 
 from loader.snapshot.manifest import Side
 from router.feature_schema import FeatureSchema
-from serving.errors import AmbiguousInputsError, MissingFeatureError, UnknownFeatureError
+from serving.errors import InvalidRequestError
 from serving.limits import RequestLimits
 from shard_node.bags import Int32Array, Int64Array
 
@@ -97,21 +97,23 @@ class RequestSchema:
     def inputs(self) -> dict[str, TensorSpec]:
         """Inputs of the Open Inference Protocol by name, as metadata list them.
 
-        Raises AmbiguousInputsError if two have the same name.
+        Raises InvalidRequestError if two have the same name.
         """
         found: dict[str, TensorSpec] = {}
         for one in self._input_specs():
             if one.name in found:
-                raise AmbiguousInputsError(
+                raise InvalidRequestError(
+                    "",
                     f"model {self.features.spec.model!r} has two inputs named {one.name!r}, so it can't be called by "
-                    "this protocol; rename the feature"
+                    "this protocol; rename the feature",
+                    kind="ambiguous_inputs",
                 )
             found[one.name] = one
         return found
 
     @cached_property
     def required_inputs(self) -> frozenset[str]:
-        """Names of the inputs that every request has. Raises AmbiguousInputsError."""
+        """Names of the inputs that every request has. Raises InvalidRequestError."""
         return frozenset(name for name, one in self.inputs.items() if not one.optional)
 
     def _input_specs(self) -> Iterator[TensorSpec]:
@@ -143,31 +145,36 @@ class RequestSchema:
         """Refuse features that do not belong into a part, and with `all_needed` a part that lacks one.
 
         Raises:
-            UnknownFeatureError: for one that the model does not have, or has on the other side.
-            MissingFeatureError: for one that the model needs.
+            InvalidRequestError: for one that the model does not have, or has on the other side; for one that the model
+                needs.
         """
         expected = self.name_sets[part]
         for name in given:
             if name not in expected:
                 raise self.unknown_feature(part, name)
         if all_needed and (missing := [name for name in self.names_of(part) if name not in given]):
-            raise MissingFeatureError(
+            raise InvalidRequestError(
                 part_path(part, f"sparse.{missing[0]}"),
                 f"model {self.features.spec.model!r} needs it, one of {len(missing)} that are missing",
+                kind="missing_feature",
             )
 
-    def unknown_feature(self, part: Part, name: str) -> UnknownFeatureError:
+    def unknown_feature(self, part: Part, name: str) -> InvalidRequestError:
         """Return the error for a feature that does not belong into a part."""
         name = name[:MAX_NAME_CHARS]
         path = part_path(part, f"sparse.{name}")
         if part and name in self.features.index:
-            return UnknownFeatureError(path, f"it is a {self.features.spec.feature(name).side} feature")
+            return InvalidRequestError(
+                path, f"it is a {self.features.spec.feature(name).side} feature", kind="unknown_feature"
+            )
         names = self.names_of(part)
         shown = str(list(names))
         if len(names) > MAX_NAMES_SHOWN:
             shown = f"{len(names)}, such as {get_close_matches(name, _most_alike(name, names), 3) or list(names[:3])}"
         model = self.features.spec.model
-        return UnknownFeatureError(path, f"model {model!r} has no such feature here; it has {shown}")
+        return InvalidRequestError(
+            path, f"model {model!r} has no such feature here; it has {shown}", kind="unknown_feature"
+        )
 
 
 def _most_alike(name: str, names: tuple[str, ...]) -> list[str]:

@@ -31,7 +31,7 @@ from loader.snapshot.manifest import (
     SideInput,
 )
 from loader.snapshot.program import Program, ProgramArchive, program_bytes
-from serving.errors import RankingModelError, UntrustedProgramError
+from serving.errors import RankingModelError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.layers import NumberFormat, can_pack
 from serving.models.ranking_models import BLOCK_ROWS, MAX_PAIRS, RankingModel
@@ -73,15 +73,13 @@ class ExportedRanking(RankingModel):
         self._outputs = tuple(_exported(spec).outputs.values())
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Give the weighted sum of the outputs, float32 [N]."""
+        """Return the weighted sum of the outputs, float32 [N], without gradients."""
         return self.scores(inputs)[0]
 
-    def score(self, inputs: RankingInputs) -> Tensor:
-        """Give the weighted sum of the outputs, float32 [N], without gradients."""
-        return self.scores(inputs)[0]
+    score = forward
 
     def scores(self, inputs: RankingInputs) -> Tensor:
-        """Give that sum, and below it each output after its activation: float32 [1 + outputs, N], without gradients."""
+        """Return that sum, and below it each output after its activation: float32 [1 + outputs, N], no gradients."""
         with torch.inference_mode():
             parts = [self._scores(part) for part in _divided(_with_rows(inputs), self.max_pairs)]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -112,14 +110,15 @@ def load_exported(spec: ModelSpec, path: Path, *, trusted: bool) -> ExportedRank
     """Load a version's `dense.pt2`, checked and ready to score.
 
     Raises:
-        UntrustedProgramError: it is not `trusted`; nothing was read.
-        UnsafeProgramError: pickle would be needed; PyTorch has not read it.
+        RankingModelError: it is not `trusted`; nothing was read.
+        SnapshotCorruptError: pickle would be needed; PyTorch has not read it.
         RankingModelError: it does not fit the description.
     """
     if not trusted:
-        raise UntrustedProgramError(
+        raise RankingModelError(
             f"model {spec.model!r}: {path.name} is a program, which can do whatever this process can; if you trust "
-            "who writes to the store, mark it with --trust-exported"
+            "who writes to the store, mark it with --trust-exported",
+            kind="untrusted_program",
         )
     return _checked(spec, ProgramArchive.read(path))
 
@@ -160,20 +159,14 @@ def _loaded_program(spec: ModelSpec, archive: ProgramArchive) -> ExportedRanking
     signature = program.graph_signature
     tensors = {**program.state_dict, **program.constants}
     held: list[Tensor] = []
-    for one in signature.input_specs:
-        if one.kind.name == "USER_INPUT":
-            continue
-        if one.target is None or not isinstance(tensor := tensors.get(one.target), Tensor):
-            raise RankingModelError(f"model {spec.model!r}: the program has no tensor {one.target!r}")
+    for name in (one.target for one in signature.input_specs if one.kind.name != "USER_INPUT"):
+        if name is None or not isinstance(tensor := tensors.get(name), Tensor):
+            raise RankingModelError(f"model {spec.model!r}: the program has no tensor {name!r}")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise RankingModelError(f"model {spec.model!r}: the program's tensor {name!r} holds NaN or inf")
         held.append(tensor.detach())
-    bad = [
-        one.target
-        for one, tensor in zip(signature.input_specs, held, strict=False)
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
-    if bad:
-        raise RankingModelError(f"model {spec.model!r}: the program's tensor {bad[0]!r} holds NaN or inf")
-    graph, bindings = program.graph_module, _bindings(spec, signature.user_inputs, dtype)
+    inputs = [_exported(spec).inputs[str(name)] for name in signature.user_inputs]
+    graph, bindings = program.graph_module, [_binding(spec, source, dtype) for source in inputs]
     _pack_products(graph, held)
     order = _output_order(spec, program.call_spec.out_spec)
 
@@ -238,13 +231,16 @@ def _check_signature(spec: ModelSpec, program: ExportedProgram) -> torch.dtype:
     prefix, signature = f"model {spec.model!r}: the program", program.graph_signature
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
     names = [str(name) for name in signature.user_inputs]
-    _check_names(spec, names)
+    inputs = _exported(spec).inputs
+    if missing := [name for name in names if name not in inputs]:
+        raise RankingModelError(f"{prefix} has an argument {missing[0]!r} that inputs do not say; they are {[*inputs]}")
+    if unknown := [name for name in inputs if name not in names]:
+        raise RankingModelError(f"{prefix} has no argument {unknown[0]!r}, which inputs say; it has {names}")
     if other := [one.kind.name for one in signature.output_specs if one.kind.name != "USER_OUTPUT"]:
         raise RankingModelError(f"{prefix} changes its own tensors ({other[0]}); export it in eval mode")
     floats: set[torch.dtype] = set()
     for name in names:
-        value, source = nodes[name], _exported(spec).inputs[name]
-        dtype, shape = _expected(spec, source)
+        value, (dtype, shape) = nodes[name], _expected(spec, inputs[name])
         if not isinstance(value, Tensor):
             raise RankingModelError(f"{prefix}: argument {name!r} is no tensor")
         given = value.dtype
@@ -296,16 +292,6 @@ def _check_outputs(spec: ModelSpec, values: Sequence[Any]) -> None:
 # Arguments and outputs
 
 
-def _check_names(spec: ModelSpec, names: Sequence[str]) -> None:
-    described, prefix = _exported(spec).inputs, f"model {spec.model!r}: the program"
-    if missing := [name for name in names if name not in described]:
-        raise RankingModelError(
-            f"{prefix} has an argument {missing[0]!r} that inputs do not say; they are {[*described]}"
-        )
-    if unknown := [name for name in described if name not in names]:
-        raise RankingModelError(f"{prefix} has no argument {unknown[0]!r}, which inputs say; it has {list(names)}")
-
-
 def _output_order(spec: ModelSpec, out_spec: Any) -> list[int]:
     """Find the position of each described output among the program's: by name if it returns a dict, else in order."""
     names = list(_exported(spec).outputs)
@@ -323,96 +309,85 @@ def check_bindings(spec: ModelSpec) -> None:
         _expected(spec, source)
 
 
-def _side_of(spec: ModelSpec, source: PooledInput) -> tuple[bool, SideShapes]:
-    """Return whether it is the context, and that side's columns."""
-    prefix, shapes = f"model {spec.model!r}: inputs", InputShapes.of(spec)
-    for name in source.features:
-        if name not in shapes.features:
-            known = list(shapes.features)
-            raise RankingModelError(f"{prefix}: {name!r} is none of the pooled features; they are {known}")
-    sides = {spec.feature(name).side for name in source.features}
-    if len(sides) != 1:
-        raise RankingModelError(f"{prefix}: {list(source.features)} are of both sides; give each side an argument")
-    side = sides.pop()
-    return side == "context", shapes.side(side)
+def _columns(
+    spec: ModelSpec, source: SideInput | PooledInput | ContextFloats | CandidateFloats
+) -> tuple[bool, list[slice]]:
+    """Return whether an argument gets columns of the context, and which. Raises RankingModelError."""
+    shapes, prefix = InputShapes.of(spec), f"model {spec.model!r}: inputs"
+    match source:
+        case PooledInput():
+            if unknown := [name for name in source.features if name not in shapes.features]:
+                known = list(shapes.features)
+                raise RankingModelError(f"{prefix}: {unknown[0]!r} is none of the pooled features; they are {known}")
+            sides = {spec.feature(name).side for name in source.features}
+            if len(sides) != 1:
+                raise RankingModelError(
+                    f"{prefix}: {list(source.features)} are of both sides; give each side an argument"
+                )
+            what, is_context = "pooled", sides == {"context"}
+            pieces = list(map((shapes.context if is_context else shapes.candidate).columns_of, source.features))
+        case SideInput():
+            what, is_context = f"side {source.side}", source.side == "context"
+            pieces = [slice(0, shapes.side(source.side).padded_width)]
+        case _:
+            what, is_context = source.source, isinstance(source, ContextFloats)
+            pieces = [(shapes.context if is_context else shapes.candidate).dense_columns]
+    if not is_context and getattr(source, "per", "candidate") == "request":
+        raise RankingModelError(f"{prefix}: {what} of candidates can't come per request")
+    if not sum(piece.stop - piece.start for piece in pieces):
+        raise RankingModelError(f"{prefix}: the model has no {what}")
+    return is_context, pieces
 
 
 def _expected(spec: ModelSpec, source: InputSource) -> tuple[torch.dtype, tuple[int | str, ...]]:
     """Return dtype and shape of what an argument gets: "N", "R" and "L <feature>" vary. Raises RankingModelError."""
-    shapes, prefix = InputShapes.of(spec), f"model {spec.model!r}: inputs"
-    match source:
-        case RequestOfCandidate():
-            return torch.int64, ("N",)
-        case CandidateFloats():
-            shape, is_context, width = "candidate_floats", False, shapes.candidate.dense_width
-        case ContextFloats():
-            shape, is_context, width = "context_floats", True, shapes.context.dense_width
-        case SideInput():
-            shape, is_context = f"side {source.side}", source.side == "context"
-            width = shapes.side(source.side).padded_width
-        case PooledInput():
-            is_context, side = _side_of(spec, source)
-            shape, width = "pooled", sum(side.dims[side.features.index(name)] for name in source.features)
-        case SequenceSource():
-            if source.feature not in shapes.sequence_dims:
-                known = list(shapes.sequence_dims)
-                raise RankingModelError(f"{prefix}: {source.feature!r} is no sequence (pooling none); they are {known}")
-            rows, longest = "R" if source.per == "request" else "N", f"L {source.feature}"
-            if source.part == "lengths":
-                return torch.int64, (rows,)
-            if source.part == "mask":
-                return torch.bool, (rows, longest)
-            return torch.float32, (rows, longest, shapes.sequence_dims[source.feature])
-    per = getattr(source, "per", "candidate")
-    if per == "request" and not is_context:
-        raise RankingModelError(f"{prefix}: {shape} of candidates can't come per request")
-    if not width:
-        raise RankingModelError(f"{prefix}: the model has no {shape}")
-    return torch.float32, ("R" if per == "request" else "N", width)
-
-
-def _bindings(spec: ModelSpec, names: Sequence[Any], dtype: torch.dtype) -> list[Binding]:
-    return [_binding(spec, _exported(spec).inputs[str(name)], dtype) for name in names]
+    rows = "R" if getattr(source, "per", "candidate") == "request" else "N"
+    if isinstance(source, RequestOfCandidate):
+        return torch.int64, (rows,)
+    if not isinstance(source, SequenceSource):
+        return torch.float32, (rows, sum(piece.stop - piece.start for piece in _columns(spec, source)[1]))
+    dims = InputShapes.of(spec).sequence_dims
+    if source.feature not in dims:
+        raise RankingModelError(
+            f"model {spec.model!r}: inputs: {source.feature!r} is no sequence (pooling none); they are {list(dims)}"
+        )
+    longest = f"L {source.feature}"
+    if source.part == "lengths":
+        return torch.int64, (rows,)
+    if source.part == "mask":
+        return torch.bool, (rows, longest)
+    return torch.float32, (rows, longest, dims[source.feature])
 
 
 def _binding(spec: ModelSpec, source: InputSource, dtype: torch.dtype) -> Binding:
-    """Make what takes an argument from a batch's inputs, contiguous as programs expect it."""
+    """Return what reads an argument from a batch's inputs, contiguous as programs expect it."""
     if isinstance(source, RequestOfCandidate):
         return lambda inputs: inputs.request_of_candidate
     if isinstance(source, SequenceSource):
-        return _sequence_binding(source)
-    shapes, pieces = InputShapes.of(spec), list[slice]()
-    if isinstance(source, PooledInput):
-        is_context, side = _side_of(spec, source)
-        for one in map(side.columns_of, source.features):
-            # Neighbours are one piece.
-            if pieces and pieces[-1].stop == one.start:
-                pieces[-1] = slice(pieces[-1].start, one.stop)
-            else:
-                pieces.append(one)
+        name, part, is_gathered = source.feature, source.part, source.per == "candidate"
+
+        def read(inputs: RankingInputs) -> Tensor:
+            sequence = inputs.sequences[name]
+            if part == "rows":
+                return sequence.rows
+            return sequence.mask if part == "mask" else sequence.mask.sum(1)
+
     else:
-        is_context = isinstance(source, ContextFloats) or (isinstance(source, SideInput) and source.side == "context")
-        side = shapes.context if is_context else shapes.candidate
-        pieces = [slice(0, side.padded_width) if isinstance(source, SideInput) else side.dense_columns]
-    is_gathered = is_context and getattr(source, "per", "candidate") == "candidate"
+        is_context, pieces = _columns(spec, source)
+        is_gathered = is_context and getattr(source, "per", "candidate") == "candidate"
+        merged: list[slice] = []
+        for piece in pieces:
+            # Neighbours are one piece.
+            start = merged.pop().start if merged and merged[-1].stop == piece.start else piece.start
+            merged.append(slice(start, piece.stop))
+
+        def read(inputs: RankingInputs) -> Tensor:
+            matrix = inputs.context if is_context else inputs.candidates
+            found = [matrix[:, piece] for piece in merged]
+            return (found[0] if len(found) == 1 else torch.cat(found, dim=1)).to(dtype)
 
     def bind(inputs: RankingInputs) -> Tensor:
-        matrix = inputs.context if is_context else inputs.candidates
-        found = matrix[:, pieces[0]] if len(pieces) == 1 else torch.cat([matrix[:, one] for one in pieces], dim=1)
-        if is_gathered:
-            found = found.index_select(0, inputs.request_of_candidate)
-        return found.to(dtype).contiguous()
-
-    return bind
-
-
-def _sequence_binding(source: SequenceSource) -> Binding:
-    name, part, is_gathered = source.feature, source.part, source.per == "candidate"
-
-    def bind(inputs: RankingInputs) -> Tensor:
-        sequence = inputs.sequences[name]
-        found = {"rows": sequence.rows, "mask": sequence.mask}.get(part)
-        found = sequence.mask.sum(1) if found is None else found
+        found = read(inputs)
         return (found.index_select(0, inputs.request_of_candidate) if is_gathered else found).contiguous()
 
     return bind
@@ -489,13 +464,13 @@ def export_program(spec: ModelSpec, module: nn.Module, dtype: torch.dtype = torc
     Floats come in `dtype`, the module's own. Raises RankingModelError if inputs do not fit the model's features, and
     whatever `torch.export` does.
     """
-    names = list(_exported(spec).inputs)
-    bound = [bind(_trial_inputs(InputShapes.of(spec), dtype)) for bind in _bindings(spec, names, dtype)]
+    # Sizes that differ from one another, so that none is taken for another.
+    inputs = _trial_inputs(InputShapes.of(spec), dtype)
+    arguments: dict[str, Tensor] = {}
     dynamic: dict[str, dict[int, Any]] = {}
     for name, source in _exported(spec).inputs.items():
         _, shape = _expected(spec, source)
+        arguments[name] = _binding(spec, source, dtype)(inputs)
         dynamic[name] = {dim: torch.export.Dim.AUTO for dim, size in enumerate(shape) if isinstance(size, str)}
-    # Sizes that differ from one another, so that none is taken for another.
-    arguments = dict(zip(names, bound, strict=True))
     with torch.no_grad():
         return torch.export.export(module.eval(), (), arguments, dynamic_shapes=dynamic, strict=False)

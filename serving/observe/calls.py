@@ -13,10 +13,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from loader.errors import ShardrankError
+from loader.errors import OverloadedError, ShardrankError
 from loader.registry.fleet import LATENCY_BOUNDS_MS, VersionStats
 from router.router import LookupTimes
-from serving.errors import OverloadedError
 from shard_node.bags import Float32Array
 from shard_node.generation import Generation
 from shard_node.tracing import SpanContext, SpanSink

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from router.hot_keeper import HotStatus
 from router.outliers import ReplicaEvents
-from serving.errors import HistogramLayoutError
+from serving.errors import InternalError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 from shard_node.answer import WIRE_FORMS
 from shard_node.tracing import Outcome as TraceOutcome
@@ -405,6 +405,6 @@ def check_library() -> None:
             for histogram in (together, one_by_one)
         )
     except (AttributeError, IndexError, TypeError) as error:
-        raise HistogramLayoutError(f"a Histogram of prometheus_client has other fields: {error}") from error
+        raise InternalError(f"a Histogram of prometheus_client has other fields: {error}") from error
     if told != expected:
-        raise HistogramLayoutError(f"a Histogram of prometheus_client tells {told}; observed one by one, {expected}")
+        raise InternalError(f"a Histogram of prometheus_client tells {told}; observed one by one, {expected}")

@@ -12,6 +12,7 @@ being written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -25,25 +26,26 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from io import FileIO
 from math import inf
 from pathlib import Path
 from sys import getsizeof
-from typing import BinaryIO, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationError
 
+from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, FeatureSpec
 from loader.snapshot.tables import Frozen, Name
-from serving.errors import RecordingDamagedError, RecordingFolderError
+from serving.errors import RecordingDamagedError
 from serving.formats.requests import RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT, FORMAT_VERSION = "shardrank recorded requests", 1
 SUFFIX = ".requests"
 MAX_FRAME_BYTES = 64 << 20
 MAX_CANDIDATES = 1 << 20
@@ -69,9 +71,9 @@ Count: TypeAlias = Callable[[str, int, int], None]
 
 
 class _Begin(Frozen):
-    """The first frame of a file: which format, and when it was begun, in seconds since the epoch."""
+    """The first frame of a file; `began_at` in seconds since the epoch."""
 
-    format: str = "shardrank recorded requests"
+    format: str = FORMAT
     format_version: int = FORMAT_VERSION
     began_at: float
 
@@ -110,16 +112,6 @@ class RecordedSchema(Frozen):
     def string_features(self) -> frozenset[str]:
         """Names of the features whose ids are strings."""
         return frozenset(self.strings)
-
-    @cached_property
-    def is_string(self) -> np.ndarray:
-        """Bool [F], True for these."""
-        return np.array([one.name in self.strings for one in self.features], np.bool_)
-
-    @cached_property
-    def is_context(self) -> np.ndarray:
-        """Bool [F], True for context features."""
-        return np.array([one.side == "context" for one in self.features], np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +159,7 @@ class RequestRecorder:
         wall_clock: seconds since the epoch.
 
     Raises:
-        RecordingFolderError: the folder can't be used, or another process records into it.
+        ConfigError: the folder can't be used, or another process records into it.
     """
 
     def __init__(
@@ -178,13 +170,10 @@ class RequestRecorder:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._share, self._draw, self._count = config.share, draw, on_counted
+        self._share, self._draw, self._count, self._clock = config.share, draw, on_counted, clock
         self._files = _Files(config, clock, wall_clock)
-        self._queue: queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankAnswer, float, int] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue = queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankAnswer, float, int] | None]()
         self._queued_bytes, self._lock = 0, threading.Lock()
-        self._clock, self._failed_at = clock, -inf
-        self._is_failing = False
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
@@ -212,99 +201,88 @@ class RequestRecorder:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _write_all(self) -> None:
+        """Write what is queued until `close`. The service goes on whatever fails."""
+        failed_at = -inf
         with contextlib.closing(self._files):
-            while (taken := self._queue.get()) is not None:
-                written = self._written(*taken[:-1])
+            while (queued := self._queue.get()) is not None:
+                schema, request, answer, began, size = queued
+                written = 0
+                try:
+                    if self._clock() - failed_at >= RETRY_S:
+                        written = self._files.add(schema, request, answer, began)
+                        failed_at = -inf
+                except Exception as error:
+                    # A full disk is logged once, and what is not an OSError is a bug, which must not end the thread.
+                    if failed_at == -inf:
+                        logger.error("requests are not recorded: %s", error, exc_info=not isinstance(error, OSError))
+                    failed_at = self._clock()
+                    self._files.end()
                 with self._lock:
-                    self._queued_bytes -= taken[-1]
+                    self._queued_bytes -= size
                 self._count("written" if written else "dropped", 1, written)
-
-    def _written(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
-        """Write a request; returns its bytes, 0 if it was not written. The service goes on whatever fails."""
-        if self._clock() - self._failed_at < RETRY_S:
-            return 0
-        try:
-            written = self._files.add(schema, request, answer, began)
-            if self._queue.empty():
-                self._files.flush()
-            self._is_failing = False
-        except Exception as error:
-            # A full disk is told once, and what is not one is a defect, which must not end the thread.
-            if not self._is_failing:
-                logger.error("requests are not recorded: %s", error, exc_info=not isinstance(error, OSError))
-            self._failed_at, self._is_failing = self._clock(), True
-            self._files.abandon()
-            return 0
-        return written
 
 
 class _Files:
-    """The folder's files: one is written, and the oldest are dropped so that all stay within the bound."""
+    """The folder's files: one is written, unbuffered, and the oldest are deleted so that all stay within the bound."""
 
     def __init__(self, config: RecordingConfig, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self._folder, self._max_bytes, self._file_bytes = config.folder, config.max_bytes, config.max_bytes // FILES
         self._clock, self._wall_clock = clock, wall_clock
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._size, self._began = 0, 0.0
+        self._described: dict[tuple[str, str, tuple[str, ...]], bytes] = {}
         self._schemas: dict[tuple[str, str, tuple[str, ...]], int] = {}
         try:
             # Ids may tell who a user is: nobody else reads what is made here. Of parents `mkdir` takes no mode.
             for folder in (*reversed(self._folder.parents), self._folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = _open_private(self._folder / LOCK, "wb")
+            self._lock = _open_private(self._folder / LOCK, "w")
         except OSError as error:
-            raise RecordingFolderError(f"--record {self._folder}: {error.strerror or error}") from error
+            raise ConfigError(f"--record {self._folder}: {error.strerror or error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise RecordingFolderError(f"--record {self._folder}: another process records into it") from error
+            problem = f"--record {self._folder}: another process records into it"
+            raise ConfigError(problem) from error
 
     def add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
         features = schema.features
         key = features.spec.model, features.digest, tuple(features.spec.dense_model.outputs)
-        for _ in range(2):
-            number = self._schemas.get(key)
-            payload = _encode(number or 0, request, answer, began - self._began)
-            size = _FRAME.size + len(payload)
-            if len(payload) > MAX_FRAME_BYTES:
-                return 0
-            described = b"" if number is not None else _document(_SCHEMA, RecordedSchema.of(schema))
-            if self._file is not None and self._size + size + len(described) <= self._file_bytes:
-                break
-            if size + len(described) + 1024 > self._file_bytes:
-                return 0
+        counts, content = _encoded(request, answer)
+        if key not in self._described:
+            self._described[key] = _framed(bytes([_SCHEMA]), RecordedSchema.of(schema).model_dump_json().encode())
+        described = self._described[key]
+        size, needed = _FRAME.size + _HEAD.size + len(content), 0 if key in self._schemas else len(described)
+        if size - _FRAME.size > MAX_FRAME_BYTES or size + len(described) + 1024 > self._file_bytes:
+            return 0
+        if self._file is None or self._size + needed + size > self._file_bytes:
             self._begin()
-        if number is None:
-            number = self._schemas[key] = len(self._schemas)
+        if key not in self._schemas:
             self._write(described)
-            payload = _encode(number, request, answer, began - self._began)
-        self._write(_framed(payload))
+            self._schemas[key] = len(self._schemas)
+        stamps = answer.version, answer.delta_sequence, answer.dense_step
+        head = _HEAD.pack(_REQUEST, self._schemas[key], began - self._began, *stamps, *counts)
+        self._write(_framed(head, content))
         return size
 
-    def flush(self) -> None:
-        """Let readers see all that was added. Raises OSError."""
-        if self._file is not None:
-            self._file.flush()
-
-    def abandon(self) -> None:
+    def end(self) -> None:
         """Write no more to the present file, of which the end may be cut off."""
         file, self._file = self._file, None
         if file is not None:
+            file.close()
+            # On a full disk there would be more and more of empty ones, which no bound of bytes drops.
             with contextlib.suppress(OSError):
-                file.close()
-            with contextlib.suppress(OSError):
-                # On a full disk there would be more and more of them, which no bound of bytes drops.
-                if not (path := Path(file.name)).stat().st_size:
+                if not (path := Path(os.fsdecode(file.name))).stat().st_size:
                     path.unlink()
 
     def close(self) -> None:
-        self.abandon()
+        self.end()
         self._lock.close()
 
     def _begin(self) -> None:
-        self.abandon()
+        self.end()
         sizes = {path: path.stat().st_size for path in sorted(self._folder.glob(f"*{SUFFIX}"))}
         total = sum(sizes.values())
         for path, size in sizes.items():
@@ -313,65 +291,55 @@ class _Files:
             path.unlink(missing_ok=True)
             total -= size
         began_at, self._began = self._wall_clock(), self._clock()
-        # Names are in the order of time, also where a clock is set back.
-        stamp = max([int(began_at * 1e6), *(_stamp_of(path) + 1 for path in sizes)])
-        self._file = _open_private(self._folder / f"{stamp:017d}{SUFFIX}", "xb")
+        # Names are in the order of time, also where a clock is set back; of names that are not ours, none is later.
+        stamp = max([int(began_at * 1e6), *(int(path.stem) + 1 for path in sizes if path.stem.isdecimal())])
+        self._file = _open_private(self._folder / f"{stamp:017d}{SUFFIX}", "x")
         self._size, self._schemas = 0, {}
-        self._write(_document(_BEGIN, _Begin(began_at=began_at)))
+        self._write(_framed(bytes([_BEGIN]), _Begin(began_at=began_at).model_dump_json().encode()))
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None
-        self._file.write(data)
+        if self._file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(data)
 
 
-def _open_private(path: Path, mode: Literal["wb", "xb"]) -> BinaryIO:
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+def _open_private(path: Path, mode: Literal["w", "x"]) -> FileIO:
+    return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
-def _stamp_of(path: Path) -> int:
-    """Tell the microseconds since the epoch that a file's name has; of a name that is not ours, 0."""
-    return int(path.stem) if path.stem.isdecimal() else 0
+def _framed(*payload: bytes) -> bytes:
+    joined = b"".join(payload)
+    return _FRAME.pack(len(joined), zlib.crc32(joined)) + joined
 
 
-def _framed(payload: bytes) -> bytes:
-    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
-
-
-def _document(kind: int, record: Frozen) -> bytes:
-    return _framed(bytes([kind]) + record.model_dump_json().encode())
-
-
-def _encode(schema: int, request: RankRequest, answer: RankAnswer, arrived_s: float) -> bytes:
-    bags = request.bags
-    lengths, weights = bags.lengths, bags.weights
+def _encoded(request: RankRequest, answer: RankAnswer) -> tuple[tuple[int, ...], bytes]:
+    """Return the counts of a request's head, and what follows it."""
+    bags, lengths, weights = request.bags, request.bags.lengths, request.bags.weights
     has_lengths = bags.num_values != lengths.size or bool((lengths != 1).any())
     texts = [text.encode("utf-8", "replace") for text in request.texts]
     flags = (_HAS_WEIGHTS if weights is not None else 0) | (_HAS_LENGTHS if has_lengths else 0)
-    counts = request.num_candidates, bags.num_values, flags, len(texts), sum(map(len, texts))
-    stamps = answer.version, answer.delta_sequence, answer.dense_step
-    return b"".join(
-        (
-            _HEAD.pack(_REQUEST, schema, arrived_s, *stamps, *counts),
-            bags.values.astype("<i8", copy=False).tobytes(),
-            lengths.astype("<i4").tobytes() if has_lengths else b"",
-            b"" if weights is None else weights.astype("<f4", copy=False).tobytes(),
-            request.context_dense.astype("<f4", copy=False).tobytes(),
-            request.candidate_dense.astype("<f4", copy=False).tobytes(),
-            answer.scores.astype("<f4", copy=False).tobytes(),
-            np.array([len(text) for text in texts], "<u4").tobytes(),
-            *texts,
-        )
+    arrays = (
+        bags.values.astype("<i8", copy=False),
+        lengths.astype("<i4") if has_lengths else None,
+        weights,
+        request.context_dense,
+        request.candidate_dense,
+        answer.scores,
+        np.array([len(text) for text in texts], "<u4"),
     )
+    content = [b"" if array is None else array.tobytes() for array in arrays]
+    counts = request.num_candidates, bags.num_values, flags, len(texts), sum(map(len, texts))
+    return counts, b"".join(content + texts)
 
 
 def recorded_files(folder: Path) -> list[Path]:
     """List the files of a folder and of the folders in it (of several workers, one each), the oldest first.
 
-    Raises RecordingFolderError if there is no such folder.
+    Raises ConfigError if there is no such folder.
     """
     if not folder.is_dir():
-        raise RecordingFolderError(f"{folder}: there is no such folder of recorded requests")
+        raise ConfigError(f"{folder}: there is no such folder of recorded requests")
     return sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*/*{SUFFIX}")], key=lambda path: path.name)
 
 
@@ -384,47 +352,45 @@ def read_file(path: Path) -> Iterator[Recorded]:
 
 
 def _framed_requests(path: Path) -> Iterator[_Framed]:
-    """Read a file's requests without a look at what is in them but for which schema they are of. Raises as above."""
+    """Read a file's requests without decoding more of them than the number of their schema. Raises as `read_file`."""
+    schemas = list[RecordedSchema]()
+    begin: _Begin | None = None
+    for payload, where in _payloads(path):
+        kind = payload[0]
+        if (kind == _BEGIN) is (begin is not None):
+            raise RecordingDamagedError(f"{where}: kind {kind}; a file begins with one of kind {_BEGIN}")
+        if begin is None:
+            begin = _parsed(_Begin, payload, where)
+            if (begin.format, begin.format_version) != (FORMAT, FORMAT_VERSION):
+                raise RecordingDamagedError(f"{where}: format {begin.format!r} {begin.format_version}")
+        elif kind == _SCHEMA:
+            schemas.append(_parsed(RecordedSchema, payload, where))
+        elif kind == _REQUEST:
+            if len(payload) < _HEAD.size:
+                raise RecordingDamagedError(f"{where}: {len(payload)} bytes; a request has at least {_HEAD.size}")
+            if (number := _HEAD.unpack_from(payload)[1]) >= len(schemas):
+                raise RecordingDamagedError(f"{where}: schema {number} of {len(schemas)}")
+            yield payload, schemas[number], begin.began_at, where
+        else:
+            raise RecordingDamagedError(f"{where}: kind {kind} is not known")
+
+
+def _payloads(path: Path) -> Iterator[tuple[bytearray, str]]:
+    """Read the frames of a file, each with its place; a last one that is cut off is left out."""
     with path.open("rb") as file:
-        schemas, began_at, left = list[RecordedSchema](), 0.0, path.stat().st_size
-        place, is_begun = 0, False
-        while left >= _FRAME.size:
-            size, checksum = _FRAME.unpack(_read(file, _FRAME.size))
-            left -= _FRAME.size
+        place, end = 0, path.stat().st_size
+        while end - place >= _FRAME.size:
             where = f"{path}: frame at byte {place}"
+            size, checksum = _FRAME.unpack(file.read(_FRAME.size))
             if not 0 < size <= MAX_FRAME_BYTES:
                 raise RecordingDamagedError(f"{where}: {size} bytes; allowed are 1..{MAX_FRAME_BYTES}")
-            if size > left:
+            place += _FRAME.size + size
+            if place > end:
                 return
-            payload = _read(file, size)
+            payload = bytearray(file.read(size))
             if zlib.crc32(payload) != checksum:
                 raise RecordingDamagedError(f"{where}: its checksum is another one")
-            left, place = left - size, place + _FRAME.size + size
-            if (payload[0] == _BEGIN) is is_begun:
-                raise RecordingDamagedError(f"{where}: kind {payload[0]}; a file begins with one of kind {_BEGIN}")
-            if not is_begun:
-                is_begun = True
-                begin = _parsed(_Begin, payload, where)
-                if (begin.format, begin.format_version) != (_Begin(began_at=0).format, FORMAT_VERSION):
-                    raise RecordingDamagedError(f"{where}: format {begin.format!r} {begin.format_version}")
-                began_at = begin.began_at
-            elif payload[0] == _SCHEMA:
-                schemas.append(_parsed(RecordedSchema, payload, where))
-            elif payload[0] == _REQUEST:
-                if len(payload) < _HEAD.size:
-                    raise RecordingDamagedError(f"{where}: {len(payload)} bytes; a request has at least {_HEAD.size}")
-                if (number := _HEAD.unpack_from(payload)[1]) >= len(schemas):
-                    raise RecordingDamagedError(f"{where}: schema {number} of {len(schemas)}")
-                yield payload, schemas[number], began_at, where
-            else:
-                raise RecordingDamagedError(f"{where}: kind {payload[0]} is not known")
-
-
-def _read(file: BinaryIO, size: int) -> bytearray:
-    data = bytearray(size)
-    if file.readinto(data) != size:  # type: ignore[attr-defined]
-        raise RecordingDamagedError(f"{file.name}: became shorter while it was read")
-    return data
+            yield payload, where
 
 
 def _parsed(schema: type[Record], payload: bytearray, where: str) -> Record:
@@ -439,7 +405,7 @@ def _decode(payload: bytearray, schema: RecordedSchema, began_at: float, where: 
     _, _, arrived_s, version, sequence, step, count, num_ids, flags, num_texts, text_bytes = _HEAD.unpack_from(payload)
     if not 1 <= count <= MAX_CANDIDATES or flags & ~(_HAS_WEIGHTS | _HAS_LENGTHS):
         raise RecordingDamagedError(f"{where}: {count} candidates, flags {flags}")
-    bags_per_key = np.where(schema.is_context, 1, count).astype(np.int64)
+    bags_per_key = np.array([1 if one.side == "context" else count for one in schema.features], np.int64)
     num_bags, dense = int(bags_per_key.sum()), schema.dense_inputs
     has_lengths, has_weights = flags & _HAS_LENGTHS, flags & _HAS_WEIGHTS
     sizes = (
@@ -467,16 +433,15 @@ def _decode(payload: bytearray, schema: RecordedSchema, began_at: float, where: 
         raise RecordingDamagedError(f"{where}: id {int(values.min())} is negative")
     keys = np.arange(bags_per_key.size, dtype=np.int32)
     bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights if has_weights else None)
-    texts = _texts(schema, bags, text_lengths, payload[at:], where)
+    texts = _texts(schema, bags, text_lengths, bytes(payload[at:]), where)
     matrix = candidate_dense.reshape(count, dense.candidate)
     request = RankRequest(bags, count, context_dense, matrix, timeout_s=0.0, texts=texts)
     return Recorded(schema, began_at + arrived_s, version, sequence, step, request, scores)
 
 
-def _texts(
-    schema: RecordedSchema, bags: KeyedBags, lengths: Int64Array, data: bytearray, where: str
-) -> tuple[str, ...]:
-    expected = int(bags.values_per_key()[schema.is_string].sum())
+def _texts(schema: RecordedSchema, bags: KeyedBags, lengths: Int64Array, data: bytes, where: str) -> tuple[str, ...]:
+    is_string = np.array([one.name in schema.string_features for one in schema.features], np.bool_)
+    expected = int(bags.values_per_key()[is_string].sum())
     if lengths.size != expected or int(lengths.sum(dtype=np.int64)) != len(data):
         raise RecordingDamagedError(f"{where}: {lengths.size} texts of {len(data)} bytes for {expected} ids")
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
@@ -492,23 +457,23 @@ def last_requests(folder: Path, schema: RequestSchema, count: int, max_bytes: in
     Ids are as they were sent, so any version's will do. Older files are read until there are enough, or `max_bytes`
     were read. What is damaged, or was dropped meanwhile, is passed by, and the log tells.
     """
-    wanted = schema.features.spec.model, schema.features.digest
-    found: deque[RankRequest] = deque()
+    expected = schema.features.spec.model, schema.features.digest
+    requests: deque[RankRequest] = deque()
     for path in reversed(recorded_files(folder)):
-        own: deque[_Framed] = deque(maxlen=count - len(found))
+        last: deque[_Framed] = deque(maxlen=count - len(requests))
         try:
             max_bytes -= path.stat().st_size
-            for one in _framed_requests(path):
-                if (one[1].model, one[1].digest) == wanted:
-                    own.append(one)
+            for framed in _framed_requests(path):
+                if (framed[1].model, framed[1].digest) == expected:
+                    last.append(framed)
         except (OSError, RecordingDamagedError) as error:
             logger.warning("recorded requests are passed by: %s", error)
         # To decode one takes many times what it takes to pass it by, and others answer meanwhile.
-        for framed in reversed(own):
+        for framed in reversed(last):
             try:
-                found.appendleft(_decode(*framed).request)
+                requests.appendleft(_decode(*framed).request)
             except RecordingDamagedError as error:
                 logger.warning("a recorded request is passed by: %s", error)
-        if len(found) >= count or max_bytes <= 0:
+        if len(requests) >= count or max_bytes <= 0:
             break
-    return list(found)
+    return list(requests)

@@ -114,7 +114,7 @@ class Tracer:
 
 @contextlib.contextmanager
 def running_tracer(config: TraceConfig | None, metrics: ServingMetrics) -> Iterator[Tracer | None]:
-    """Give a tracer while the block runs, then send what is left; None without a config. Raises TracingError."""
+    """Give a tracer while the block runs, then send what is left; None without a config. Raises ConfigError."""
     if config is None:
         yield None
         return

@@ -25,12 +25,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import ShardrankError
-from serving.errors import ClientGoneError, OverloadedError, ShuttingDownError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from serving.errors import InvalidRequestError
 from serving.formats.requests import Answer, Encoded, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
-from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
 KEPT, SLOWEST = 8, 2
@@ -151,7 +150,7 @@ class Pending:
 
     def leave(self) -> None:
         """Have it fail: its client has gone."""
-        _settle([(self.future, ClientGoneError("the client closed the connection"))])
+        _settle([(self.future, InvalidRequestError("", "the client closed the connection", kind="client_gone"))])
 
 
 class Batcher:
@@ -192,7 +191,7 @@ class Batcher:
         """Queue a request and wake an idle replica. Its lease is taken over, also if it is refused.
 
         Raises OverloadedError if the queue is full, or what waits takes so long that it would be late, and
-        ShuttingDownError if the batcher is closed.
+        UnavailableError if the batcher is closed.
         """
         if self._is_none is not None and isinstance(pending.request, RankRequest):
             pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
@@ -275,8 +274,10 @@ class Batcher:
         for wake in idle:
             _wake(wake)
 
-    def _refusal(self) -> ShuttingDownError:
-        return ShuttingDownError(f"this model version does not answer any more: {self._closed_because}")
+    def _refusal(self) -> UnavailableError:
+        return UnavailableError(
+            f"this model version does not answer any more: {self._closed_because}", kind="shutting_down"
+        )
 
     def _overload(self, has_s: float, share: float, dropped: list[Pending], ahead: int = 0) -> OverloadedError | None:
         """Say why a request of a share that has so many seconds would wait in vain; None if it would not.

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.golden import GoldenRequests
-from router.errors import ShardUnavailableError
 from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
-from serving.errors import ModelOutputError, UnknownIdError
+from serving.errors import InternalError, InvalidRequestError
 from serving.formats.bags import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
@@ -34,7 +34,6 @@ from serving.observe.traces import batch_spans, traced_batch, traced_lookup
 from serving.rank.batcher import Pending
 from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, Forms
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, Shard
 
 LOCAL_REPLICA = "local"
@@ -321,16 +320,17 @@ class Ranking:
         return self._steps[0] is self.parts
 
     def choose(self, sequence: int) -> RankingParts:
-        """Find what rows of a delta may be scored with. Raises ShardUnavailableError if they are older than all."""
+        """Find what rows of a delta may be scored with. Raises UnavailableError if they are older than all."""
         for parts in self._steps:
             if parts.min_sequence <= sequence:
                 if parts.dense_step > self.parts.dense_step:
                     self.parts = parts
                 return parts
         oldest = self._steps[-1]
-        raise ShardUnavailableError(
+        raise UnavailableError(
             f"model {self._model_name!r} version {oldest.version}: rows are of delta {sequence}, dense step "
-            f"{oldest.dense_step} needs {oldest.min_sequence}; the shard's replica lags too far behind"
+            f"{oldest.dense_step} needs {oldest.min_sequence}; the shard's replica lags too far behind",
+            kind="shard_unavailable",
         )
 
     def warm(self, golden: GoldenRequests | None) -> None:
@@ -343,7 +343,7 @@ class Ranking:
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """Ask the nodes of all shards what they tell of themselves: by address, or `local` for rows in this process.
 
-        Raises RouterError or ShardNodeError if a shard can't be asked.
+        Raises ShardrankError if a shard can't be asked.
         """
 
         async def ask(shard: Shard) -> list[tuple[str, NodeInfo]]:
@@ -353,14 +353,14 @@ class Ranking:
         return [one for of_shard in told for one in of_shard]
 
     async def connect(self, deadline: float) -> None:
-        """Connect to every node of every shard. Raises ShardUnavailableError if a shard has none that can be used."""
+        """Connect to every node of every shard. Raises UnavailableError if a shard has none that can be used."""
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
         await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
         """Rank requests together: each gets its answer, or an error of its own (an unknown id, a score not finite).
 
-        Raises RouterError or ShardNodeError if the rows can't be looked up; then no request has an answer.
+        Raises ShardrankError if the rows can't be looked up; then no request has an answer.
         """
         began = self._clock()
         requests = cast(list[RankRequest], list(map(_REQUEST, waiting)))
@@ -402,7 +402,9 @@ class Ranking:
             return outcomes
         finite = np.logical_and.reduceat(np.isfinite(scores).all(axis=0), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
-            outcomes[number] = ModelOutputError(f"model {model!r} version {version} gave a score that is not finite")
+            outcomes[number] = InternalError(
+                f"model {model!r} version {version} gave a score that is not finite", kind="model_output"
+            )
         if len(rejected):
             # A context feature has one bag for each request, a candidate feature one for each candidate.
             is_context = self.parts.schema.features.is_context[rejected.feature]
@@ -419,7 +421,7 @@ class Ranking:
         """Score a batch until `deadline`, in monotonic seconds, and tell `times` how long the parts took.
 
         What candidates get that use an id without a row means nothing. Raises DeadlineExceededError before scoring if
-        the time is over, RouterError or ShardNodeError if the lookup failed.
+        the time is over, ShardrankError if the lookup failed.
         """
         began = self._clock()
         parts = self.parts
@@ -438,7 +440,7 @@ class Ranking:
         return Scored(scores, embeddings.rejected, chosen.dense_step, embeddings.sequence)
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
-        """Look embeddings up, and tell the request the times. Raises UnknownIdError for an id without a row."""
+        """Look embeddings up, and tell the request the times. Raises InvalidRequestError for an id without a row."""
         began = self._clock()
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
         times = BatchTimes(began=began, trace=traced_batch([waiting.call]))
@@ -496,7 +498,7 @@ class Ranking:
 
 def unknown_id(
     schema: RequestSchema, request: RankRequest | LookupRequest, rejected: RejectedIds, which: int, bag: int
-) -> UnknownIdError:
+) -> InvalidRequestError:
     """Make the error for one of the rejected ids, with its place in the request: `bag` counts within the feature."""
     key, rejected_id = int(rejected.feature[which]), int(rejected.id[which])
     bags = request.bags
@@ -514,4 +516,4 @@ def unknown_id(
         allowed = f"not in 0..{table.num_embeddings - 1} (num_embeddings = {table.num_embeddings})"
     else:
         allowed = f"not among the {table.num_embeddings} ids (num_embeddings) of its vocabulary"
-    return UnknownIdError(place, f"{shown} has no row in table {table.name!r}: {allowed}")
+    return InvalidRequestError(place, f"{shown} has no row in table {table.name!r}: {allowed}", kind="unknown_id")

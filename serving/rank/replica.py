@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import torch
 import uvloop
 
-from loader.errors import ShardrankError
-from serving.errors import NotReadyError, ServingError
+from loader.errors import ShardrankError, UnavailableError
+from serving.errors import InternalError
 from serving.formats.requests import Answer, LookupRequest
 from serving.rank.batcher import Batcher, Pending, finish
 from serving.rank.ranking import Ranking
@@ -61,13 +61,15 @@ class _OnLoop:
         return self.failure is None and not self._loop.is_closed()
 
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Run a coroutine between batches, for checks. Raises NotReadyError if the loop was closed."""
+        """Run a coroutine between batches, for checks. Raises UnavailableError if the loop was closed."""
         running = function(self.ranking)
         try:
             called = asyncio.run_coroutine_threadsafe(running, self._loop)
         except RuntimeError as error:
             running.close()
-            raise NotReadyError("the ranking replica has ended: its event loop was closed") from error
+            raise UnavailableError(
+                "the ranking replica has ended: its event loop was closed", kind="not_ready"
+            ) from error
         self._calls.add(called)
         called.add_done_callback(self._calls.discard)
         return called
@@ -239,7 +241,7 @@ class LoopReplica(_OnLoop):
             return
         # Its requests fail when it is closed.
         answering.close()
-        raise ServingError("ranking waited for something on the event loop of the APIs")
+        raise InternalError("ranking waited for something on the event loop of the APIs")
 
     def _go_on(self) -> None:
         # Not before answers were written, and what the sockets had brought was read and parsed, or refused: one turn of
@@ -254,7 +256,7 @@ class LoopReplica(_OnLoop):
 async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[], float]) -> None:
     """Rank or look up what a batcher gave, and hand out answers and errors: to each once, whatever happens."""
     # Whatever ends this, the batch that was taken is answered and its leases are given back.
-    broken_off = ServingError("ranking was broken off; the server's log says more")
+    broken_off = InternalError("ranking was broken off; the server's log says more")
     outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
     try:
         now = clock()
@@ -276,7 +278,7 @@ async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | Bas
     except Exception as error:
         logger.exception("a batch of %d requests failed", len(batch))
         if len(batch) == 1:
-            failure = ServingError(f"ranking failed: {type(error).__name__}")
+            failure = InternalError(f"ranking failed: {type(error).__name__}")
             failure.__cause__ = error
             return [failure]
     # Checked requests should not be able to fail a batch. If one did, only that one shall fail.

@@ -17,9 +17,8 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Se
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
-from loader.errors import ShardrankError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.description import ModelInfo
-from serving.errors import ClientGoneError, OverloadedError
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -41,7 +40,6 @@ from serving.rank.batcher import Pending, UntakenAnswers
 from serving.versions.served_model import ServedModel
 from serving.versions.served_versions import ServedVersions
 from shard_node.byte_budget import ByteBudget
-from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
@@ -137,8 +135,8 @@ class RankingService(ServedVersions):
         now, status = self.clock(), "ok"
         outcome: Outcome | None = "ok"
         if error is not None:
-            gone = ClientGoneError if isinstance(error, asyncio.CancelledError) else ShardrankError
-            status = (error if isinstance(error, ShardrankError) else gone).kind
+            gone = "client_gone" if isinstance(error, asyncio.CancelledError) else ShardrankError.kind
+            status = error.kind if isinstance(error, ShardrankError) else gone
             outcome = None if self._is_too_hasty(call, error) else outcome_of(error)
         if call.counter is None:
             outcome = None
@@ -199,8 +197,8 @@ class RankingService(ServedVersions):
         not begun by then is dropped. Cancelling the caller's task does the same.
 
         Raises:
-            ShardrankError: UnknownIdError for an id without a row, DeadlineExceededError when the deadline passes,
-                OverloadedError at once if too many requests wait, RouterError or ShardNodeError from the shards.
+            ShardrankError: InvalidRequestError for an id without a row, DeadlineExceededError when the deadline passes,
+                OverloadedError at once if too many requests wait, ShardrankError from the shards.
         """
         future = cast("asyncio.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
@@ -231,7 +229,7 @@ class RankingService(ServedVersions):
             del future
 
     def describe(self, model: str, version: int | None = None) -> ModelInfo:
-        """Describe a model. Raises ModelNotFoundError."""
+        """Describe a model. Raises NotFoundError."""
         with self.lease(model, version) as lease:
             return lease.payload.description
 

@@ -31,18 +31,8 @@ Fields: TypeAlias = Mapping[str, Callable[[str], Any]]
 """How each field of a line is read, by the name that an error calls it."""
 
 
-class TrainingError(ShardrankError):
-    """Options, or a dataset, that no model can be trained with."""
-
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
-    kind = "bad_training"
-
-
-class DatasetError(TrainingError):
-    """A data file is missing or malformed. The message names the file and the line."""
-
-    kind = "bad_dataset"
+class TrainingError(ShardrankError, kind="bad_training", http_status=400, grpc_status="INVALID_ARGUMENT"):
+    """Options, or a dataset, that no model can be trained with. The message names the option, or the file and line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,13 +182,13 @@ def read_movielens(folder: str | Path) -> Interactions:
     """Read u.data, u.item, u.user and u.genre of MovieLens 100K (GroupLens) from a folder.
 
     Raises:
-        DatasetError: a file is missing, too large, empty or malformed; the message names file and line.
+        TrainingError: a file is missing, too large, empty or malformed; the message names file and line.
     """
     folder = Path(folder)
     genres, numbers = _columns(folder / "u.genre", "|", {"genre": str, "genre number": _whole})
     for expected, number in enumerate(numbers):
         if number != expected:
-            raise DatasetError(f"{folder / 'u.genre'}: genre number {number} is not {expected}, the next one")
+            raise TrainingError(f"{folder / 'u.genre'}: genre number {number} is not {expected}, the next one")
     words = dict.fromkeys(("title", "release date", "video release date", "URL"), str)
     fields: Fields = {"film id": _whole, **words, **{f"genre {name}": _flag for name in genres}}
     ids, titles, _, _, _, *flags = _columns(folder / "u.item", "|", fields)
@@ -228,10 +218,10 @@ def _columns(path: Path, separator: str, fields: Fields) -> list[tuple[Any, ...]
     """Read the columns of a file whose lines have these fields; empty lines are left out."""
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise DatasetError(f"{path}: {size} bytes, allowed: {MAX_FILE_BYTES}")
+            raise TrainingError(f"{path}: {size} bytes, allowed: {MAX_FILE_BYTES}")
         text = path.read_text(encoding="latin-1")
     except OSError as error:
-        raise DatasetError(f"{path}: {error.strerror or error}") from error
+        raise TrainingError(f"{path}: {error.strerror or error}") from error
     rows: list[list[Any]] = []
     # Not splitlines: latin-1 text may hold characters (such as U+0085) that it takes for line ends.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -240,15 +230,15 @@ def _columns(path: Path, separator: str, fields: Fields) -> list[tuple[Any, ...]
         values = line.rstrip("\r").split(separator)
         if len(values) != len(fields):
             found = f"{len(values)} fields separated by {separator!r}, expected {len(fields)}"
-            raise DatasetError(f"{path}, line {number}: {found}")
+            raise TrainingError(f"{path}, line {number}: {found}")
         rows.append([])
         for (name, read), value in zip(fields.items(), values, strict=True):
             try:
                 rows[-1].append(read(value))
             except ValueError as error:
-                raise DatasetError(f"{path}, line {number}: {name} {value!r:.40} is not {error}") from error
+                raise TrainingError(f"{path}, line {number}: {name} {value!r:.40} is not {error}") from error
     if not rows:
-        raise DatasetError(f"{path}: holds no line")
+        raise TrainingError(f"{path}: holds no line")
     return list(zip(*rows, strict=True))
 
 
@@ -274,7 +264,7 @@ def _ascending(path: Path, name: str, ids: Sequence[int]) -> list[int]:
     order = sorted(range(len(ids)), key=ids.__getitem__)
     for before, after in itertools.pairwise(order):
         if ids[before] == ids[after]:
-            raise DatasetError(f"{path}: {name} {ids[after]} is there twice")
+            raise TrainingError(f"{path}: {name} {ids[after]} is there twice")
     return order
 
 
@@ -283,5 +273,5 @@ def _positions(path: Path, name: str, wanted: Int64Array, ids: Int64Array, liste
     unknown = ids[np.minimum(positions, ids.size - 1)] != wanted
     if unknown.any():
         row = int(unknown.argmax())
-        raise DatasetError(f"{path}: rating {row + 1}: {name} {wanted[row]} is not in {listed_in}")
+        raise TrainingError(f"{path}: rating {row + 1}: {name} {wanted[row]} is not in {listed_in}")
     return positions.astype(np.int64)

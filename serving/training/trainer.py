@@ -285,7 +285,7 @@ class Expectation:
 
 
 def read_interactions(movielens: Path | None, ratings: int, seed: int) -> Interactions:
-    """Read MovieLens from a folder, or generate ratings. Raises DatasetError."""
+    """Read MovieLens from a folder, or generate ratings. Raises TrainingError."""
     return generate_interactions(ratings, seed=seed) if movielens is None else read_movielens(movielens)
 
 

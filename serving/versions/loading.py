@@ -23,7 +23,7 @@ from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from router.plan_file import PlanFile
 from router.replicas import ReplicaSource, ReplicatedShard
-from serving.errors import ServingError
+from serving.errors import InternalError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
@@ -112,12 +112,12 @@ def load_served_model(
     `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0.
 
     Raises:
-        SnapshotError, PlanError, MemoryBudgetError, RankingModelError, GoldenMismatchError: it must not be served.
+        SnapshotError, PlanError, MemoryBudgetError, RankingModelError: it must not be served.
         TlsConfigError: a file of `node_tls` can't be read or does not fit.
-        ShardUnavailableError and other errors with status 503 or 504: its shards can't be asked now.
+        UnavailableError and other errors with status 503 or 504: its shards can't be asked now.
     """
     if source.num_replicas == 0 and loop is None:
-        raise ServingError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
+        raise InternalError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
     files: VerifiedFiles = "all" if source.rows_here else "other"
     snapshot = Snapshot.open(
         source.snapshot, verify=source.verify, files=files, rows_here=source.rows_here, progress=progress

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 import torch
 
+from loader.errors import UnavailableError
 from loader.registry.fleet import DenseStep
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ExportedModelSpec
@@ -25,7 +26,7 @@ from router.plan import Plan
 from router.router import Router
 from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
 from serving.description import ModelInfo
-from serving.errors import GoldenMismatchError, NotReadyError, RankingModelError
+from serving.errors import RankingModelError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.exported import load_exported
@@ -169,21 +170,26 @@ class ServedModel:
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """Ask the nodes of all shards what they tell of themselves, each with its address.
 
-        Raises NotReadyError if a replica has ended, a shard does not answer in time, or no node of a shard has this
+        Raises UnavailableError if a replica has ended, a shard does not answer in time, or no node of a shard has this
         version any more: the fleet went on without this process, which lost sight of the registry.
         """
         if dead := [replica for replica in self._replicas if not replica.is_alive]:
-            raise NotReadyError(f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended")
+            raise UnavailableError(
+                f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended", kind="not_ready"
+            )
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
                 told = await asyncio.wrap_future(self._replicas[0].call(Ranking.nodes))
         except TimeoutError:
-            raise NotReadyError(f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s") from None
+            raise UnavailableError(
+                f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s", kind="not_ready"
+            ) from None
         asked = {info.identity.shard_index for _, info in told}
         have = {info.identity.shard_index for _, info in told if info.has(self.model, self.version)}
         if asked != have:
-            raise NotReadyError(
-                f"no node of shard {min(asked - have)} that answers has version {self.version} of model {self.model!r}"
+            raise UnavailableError(
+                f"no node of shard {min(asked - have)} that answers has version {self.version} of model {self.model!r}",
+                kind="not_ready",
             )
         return told
 
@@ -195,7 +201,7 @@ class ServedModel:
     async def takes_dense(self) -> bool:
         """Tell whether the step before answers: one that comes earlier would take its place, and wait in its turn.
 
-        Raises NotReadyError, RouterError or ShardNodeError if it can't be known now.
+        Raises UnavailableError, ShardrankError if it can't be known now.
         """
         asked = [asyncio.wrap_future(replica.call(Ranking.has_taken)) for replica in self._replicas]
         return all(await asyncio.gather(*asked))
@@ -208,9 +214,9 @@ class ServedModel:
         What answers now goes on until then, and for rows of replicas that lag.
 
         Raises:
-            RankingModelError: the tensors are not those of the model.
-            GoldenMismatchError: a golden score drifts further than `max_drift`, or is not finite.
-            NotReadyError, RouterError, ShardNodeError: it can't be checked now.
+            RankingModelError: the tensors are not those of the model; a golden score drifts further than `max_drift`,
+                or is not finite.
+            UnavailableError, ShardrankError: it can't be checked now.
         """
         replicas = cast("list[Replica]", self._replicas)
         own = replicas[0].ranking.parts
@@ -220,9 +226,10 @@ class ServedModel:
         if golden is not None:
             check = _GoldenCheck(snapshot, own, replicas, golden, max_drift, time.monotonic)
             if (drift := check.difference(replicas[0], parts, to_own=True)) > max_drift:
-                raise GoldenMismatchError(
+                raise RankingModelError(
                     f"golden scores are up to {drift:.3g} from those of dense step {own.dense_step}, of the same rows; "
-                    f"max_drift is {max_drift:g}"
+                    f"max_drift is {max_drift:g}",
+                    kind="golden_mismatch",
                 )
 
         async def offer(ranking: Ranking) -> None:
@@ -235,7 +242,7 @@ class ServedModel:
     def golden_differences(self, snapshot: Snapshot) -> dict[NumberFormat, float]:
         """Find the largest difference from a golden score in each number format that this machine has. Blocks.
 
-        Formats that would be another one for this model are left out. Raises GoldenMismatchError for a score that is
+        Formats that would be another one for this model are left out. Raises RankingModelError for a score that is
         not finite.
         """
         golden, entry, replicas = snapshot.golden(), snapshot.manifest.golden, cast("list[Replica]", self._replicas)
@@ -373,9 +380,8 @@ def check_version(
     have no requests yet, and use `parts`, which are in float32.
 
     Raises:
-        GoldenMismatchError: it must not serve.
-        RankingModelError: bfloat16 was asked for where the device has none.
-        RouterError, ShardNodeError: its rows can't be looked up.
+        RankingModelError: it must not serve; bfloat16 was asked for where the device has none.
+        ShardrankError: its rows can't be looked up.
     """
     deadline = clock() + CONNECT_TIMEOUT_S
 
@@ -461,13 +467,15 @@ class _GoldenCheck:
         return CheckedVersion(dtype, "; ".join(fallbacks), wire_fallback, own_difference, self.tolerance)
 
     def is_as_exported(self, difference: float) -> bool:
-        """Tell whether the difference is within the tolerance. Raises GoldenMismatchError if no delta explains it."""
+        """Tell whether the difference is within the tolerance. Raises RankingModelError if no delta explains it."""
         if difference <= self.tolerance:
             return True
         # Asked after the scores: what was applied before them is surely seen.
         if not self.has_deltas():
-            raise GoldenMismatchError(
-                f"{self.name}: golden scores differ by up to {difference:.3g}, the manifest allows {self.tolerance:.3g}"
+            raise RankingModelError(
+                f"{self.name}: golden scores differ by up to {difference:.3g}, the manifest allows "
+                f"{self.tolerance:.3g}",
+                kind="golden_mismatch",
             )
         after = "%s: golden scores differ by up to %.3g since deltas were applied (the manifest allows %.3g)"
         logger.warning(after, self.name, difference, self.tolerance)
@@ -522,10 +530,15 @@ class _GoldenCheck:
     def batch_difference(self, scores: Float32Array, expected: Float32Array, rejected: RejectedIds) -> float:
         if len(rejected):
             feature = self.parts.schema.features.features[int(rejected.feature[0])].name
-            raise GoldenMismatchError(f"{self.name}: golden id {int(rejected.id[0])} of feature {feature!r} has no row")
+            raise RankingModelError(
+                f"{self.name}: golden id {int(rejected.id[0])} of feature {feature!r} has no row",
+                kind="golden_mismatch",
+            )
         differences = np.abs(scores - expected)
         if not np.isfinite(differences).all():
-            raise GoldenMismatchError(f"{self.name}: a golden request got a score that is not finite")
+            raise RankingModelError(
+                f"{self.name}: a golden request got a score that is not finite", kind="golden_mismatch"
+            )
         return float(differences.max())
 
     def has_deltas(self) -> bool:

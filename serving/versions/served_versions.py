@@ -15,7 +15,8 @@ from math import isfinite
 
 import xxhash
 
-from serving.errors import CanaryShareError, ModelNotFoundError, NotReadyError
+from loader.errors import ConfigError, UnavailableError
+from serving.errors import NotFoundError
 from serving.versions.served_model import ServedModel
 from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generation, Generations, Lease
@@ -33,9 +34,9 @@ class CanaryChoice:
 
     @classmethod
     def of(cls, version: int, share: float) -> CanaryChoice:
-        """Check a share. Raises CanaryShareError if it is not above 0 and below 1."""
+        """Check a share. Raises ConfigError if it is not above 0 and below 1."""
         if not (isfinite(share) and 0.0 < share < 1.0):
-            raise CanaryShareError(f"share: {share} is not above 0 and below 1")
+            raise ConfigError(f"share: {share} is not above 0 and below 1")
         return cls(version, share, int(share * _RANGE))
 
     def takes(self, model: str, key: str) -> bool:
@@ -81,7 +82,7 @@ class ServedVersions:
                 self.retire(other.model, other.version)
 
     def install_staged(self, served: ServedModel) -> None:
-        """Put a loaded version beside the live one. Raises GenerationStateError if it is here already."""
+        """Put a loaded version beside the live one. Raises RolloutError if it is here already."""
         self.generations.stage(served.model, served.version, served)
 
     def flip(self, model: str, version: int) -> None:
@@ -104,7 +105,7 @@ class ServedVersions:
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
         """Send a share of a model's requests, above 0 and below 1, to a version; None ends the canary.
 
-        Raises GenerationNotFoundError if the version is not here, or drains, CanaryShareError for another share.
+        Raises GenerationNotFoundError if the version is not here, or drains, ConfigError for another share.
         """
         if version is None:
             self._end_canary(model, None)
@@ -121,7 +122,7 @@ class ServedVersions:
         """Take a lease on the given version; without one, on the canary or the live one.
 
         `key` gives a request's key, or "" for one without; it is only asked while there is a canary. What is no request
-        has none, and gets the live version. Raises ModelNotFoundError, naming what is served instead, or NotReadyError
+        has none, and gets the live version. Raises NotFoundError, naming what is served instead, or UnavailableError
         for a model that is expected but not loaded yet.
         """
         while key is not None and version is None and (choice := self._canaries.get(model)) is not None:
@@ -137,10 +138,11 @@ class ServedVersions:
             return self.generations.lease(model, version)
         except GenerationNotFoundError as error:
             if version is None and model in (self.expected or ()):
-                raise NotReadyError(f"model: {model!r} is not loaded yet") from error
+                raise UnavailableError(f"model: {model!r} is not loaded yet", kind="not_ready") from error
             here = [f"{one.model} {one.version}" for one in self.generations.all()]
             wanted = repr(model[:128]) + ("" if version is None else f" version {version}")
-            raise ModelNotFoundError(f"model: {wanted} is not served here; served are {here}") from error
+            says = f"model: {wanted} is not served here; served are {here}"
+            raise NotFoundError(says, kind="model_not_found", field="model") from error
 
     def _free(self, served: ServedModel) -> None:
         try:

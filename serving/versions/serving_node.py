@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from loader.errors import RegistryError, SnapshotCorruptError
+from loader.errors import RegistryError, SnapshotCorruptError, UnavailableError
 from loader.progress import Pace, Progress, Wish, ended, in_background
 from loader.registry.fleet import (
     FleetRecord,
@@ -46,7 +46,6 @@ from router.plan import Plan
 from router.plan_file import PlanFile
 from router.replica_directory import ReplicaDirectory
 from router.replicas import ReplicaSource
-from serving.errors import NotReadyError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
@@ -180,12 +179,14 @@ class ServingNode:
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version, and put it beside the live one.
 
-        Raises NotReadyError if it is not published, or a shard has no node that has it ready; another ShardrankError
+        Raises UnavailableError if it is not published, or a shard has no node that has it ready; another ShardrankError
         with status 503 or 504 if its shards can't be asked now, else if it must not be served.
         """
         published = await self._fleet.version(model, version)
         if published is None:
-            raise NotReadyError(f"version {version} of model {model!r} is not on record as published")
+            raise UnavailableError(
+                f"version {version} of model {model!r} is not on record as published", kind="not_ready"
+            )
         topology = None
         if self._local is None:
             topology = await self._topology(model, version, wanted.num_shards.get(version))
@@ -277,18 +278,20 @@ class ServingNode:
     async def _topology(self, model: str, version: int, num_shards: int | None) -> FleetRecord:
         """Find how the fleet divides a version, over `num_shards` if that was said.
 
-        Raises NotReadyError unless each shard has a node with the version.
+        Raises UnavailableError unless each shard has a node with the version.
         """
         self.directory.update(await self._fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self._fleet.fleet() or self.directory.topology()
         if topology is None:
-            raise NotReadyError("no shard node has joined the fleet yet")
+            raise UnavailableError("no shard node has joined the fleet yet", kind="not_ready")
         topology = topology.model_copy(update={} if num_shards is None else {"num_shards": num_shards})
         count = topology.num_shards
         if missing := [index for index in range(count) if not self.directory.replicas(model, version, index)]:
             shards = ", ".join(map(str, missing))
-            raise NotReadyError(f"no node of shard {shards} of {count} has version {version} of model {model!r} ready")
+            raise UnavailableError(
+                f"no node of shard {shards} of {count} has version {version} of model {model!r} ready", kind="not_ready"
+            )
         return topology
 
     async def _load(

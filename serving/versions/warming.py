@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ from loader.snapshot.tables import Frozen
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.observe.recording import last_requests
+from serving.rank.batcher import share_of
 from serving.rank.ranking import Ranking, merge
 from serving.rank.replica import Replica
 
@@ -57,9 +58,10 @@ class Warming(Frozen):
         name = f"{schema.features.spec.model} {own.version}"
         try:
             requests = last_requests(self.folder, schema, self.requests, MAX_READ_BYTES)
+            groups = list(_groups(requests, schema))
             for number, replica in enumerate(replicas, 1):
                 until = began + LIMIT_S * number / len(replicas)
-                ranked += replica.call(_ranked(list(_groups(requests, schema)), until, clock)).result()
+                ranked += replica.call(partial(_rank, groups=groups, until=until, clock=clock)).result()
         except Exception as error:
             # What is not a typed error is a defect, of which the log tells more.
             logger.warning(
@@ -69,46 +71,38 @@ class Warming(Frozen):
         return ranked
 
 
-def _ranked(
-    groups: Sequence[Sequence[RankRequest]], until: float, clock: Callable[[], float]
-) -> Callable[[Ranking], Coroutine[Any, Any, int]]:
-    """Make what ranks batches, one after the other, until a time of the clock; it tells how many requests it ranked."""
-
-    async def work(ranking: Ranking) -> int:
-        ranked = 0
-        for group in groups:
-            if (began := clock()) >= until:
-                break
-            await ranking.score(merge(group), began + BATCH_TIMEOUT_S)
-            ranked += len(group)
-            now = clock()
-            await asyncio.sleep(min(RESTS * (now - began), max(0.0, until - now)))
-        return ranked
-
-    return work
+async def _rank(
+    ranking: Ranking, groups: Sequence[Sequence[RankRequest]], until: float, clock: Callable[[], float]
+) -> int:
+    """Rank batches, one after the other, until a time of the clock. Returns how many requests were ranked."""
+    ranked = 0
+    for group in groups:
+        if (began := clock()) >= until:
+            break
+        await ranking.score(merge(group), began + BATCH_TIMEOUT_S)
+        ranked += len(group)
+        now = clock()
+        await asyncio.sleep(min(RESTS * (now - began), max(0.0, until - now)))
+    return ranked
 
 
 def _groups(requests: Sequence[RankRequest], schema: RequestSchema) -> Iterator[list[RankRequest]]:
-    """Divide them into batches of the sizes of `GROUPS` in turn, as far as limits allow it."""
+    """Divide those within the limits into batches of the sizes of `GROUPS` in turn, as far as limits of batches go."""
     limits, is_none = schema.limits, schema.features.is_none
-    sizes, group = itertools.cycle(GROUPS), list[RankRequest]()
+    allowed = [
+        request
+        for request in requests
+        if request.num_candidates <= limits.max_candidates and request.bags.num_values <= limits.max_ids_per_request
+    ]
+    longest = max((int(request.bags.values_per_key()[is_none].max(initial=0)) for request in allowed), default=0)
+    sizes, group, filled = itertools.cycle(GROUPS), list[RankRequest](), 0.0
     size = next(sizes)
-    counts = ids = longest = 0
-    for one in requests:
-        count, num_ids = one.num_candidates, one.bags.num_values
-        if count > limits.max_candidates or num_ids > limits.max_ids_per_request:
-            continue
-        sequence = int(one.bags.values_per_key()[is_none].max(initial=0))
-        fits = (
-            len(group) < size
-            and counts + count <= limits.max_batch_candidates
-            and ids + num_ids <= limits.max_batch_ids
-            and (counts + count) * max(longest, sequence) <= limits.max_batch_pairs
-        )
-        if group and not fits:
+    for request in allowed:
+        share = share_of(request, longest, limits)
+        if group and (len(group) == size or filled + share > 1):
             yield group
-            group, size, counts, ids, longest = [], next(sizes), 0, 0, 0
-        group.append(one)
-        counts, ids, longest = counts + count, ids + num_ids, max(longest, sequence)
+            group, filled, size = [], 0.0, next(sizes)
+        group.append(request)
+        filled += share
     if group:
         yield group

@@ -13,15 +13,7 @@ from typing import Any, Final, Protocol
 from pydantic import Field
 
 from loader.deltas.batch import DeltaBatch
-from loader.errors import (
-    DeltaBaseError,
-    DeltaError,
-    DeltaFormatError,
-    DeltaGapError,
-    RegistryError,
-    RegistryUnavailableError,
-    ShardrankError,
-)
+from loader.errors import DeltaError, DeltaFormatError, RegistryError, RegistryUnavailableError, ShardrankError
 from loader.progress import ended
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry, StreamEntry
@@ -107,7 +99,7 @@ class DeltaFollower:
     async def run(self) -> None:
         """Follow the stream until cancelled; nothing writes rows any more when it ends.
 
-        Raises DeltaGapError if the stream does not have what comes next any more: the version must be staged anew, from
+        Raises DeltaError if the stream does not have what comes next any more: the version must be staged anew, from
         a snapshot that contains more.
         """
         self._stopping = False
@@ -122,7 +114,7 @@ class DeltaFollower:
     def apply(self, entries: Sequence[StreamEntry]) -> None:
         """Apply what comes next; what is applied already is passed over. Blocks; called in a thread of its own.
 
-        Raises DeltaGapError if the next one is missing, DeltaFormatError or DeltaBaseError if it is not what it should
+        Raises DeltaError if the next one is missing, DeltaFormatError or DeltaError if it is not what it should
         be. Those before it are applied.
         """
         for entry in entries:
@@ -132,10 +124,14 @@ class DeltaFollower:
             if entry.sequence <= sequence:
                 continue
             if entry.sequence != sequence + 1:
-                raise DeltaGapError(f"{self._where}: delta {entry.sequence} came, {sequence + 1} is next")
+                raise DeltaError(
+                    f"{self._where}: delta {entry.sequence} came, {sequence + 1} is next", kind="delta_gap"
+                )
             batch = DeltaBatch.decode(entry.payload)
             if (batch.model, batch.delta_base) != (self._model, self._delta_base):
-                raise DeltaBaseError(f"{self._where} follows {self._stream}, in which {batch.name} must not be")
+                raise DeltaError(
+                    f"{self._where} follows {self._stream}, in which {batch.name} must not be", kind="delta_base"
+                )
             if batch.sequence != entry.sequence:
                 raise DeltaFormatError(f"{self._where}: {batch.name} lies at {entry.sequence} of {self._stream}")
             layout = self._engine.layout
@@ -196,7 +192,7 @@ class DeltaFollower:
         if bounds.last > sequence and bounds.first > sequence + 1:
             reason = f"{self._where} needs delta {sequence + 1}, but {self._stream} begins with {bounds.first}"
             self._refuse(reason)
-            raise DeltaGapError(f"{reason}: stage a snapshot that contains more")
+            raise DeltaError(f"{reason}: stage a snapshot that contains more", kind="delta_gap")
         if 0 < bounds.last < sequence and sequence > self._position.snapshot().last_delta:
             # Its publisher gives back what the registry has lost, or refuses to go on.
             self._refuse(f"{self._where} has delta {sequence}, but {self._stream} ends with {bounds.last}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from loader.errors import SnapshotCorruptError, SnapshotNotFoundError
+from loader.errors import RolloutError, SnapshotCorruptError, SnapshotNotFoundError
 from loader.progress import Pace, Progress, Wish, in_background, no_progress
 from loader.registry.fleet import (
     FleetRecord,
@@ -35,7 +35,7 @@ from shard_node.agent.delta_follower import Followers, catch_up
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
-from shard_node.errors import CardError, FleetMismatchError
+from shard_node.errors import CardError
 from shard_node.generation import Generation
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.planning.hotness import ObservedCounts
@@ -138,7 +138,7 @@ class NodeConfig(Frozen):
 async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
     """Make sure that a node divides rows as its fleet does, or did for a version that is still wanted.
 
-    Raises FleetMismatchError, RegistryUnavailableError.
+    Raises RolloutError, RegistryUnavailableError.
     """
     there = await fleet.join_fleet(record)
     if there == record:
@@ -146,7 +146,7 @@ async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
     wanted = (await fleet.wanted()).values()
     earlier = there.model_copy(update={"num_shards": record.num_shards})
     if earlier != record or not any(record.num_shards in one.num_shards.values() for one in wanted):
-        raise FleetMismatchError(
+        raise RolloutError(
             f"this node has num_shards {record.num_shards}, sharding {record.sharding!r}, replicate_bytes "
             f"{record.replicate_bytes}; its fleet in {fleet.name} has {there.num_shards}, {there.sharding!r}, "
             f"{there.replicate_bytes}"

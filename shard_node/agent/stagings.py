@@ -12,10 +12,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from loader.errors import RegistryError
+from loader.errors import RegistryError, UnavailableError
 from loader.registry.fleet import STAGING_LOCKS, FleetRegistry, VersionReport, WantedModel, cut_reason
 from loader.snapshot.tables import Frozen
-from shard_node.errors import StagingBusyError
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +176,7 @@ class Stagings:
 
     @contextlib.asynccontextmanager
     async def _place(self, model: str) -> AsyncIterator[None]:
-        """Keep one of the fleet's places until the block ends. Raises StagingBusyError if all are taken."""
+        """Keep one of the fleet's places until the block ends. Raises UnavailableError if all are taken."""
         registry, ttl_s = self._fleet.registry, self._config.lock_ttl_s
         owner = f"{self._owner}:{model}"
         numbers = list(range(self._config.fleet_limit))
@@ -186,7 +185,7 @@ class Stagings:
             if await registry.acquire(key := f"{STAGING_LOCKS}{number}", owner, ttl_s):
                 break
         else:
-            raise StagingBusyError(f"{len(numbers)} stagings run in the fleet, which is its limit")
+            raise UnavailableError(f"{len(numbers)} stagings run in the fleet, which is its limit", kind="staging_busy")
         renewing = asyncio.create_task(self._renew(key, owner), name=f"renew {key}")
         try:
             yield

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shard_node.errors import AddressError
+from loader.errors import ConfigError
 from shard_node.wire.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Handshake, TlsContext, handshake
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Read `tcp://host:port`, `host:port`, `unix:/path` or `unix:///path`; an IPv6 host stands in brackets.
 
-        Raises AddressError, naming the text and what is allowed.
+        Raises ConfigError, naming the text and what is allowed.
         """
         if text.startswith("unix:"):
             path = text.removeprefix("unix:")
@@ -51,19 +51,19 @@ class Address:
                 path = path.removeprefix("//")
             if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
                 needed = "a Unix socket needs an absolute path of a file, as in 'unix:/run/node'"
-                raise AddressError(f"address {text!r}: {needed}")
+                raise ConfigError(f"address {text!r}: {needed}")
             if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
                 limit = f"a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
-                raise AddressError(f"address {text!r}: the path has {size} bytes, {limit}")
+                raise ConfigError(f"address {text!r}: the path has {size} bytes, {limit}")
             return cls(path=path)
         match = _TCP.match(text)
         if match is None:
-            raise AddressError(
+            raise ConfigError(
                 f"address {text!r} is none of 'tcp://host:port', 'host:port', 'unix:/path', 'unix:///path'"
             )
         port = int(match["port"])
         if port > MAX_PORT:
-            raise AddressError(f"address {text!r}: port {port} is not within 0..{MAX_PORT}")
+            raise ConfigError(f"address {text!r}: port {port} is not within 0..{MAX_PORT}")
         return cls(host=match["ipv6"] or match["host"], port=port)
 
     @property
@@ -172,7 +172,7 @@ async def listen(
 ) -> Listener:
     """Listen on an address, port 0 for any free one; TCP connections must speak `tls`, if given.
 
-    Raises AddressError if it can't be bound, naming the address and the reason.
+    Raises ConfigError if it can't be bound, naming the address and the reason.
     """
     try:
         if address.is_unix:
@@ -189,7 +189,7 @@ async def listen(
             raise
         return Listener(sockets, address, protocol, tls)
     except OSError as error:
-        raise AddressError(f"can't listen on {address}: {error}") from error
+        raise ConfigError(f"can't listen on {address}: {error}") from error
 
 
 def _bind_unix(address: Address) -> socket.socket:
@@ -213,7 +213,7 @@ def _remove_stale(address: Address) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise AddressError(f"can't listen on {address}: there is a file that is not a socket")
+        raise ConfigError(f"can't listen on {address}: there is a file that is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -224,4 +224,4 @@ def _remove_stale(address: Address) -> None:
         except BlockingIOError:
             # Its queue of connections is full: somebody listens, and is busy.
             pass
-    raise AddressError(f"can't listen on {address}: another process listens there")
+    raise ConfigError(f"can't listen on {address}: another process listens there")

@@ -11,20 +11,13 @@ from typing import TypeVar
 
 from pydantic import Field
 
+from loader.errors import DeadlineExceededError, OverloadedError
 from loader.file_backed import FileBacked
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.errors import (
-    CertificateRoleError,
-    DeadlineExceededError,
-    FrameTooLargeError,
-    NodeOverloadedError,
-    NodeUnavailableError,
-    RemoteError,
-    WireError,
-)
+from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, WireError
 from shard_node.node import NodeInfo
 from shard_node.tracing import TRACED_LOOKUP, SpanContext
 from shard_node.wire.address import Address
@@ -173,7 +166,7 @@ class ClientConnection(FrameConnection):
         """End the connection: an answer that is too long fails its own request, everything else fails all."""
         logger.warning("closing the connection to %s: %s", self._address, error)
         answer = self._waiting.get(request_id)
-        if isinstance(error, FrameTooLargeError) and answer is not None and not answer.done():
+        if error.kind == "frame_too_large" and answer is not None and not answer.done():
             answer.set_exception(error)
         self._refusal = error
         self.abort()
@@ -271,10 +264,10 @@ class ShardClient:
         Raises:
             DeadlineExceededError: the deadline passed, wherever the request was then.
             NodeUnavailableError: there is no connection, or it was lost; a TlsHandshakeError if TLS is why.
-            NodeOverloadedError: the node, or this client, has too many requests in flight.
-            FrameTooLargeError: request or answer is longer than `max_frame_bytes`.
+            OverloadedError: the node, or this client, has too many requests in flight.
+            WireError: request or answer is longer than `max_frame_bytes`.
             RemoteError: the node failed, or its answer is malformed.
-            ShardNodeError: whatever else the node answered, as the class of its kind.
+            ShardrankError: whatever else the node answered, as the class of its kind.
         """
         lookup = TRACED_LOOKUP.get()
         if lookup is None:
@@ -352,8 +345,9 @@ class ShardClient:
     ) -> Reply:
         """Send a request and return its decoded answer; `decode` takes the frame and the bytes of the request."""
         if self.in_flight >= self._limits.max_in_flight:
-            raise NodeOverloadedError(
-                f"{self.address}: {self.in_flight} requests in flight, at most {self._limits.max_in_flight} are sent"
+            raise OverloadedError(
+                f"{self.address}: {self.in_flight} requests in flight, at most {self._limits.max_in_flight} are sent",
+                kind="node_overloaded",
             )
         self.in_flight += 1
         try:
@@ -366,7 +360,9 @@ class ShardClient:
             buffers = encode(request_id, max(int(timeout_s * 1e6), 1))
             size = sum(map(len, buffers))
             if size > self._limits.max_frame_bytes:
-                raise FrameTooLargeError(f"request has {size} bytes, at most {self._limits.max_frame_bytes} are sent")
+                raise WireError(
+                    f"request has {size} bytes, at most {self._limits.max_frame_bytes} are sent", kind="frame_too_large"
+                )
             frame = await connection.exchange(request_id, buffers, timeout_s)
         finally:
             self.in_flight -= 1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.errors import FrameTooLargeError, WireError
+from shard_node.errors import WireError
 
 MAGIC = b"SHRK"
 # Type and major version of a TLS record that begins a handshake.
@@ -69,9 +69,9 @@ class Frame(NamedTuple):
 
 
 def pack_header(frame_type: FrameType, request_id: int, body_bytes: int, budget_us: int = 0) -> bytes:
-    """Packs a header. Raises FrameTooLargeError for a body that the length field can't state."""
+    """Packs a header. Raises WireError for a body that the length field can't state."""
     if body_bytes > MAX_BODY_BYTES:
-        raise FrameTooLargeError(f"body has {body_bytes} bytes, a frame holds at most {MAX_BODY_BYTES}")
+        raise WireError(f"body has {body_bytes} bytes, a frame holds at most {MAX_BODY_BYTES}", kind="frame_too_large")
     return HEADER.pack(MAGIC, PROTOCOL_VERSION, frame_type, request_id, body_bytes, budget_us)
 
 
@@ -143,7 +143,7 @@ class FrameReceiver:
     def next_frame(self) -> Frame | None:
         """Return the next complete frame, or None until more bytes come.
 
-        Raises WireError if the header is not one, or of another protocol version, FrameTooLargeError if it states more
+        Raises WireError if the header is not one, or of another protocol version, or states more
         than `max_frame_bytes`.
         """
         header = self._header
@@ -156,7 +156,9 @@ class FrameReceiver:
             if version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
                 raise WireError(f"protocol version {version} is not spoken here, only {PROTOCOL_VERSION}")
             if (size := header.body_bytes + HEADER.size) > self._max_frame_bytes:
-                raise FrameTooLargeError(f"frame has {size} bytes, at most {self._max_frame_bytes} are taken")
+                raise WireError(
+                    f"frame has {size} bytes, at most {self._max_frame_bytes} are taken", kind="frame_too_large"
+                )
             self._start += HEADER.size
             here = min(self._end - self._start, header.body_bytes)
             self._body = np.empty(header.body_bytes, np.uint8)

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from loader.errors import ShardrankError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from shard_node import errors
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
-from shard_node.errors import RemoteError, ShardNodeError, WireError
+from shard_node.errors import RemoteError, WireError
 from shard_node.node import NodeInfo
 from shard_node.tracing import MAX_STATE_BYTES, SpanContext
 from shard_node.wire.frame import MAX_BUDGET_US, Body, Frame, FrameType, pack_header
@@ -57,10 +57,13 @@ _SEQUENCE_FIELD = struct.Struct("<Q")
 _TRACE = struct.Struct(">QQQ")
 _TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE, _HAS_TRACE = 1, 2, 4, 8
 
-_ERROR_OF_KIND: dict[str, type[ShardNodeError]] = {
-    found.kind: found
-    for found in vars(errors).values()
-    if isinstance(found, type) and issubclass(found, ShardNodeError) and found is not ShardNodeError
+_ERROR_OF_KIND: dict[str, type[ShardrankError]] = {
+    error.kind: error for error in vars(errors).values() if getattr(error, "__module__", "") == errors.__name__
+} | {
+    "frame_too_large": WireError,
+    "node_overloaded": OverloadedError,
+    "buffer_full": OverloadedError,
+    "deadline_exceeded": DeadlineExceededError,
 }
 
 
@@ -119,7 +122,7 @@ def encode_pool(
     and more than 71 minutes is cut to that.
 
     Raises WireError for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text,
-    FrameTooLargeError if the frame's length can't be stated.
+    WireError if the frame's length can't be stated.
     """
     arrays: list[Array] = [
         np.ascontiguousarray(bags.keys, _INT32),
@@ -272,7 +275,7 @@ def encode_error(request_id: int, error: ShardrankError) -> list[Buffer]:
     return _encode(FrameType.ERROR, request_id, fields, [])
 
 
-def decode_error(frame: Frame) -> ShardNodeError:
+def decode_error(frame: Frame) -> ShardrankError:
     """Read the error of an ERROR frame, as the class of its kind; a RemoteError for an unknown kind."""
     fields = _decode_fields(frame.body, "ERROR")
     if len(fields) < _ERROR_FIELDS.size:
@@ -285,7 +288,7 @@ def decode_error(frame: Frame) -> ShardNodeError:
     # Cutting a message at a number of bytes may split its last character.
     message = bytes(texts[kind_bytes + grpc_bytes :]).decode(errors="replace")
     known = _ERROR_OF_KIND.get(kind)
-    return RemoteError(f"{kind}: {message}") if known is None else known(message)
+    return RemoteError(f"{kind}: {message}") if known is None else known(message, kind=kind)
 
 
 def array_section_bytes(num_arrays: int) -> int:

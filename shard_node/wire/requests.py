@@ -13,19 +13,11 @@ from typing import Protocol, Self
 
 from pydantic import Field, model_validator
 
-from loader.errors import ShardrankError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.byte_budget import ByteAccount, Cause, check_buffer_bytes, default_buffer_bytes
-from shard_node.errors import (
-    BufferFullError,
-    DeadlineExceededError,
-    FrameTooLargeError,
-    InvalidBagsError,
-    NodeOverloadedError,
-    RemoteError,
-    WireError,
-)
+from shard_node.errors import InvalidBagsError, RemoteError, WireError
 from shard_node.node import ShardNode
 from shard_node.tracing import Span, error_text
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
@@ -248,15 +240,19 @@ class RequestHandler:
     ) -> None:
         most = self._limits.max_in_flight
         if self.in_flight >= most:
-            raise NodeOverloadedError(f"{self.in_flight} requests in flight, at most {most} are taken")
+            raise OverloadedError(
+                f"{self.in_flight} requests in flight, at most {most} are taken", kind="node_overloaded"
+            )
         num_busy = len(self._busy_peers | {peer})
         if 2 * self.in_flight >= most and peer.in_flight >= max(1, most // num_busy):
             says = f"{peer.in_flight} of {self.in_flight} requests in flight are of this connection"
-            raise NodeOverloadedError(f"{says}, one of {num_busy}; at most {most} are taken, in equal shares")
+            raise OverloadedError(
+                f"{says}, one of {num_busy}; at most {most} are taken, in equal shares", kind="node_overloaded"
+            )
         try:
             peer.account.charge(answer_bytes)
-        except BufferFullError as error:
-            raise NodeOverloadedError(str(error)) from None
+        except OverloadedError as error:
+            raise OverloadedError(str(error), kind="node_overloaded") from None
         self.in_flight += 1
         peer.in_flight += 1
         self._busy_peers.add(peer)
@@ -270,7 +266,7 @@ class RequestHandler:
         def finished(done: asyncio.Future[Answer]) -> None:
             self._count_out(answer_bytes, peer)
             if done.cancelled():
-                error = NodeOverloadedError("the node is closing, the request was not started")
+                error = OverloadedError("the node is closing, the request was not started", kind="node_overloaded")
                 answer(self.failure(request_id, error))
             else:
                 answer(done.result())
@@ -335,6 +331,7 @@ class RequestHandler:
 
     def _refuse_large_answer(self, size_bytes: int) -> None:
         if size_bytes > self._limits.max_frame_bytes:
-            raise FrameTooLargeError(
-                f"answer has {size_bytes} bytes, a frame may have at most {self._limits.max_frame_bytes}"
+            raise WireError(
+                f"answer has {size_bytes} bytes, a frame may have at most {self._limits.max_frame_bytes}",
+                kind="frame_too_large",
             )

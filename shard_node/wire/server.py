@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
+from loader.errors import OverloadedError
 from shard_node.byte_budget import ByteAccount, ByteBudget
-from shard_node.errors import BufferFullError, CertificateRoleError, NodeOverloadedError, WireError
+from shard_node.errors import CertificateRoleError, WireError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address, Listener, listen
 from shard_node.wire.connection import FrameConnection
@@ -75,7 +76,7 @@ class ServerConnection(FrameConnection):
             count = self.peer_load.account.charge if self._receiver.is_mid_body else self.peer_load.account.hold
             try:
                 count(nbytes)
-            except BufferFullError as error:
+            except OverloadedError as error:
                 self._give_way(error)
                 return
             self._untaken += nbytes
@@ -142,12 +143,12 @@ class ServerConnection(FrameConnection):
             self.hold_reading()
             self._send_timer = self._loop.call_later(self._limits.send_timeout_ms / 1e3, self._send_timed_out)
 
-    def _give_way(self, error: BufferFullError) -> None:
+    def _give_way(self, error: OverloadedError) -> None:
         if self._receiver.is_mid_body:
             self.peer_load.account.refund(self._untaken)
             self._untaken = 0
             request_id = self._receiver.request_id
-            self.refuse(self._handler.failure(request_id, NodeOverloadedError(str(error))))
+            self.refuse(self._handler.failure(request_id, OverloadedError(str(error), kind="node_overloaded")))
 
     def _watch_idleness(self) -> None:
         if self._is_idle and self.peer_load.in_flight == 0:
@@ -225,7 +226,7 @@ class NodeServer:
         return len(self._connections)
 
     async def start(self, addresses: Sequence[Address]) -> None:
-        """Listen on every address, or on none. Raises AddressError."""
+        """Listen on every address, or on none. Raises ConfigError."""
         try:
             for address in addresses:
                 connection = partial(ServerConnection, self, self._handler, self._limits, time.monotonic)
@@ -271,7 +272,9 @@ class NodeServer:
         """Take in a connection, or refuse it (called by it)."""
         self._connections.add(connection)
         if len(self._connections) > self._limits.max_connections:
-            error = NodeOverloadedError(f"at most {self._limits.max_connections} connections are taken")
+            error = OverloadedError(
+                f"at most {self._limits.max_connections} connections are taken", kind="node_overloaded"
+            )
             logger.warning("refusing the connection from %s: %s", connection.peer, error)
             connection.refuse(self._handler.failure(0, error))
             return

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from loader.errors import ConfigError
 from loadtest.documents import ratio_text, significant
-from loadtest.errors import ComparisonError
 from loadtest.report.page import compare_runs
 from loadtest.rounds import Arm, ComparedMeasure, Comparison, Measure, compare_rounds, in_turn, show_comparison
 from shardrank_testing.load_results import QueueLoad
@@ -89,7 +89,7 @@ def test_measures_that_some_rounds_lack_are_left_out_or_have_no_ratios():
 @pytest.mark.parametrize("arms", [{}, {"one": 1}, {"one": 2, "two": 1}, {"one": 0, "two": 0}])
 def test_arms_with_other_numbers_of_rounds_are_refused(arms):
     run = short()
-    with pytest.raises(ComparisonError, match="arms: "):
+    with pytest.raises(ConfigError, match="arms: "):
         compare_runs("no", {name: [run] * count for name, count in arms.items()})
 
 

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.reader import Snapshot
-from router.errors import ShardUnavailableError
 from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.replicas import ReplicaSource, ReplicatedShard
 from shard_node.answer import Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
-from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import until
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 from shardrank_testing.topologies import Topology, make_node
@@ -182,16 +182,16 @@ async def fleet(snapshot: Snapshot, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 async def test_with_no_replica_the_error_names_all_until_one_is_back(fleet):
     shard = fleet.shard(0, 1)
-    with pytest.raises(ShardUnavailableError, match=r"shard 0 of 1: no replica answered \(.*0\.sock.*; .*1\.sock"):
+    with raises_kind("shard_unavailable", match=r"shard 0 of 1: no replica answered \(.*0\.sock.*; .*1\.sock"):
         await fleet.ask(shard)
     await fleet.start(1)
     answered = False
     while not answered:
-        with contextlib.suppress(ShardUnavailableError):
+        with contextlib.suppress(UnavailableError):
             await fleet.ask(shard)
             answered = True
         await asyncio.sleep(0.01)
-    with pytest.raises(ShardUnavailableError, match="shard 0 has no replica"):
+    with raises_kind("shard_unavailable", match="shard 0 has no replica"):
         ReplicatedShard(PLAN, 0, "identity", [])
 
 
@@ -203,7 +203,7 @@ async def test_a_node_of_another_shard_or_plan_is_refused(fleet, shard_index, re
     other = Topology(shards=2, replicate_bytes=replicate_bytes).plan(SPEC)
     await fleet.start(0, node=make_node(fleet.snapshot, other, shard_index))
     shard = fleet.shard(0, plan=Topology(shards=2).plan(SPEC))
-    with pytest.raises(ShardUnavailableError, match=message):
+    with raises_kind("shard_unavailable", match=message):
         await fleet.ask(shard)
     assert fleet.events == ["!unfit"]
 
@@ -222,12 +222,12 @@ async def test_another_snapshot_of_the_same_version_is_refused(fleet, restart):
         await fleet.start(0, node=make_node(other, PLAN, 0))
     else:
         assert await asyncio.to_thread(node.generations.retire(model, version).retired.wait, 30)
-        with pytest.raises(ShardUnavailableError, match="is not here"):
+        with raises_kind("shard_unavailable", match="is not here"):
             await fleet.ask(shard)
         node.generations.stage(model, version, load_tables(other, PLAN.partition(0), PLAN.digest))
     refused = ""
     while "another snapshot" not in refused:
-        with pytest.raises(ShardUnavailableError) as error:
+        with raises_kind("shard_unavailable") as error:
             await fleet.ask(shard)
         refused = str(error.value)
         await asyncio.sleep(0.01)
@@ -292,7 +292,7 @@ async def test_without_budget_a_late_answer_is_waited_for(fleet):
     fleet.events.clear()
     await fleet.start(2, node=ShardNode(PLAN.identity(0)))
     shard = fleet.shard(2, 1, budget_reserve=0.5)
-    with pytest.raises(ShardUnavailableError, match=r"no version .*; others are not asked: the budget of hedges"):
+    with raises_kind("shard_unavailable", match=r"no version .*; others are not asked: the budget of hedges"):
         await fleet.ask(shard)
     # A replica without the version comes last.
     await fleet.ask(shard)
@@ -334,7 +334,7 @@ async def test_an_answer_that_does_not_fit_is_refused_and_retried(fleet):
 
     node.answer = forgetful
     await fleet.start(0, node=node)
-    with pytest.raises(ShardUnavailableError, match=r"sums of group 0 are \[1, 8\], not \[2, 8\]"):
+    with raises_kind("shard_unavailable", match=r"sums of group 0 are \[1, 8\], not \[2, 8\]"):
         await fleet.ask(fleet.shard(0))
     assert fleet.events == []
     await fleet.start(1)
@@ -411,7 +411,7 @@ async def test_no_call_waits_for_a_newcomer(fleet):
     """One that is silent or has something else gets no call; without any node the error says so."""
     shard = fleet.shard()
     for call in (fleet.ask(shard), shard.infos(), shard.connect(SPEC.model, 1, time.monotonic() + 5)):
-        with pytest.raises(ShardUnavailableError, match="no node has told that this version is ready"):
+        with raises_kind("shard_unavailable", match="no node has told that this version is ready"):
             await call
     await fleet.start(0, 2)
     await fleet.start(3, node=make_node(fleet.snapshot, Topology(shards=2).plan(SPEC), 1))
@@ -459,7 +459,7 @@ async def test_closing_closes_a_newcomer_that_left_while_connecting(fleet):
     await fleet.ask(shard)
     await silent.connected.wait()
     fleet.announce()
-    with pytest.raises(ShardUnavailableError):
+    with raises_kind("shard_unavailable"):
         await fleet.ask(shard)
     await fleet.clients[0][0].closed.wait()
     assert not fleet.clients[1][0].closed.is_set()

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loader.errors import UnavailableError
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from router.errors import PlanError, ShardUnavailableError
+from router.errors import PlanError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
@@ -24,6 +25,7 @@ from shard_node.errors import InvalidBagsError
 from shard_node.node import LocalShard
 from shard_node.split import split, whole
 from shardrank_testing.bags import bags_of, pool_by_definition, random_table_bags
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import reference_engine
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 from shardrank_testing.topologies import StoredModel, Topology, local_router, lookup, make_node, remote_router
@@ -173,7 +175,7 @@ class DownShard:
 
     async def pool(self, model, version, bags, deadline, forms):
         self.calls += 1
-        raise ShardUnavailableError("shard 1 of 2: no replica answered")
+        raise UnavailableError("shard 1 of 2: no replica answered", kind="shard_unavailable")
 
 
 def test_with_a_shard_down_replicated_rows_are_answered(stores):
@@ -191,7 +193,7 @@ def test_with_a_shard_down_replicated_rows_are_answered(stores):
         for _ in range(10):
             stored.check(bags, look_up(router, stored, bags))
         assert down.calls == (2 if seconds else 1)
-    with pytest.raises(ShardUnavailableError, match="shard 1 of 2"):
+    with raises_kind("shard_unavailable", match="shard 1 of 2"):
         look_up(router, stored, single_ids(stored, "film", range(256)))
     with pytest.raises(PlanError, match="the plan has 2 shards, but 0 were given"):
         Router(stored.schema, None, plan, [])

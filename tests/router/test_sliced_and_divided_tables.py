@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loader.errors import ShardrankError
 from loader.snapshot.row_classes import RowClasses
-from router.errors import RouterError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import PartRows
 from shard_node.bags import KeyedBags
@@ -109,5 +109,5 @@ def test_any_levers_give_what_whole_tables_give(levers, bucketing, pruned, shard
 def test_classes_of_other_tables_are_refused_by_name(tmp_path):
     twins = write_twins(tmp_path, describe(make_spec(), {"film": HOT_AND_COLD}))
     schema = FeatureSchema.of(twins.divided.spec)
-    with pytest.raises(RouterError, match=r"row classes of \['user'\] were given; the model needs \['film'\]"):
+    with pytest.raises(ShardrankError, match=r"row classes of \['user'\] were given; the model needs \['film'\]"):
         PartRows(schema, {"user": RowClasses.of(np.zeros(3, np.uint8), 2)})

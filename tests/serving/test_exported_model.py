@@ -18,7 +18,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from loader.errors import SnapshotCorruptError, SnapshotFormatError
+from loader.errors import SnapshotCorruptError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import MANIFEST_NAME, ExportedModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
@@ -27,7 +27,6 @@ from loader.snapshot.writer import export_snapshot
 from serving.cli import main as command
 from serving.client.client import AsyncClient
 from serving.embedded import Ranker
-from serving.errors import UntrustedProgramError
 from serving.models.exported import export_program
 from serving.models.inputs import InputShapes
 from serving.proto.inference import open_inference_pb2_grpc
@@ -35,6 +34,7 @@ from serving.rank.service import RankingService
 from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec, films_vocabularies
 from serving.training.network import RankingNetwork, RequestBatches
 from serving.versions.loading import ModelSource, load_served_model
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.inference_requests import json_body, message_of, tensors_of
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.serving_api import rank_message, running_api
@@ -173,7 +173,7 @@ async def test_every_api_gives_the_same_bits_of_every_output(model: TwoTasksMode
 
 
 def test_a_store_that_is_not_trusted_is_refused(folder: Path) -> None:
-    with pytest.raises(UntrustedProgramError, match="mark it with --trust-exported"):
+    with raises_kind("untrusted_program", match="mark it with --trust-exported"):
         Ranker.open(folder)
     verify = ["verify", "--snapshot", str(folder)]
     refused = CliRunner().invoke(command, verify)
@@ -215,7 +215,7 @@ def test_a_program_is_exported_from_the_command_line(model: TwoTasksModel, tmp_p
             MANIFEST_NAME,
             b'"path": "dense.pt2"',
             b'"path": "dense.safetensors"',
-            SnapshotFormatError,
+            SnapshotCorruptError,
             "goes with an exported model, only with it",
         ),
     ],

@@ -22,7 +22,7 @@ import pytest
 from loader.errors import ShardrankError
 from serving.api.grpc import wire as frames
 from serving.embedded import Ranker
-from serving.errors import BadRequestError
+from serving.errors import InvalidRequestError
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
@@ -530,10 +530,10 @@ async def test_a_wrong_request_is_refused_by_name(small_api, expected, row, api_
     await until(lambda: (small_api.service.in_flight, leases(small_api)) == (0, [0]))
 
 
-def refuse(codec: Codec, body: bytes) -> BadRequestError:
+def refuse(codec: Codec, body: bytes) -> InvalidRequestError:
     try:
         codec.read(body, LIMITS).parse(SCHEMA)
-    except BadRequestError as error:
+    except InvalidRequestError as error:
         return error
     raise AssertionError("it was taken")
 

@@ -14,9 +14,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.errors import ConfigError
 from serving.api.tokens import Scope, TokenEntry, Tokens, new_token, read_tokens
 from serving.cli import main
-from serving.errors import PermissionDeniedError, TokensFileError, UnauthenticatedError
+from serving.errors import PermissionDeniedError, UnauthenticatedError
 
 
 def write(path: Path, *entries: TokenEntry) -> None:
@@ -109,7 +110,7 @@ def test_the_file_is_read_again_when_it_changes_and_kept_while_it_is_broken(tmp_
 )
 def test_a_file_that_is_wrong_is_refused_by_name_with_what_is_wrong(tmp_path, text, message):
     (tmp_path / "tokens").write_text(text)
-    with pytest.raises(TokensFileError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         Tokens(tmp_path / "tokens")
     assert str(tmp_path / "tokens") in str(caught.value)
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.errors import OverloadedError
 from shard_node.byte_budget import ByteAccount, ByteBudget, default_buffer_bytes
-from shard_node.errors import BufferFullError
+from shardrank_testing.errors import raises_kind
 
 MAX_BYTES = 1000
 
@@ -19,9 +20,9 @@ class Sender:
 
     def __init__(self, budget: ByteBudget) -> None:
         self.account = ByteAccount(budget, self._give_way)
-        self.is_complete, self.errors = False, list[BufferFullError]()
+        self.is_complete, self.errors = False, list[OverloadedError]()
 
-    def _give_way(self, error: BufferFullError) -> None:
+    def _give_way(self, error: OverloadedError) -> None:
         if not self.is_complete:
             self.errors.append(error)
             self.account.refund(self.account.held)
@@ -41,7 +42,7 @@ def test_a_connection_may_hold_half_while_the_rest_is_free(budget, causes):
     first, second = Sender(budget), Sender(budget)
     first.account.charge(500)
     second.account.charge(250)
-    with pytest.raises(BufferFullError, match=r"750 bytes .* of the limit max_buffered_bytes = 1000"):
+    with raises_kind("buffer_full", match=r"750 bytes .* of the limit max_buffered_bytes = 1000"):
         second.account.charge(1)
     assert (budget.buffered, causes) == (750, {"share": 1})
     second.account.refund(250)
@@ -63,7 +64,7 @@ def test_complete_messages_do_not_give_way(budget, causes):
     for sender, size in zip(greedy, (500, 250, 166, 84), strict=True):
         sender.account.hold(size)
         sender.is_complete = True
-    with pytest.raises(BufferFullError, match="no connection that holds more can give way"):
+    with raises_kind("buffer_full", match="no connection that holds more can give way"):
         Sender(budget).account.charge(40)
     assert (budget.buffered, causes["full"]) == (1000, 1)
 
@@ -72,7 +73,7 @@ def test_answers_are_counted_though_they_can_not_be_refused(budget):
     sender = Sender(budget)
     sender.account.hold(MAX_BYTES + 1)
     assert budget.buffered == MAX_BYTES + 1
-    with pytest.raises(BufferFullError):
+    with raises_kind("buffer_full"):
         sender.account.charge(1)
 
 
@@ -83,7 +84,7 @@ def test_no_more_is_ever_held_and_small_messages_find_room(charges):
     for number, size in charges:
         try:
             senders[number].account.charge(size)
-        except BufferFullError:
+        except OverloadedError:
             senders[number].account.refund(senders[number].account.held)
         assert budget.buffered == sum(sender.account.held for sender in senders) <= MAX_BYTES
     Sender(budget).account.charge(MAX_BYTES // 2 // 7)

@@ -10,8 +10,9 @@ from functools import partial
 
 import pytest
 
+from loader.errors import RolloutError
 from loader.progress import BACKGROUND_NICENESS
-from shard_node.errors import GenerationNotFoundError, GenerationStateError
+from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generations, RowLock
 
 TIMEOUT_S = 30.0
@@ -39,7 +40,7 @@ def test_a_lease_keeps_its_version_over_a_flip():
     assert [(one.version, one.state) for one in generations.all()] == [(1, "live"), (2, "staged")]
     assert freed == []
     lease.release()
-    with pytest.raises(GenerationStateError, match="released twice"):
+    with pytest.raises(RolloutError, match="released twice"):
         lease.release()
     with pytest.raises(GenerationNotFoundError, match=r"here: films 1 \(live\), films 2 \(staged\)"):
         generations.flip("films", 7)
@@ -61,7 +62,7 @@ def test_a_retired_version_is_freed_with_its_last_lease():
     for refused in (lambda: generations.lease("films", 1), lambda: generations.flip("films", 1)):
         with pytest.raises(GenerationNotFoundError, match=r"version 1 of model 'films' is not here; here: films 1"):
             refused()
-    with pytest.raises(GenerationStateError, match=r"already here \(draining\)"):
+    with pytest.raises(RolloutError, match=r"already here \(draining\)"):
         generations.stage("films", 1, "again")
     first.release()
     assert not retiring.retired.is_set()

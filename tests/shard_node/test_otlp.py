@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from shard_node.errors import TracingError
+from loader.errors import ConfigError
 from shard_node.otlp import OtlpSink
 from shard_node.tracing import Span, SpanContext, TraceConfig
 from shardrank_testing.otlp_receiver import collector
@@ -141,7 +141,7 @@ def test_without_endpoint_or_extra_there_are_no_spans(monkeypatch):
     assert not TraceConfig().is_enabled
     monkeypatch.delitem(sys.modules, "shard_node.otlp")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(TracingError, match=r"pip install 'shardrank\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'shardrank\[otel\]'"):
         importlib.import_module("shard_node.otlp")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", ENDPOINT)
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")

@@ -18,29 +18,15 @@ from urllib.parse import quote, unquote
 
 import grpc
 
-from loader.errors import ShardrankError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
 from serving.api.bodies import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
-from serving.errors import (
-    BadRequestError,
-    BodyTooLargeError,
-    HeaderTooLargeError,
-    InvalidFieldError,
-    MalformedRequestError,
-    MethodNotAllowedError,
-    NoSuchRouteError,
-    OverloadedError,
-    RequestTimeoutError,
-    ShuttingDownError,
-    UnknownCodingError,
-    UnknownIdError,
-)
+from serving.errors import InvalidRequestError, NotFoundError, limit_exceeded, printable
 from serving.formats.json_text import RETRY_AFTER_S
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from shard_node.byte_budget import MessageBytes
-from shard_node.errors import BufferFullError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +89,7 @@ def read_head(request: HeaderList, max_bytes: int) -> CallHead:
         read = _TIMEOUT.fullmatch(timeout)
         if read is None:
             says = f"it is {timeout.decode('latin-1')!r}; it must be digits and a unit"
-            refusal = InvalidFieldError("grpc-timeout", says), 200
+            refusal = InvalidRequestError("grpc-timeout", says, kind="invalid_field"), 200
         else:
             timeout_s = int(read[1]) * _UNIT_S[read[2]]
     if b"authorization" in found:
@@ -118,16 +104,18 @@ def read_head(request: HeaderList, max_bytes: int) -> CallHead:
 def _refusal(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> tuple[ShardrankError, int] | None:
     if request.size > max_bytes:
         says = f"the headers take {request.size} bytes, more than the limit max_header_bytes = {max_bytes}"
-        return HeaderTooLargeError(says), 200
+        return InvalidRequestError("", says, kind="header_too_large"), 200
     if request.problem is not None:
         # RFC 9113, section 8.1.1: an answer may say so.
-        return MalformedRequestError("", request.problem), 400
+        return InvalidRequestError("", request.problem, kind="malformed"), 400
     if found[b":method"] != b"POST":
-        return MethodNotAllowedError(f"the method is {found[b':method'].decode('latin-1')!r}; it must be POST"), 405
+        return InvalidRequestError(
+            "", f"the method is {found[b':method'].decode('latin-1')!r}; it must be POST", kind="method_not_allowed"
+        ), 405
     content_type = found.get(b"content-type", b"")
     if not _CONTENT_TYPES.match(content_type):
         says = f"content-type is {content_type.decode('latin-1')!r}; it must be application/grpc"
-        return MalformedRequestError("", says), 415
+        return InvalidRequestError("", says, kind="malformed"), 415
     return None
 
 
@@ -146,7 +134,7 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
         trailers.append((b"grpc-message", grpc_message(details).encode()))
     if kind:
         trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
-    if kind in (OverloadedError.kind, BufferFullError.kind):
+    if kind in (OverloadedError.kind, "buffer_full"):
         trailers.append((b"grpc-retry-pushback-ms", b"%d" % (1000 * RETRY_AFTER_S)))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
@@ -187,7 +175,7 @@ class MessageReader:
         """Take bytes up to the end of a message.
 
         Returns a message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other
-        bytes. Raises BodyTooLargeError for one that is longer than the limit, whether it has come or not.
+        bytes. Raises InvalidRequestError for one that is longer than the limit, whether it has come or not.
         """
         if not self.missing:
             needs = PREFIX_BYTES - len(self._prefix)
@@ -198,7 +186,9 @@ class MessageReader:
             self._prefix, self._flag = b"", prefix[0]
             size = int.from_bytes(prefix[1:], "big")
             if size > self._max_bytes:
-                raise BodyTooLargeError("", "max_body_bytes", self._max_bytes, size, "bytes in the message")
+                raise limit_exceeded(
+                    "", "max_body_bytes", self._max_bytes, size, "bytes in the message", kind="body_too_large"
+                )
             if len(data) >= size:
                 return (self._flag, bytes(data[:size])), data[size:]
             self.missing = size
@@ -235,11 +225,14 @@ async def plain_message(
     if not flag:
         return message
     if flag > 1:
-        raise MalformedRequestError("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
+        raise InvalidRequestError("", f"a message's compressed flag is {flag}; allowed are 0 and 1", kind="malformed")
     if coding == IDENTITY:
-        raise MalformedRequestError("", "a message is flagged as compressed, but the call has no grpc-encoding")
+        raise InvalidRequestError(
+            "", "a message is flagged as compressed, but the call has no grpc-encoding", kind="malformed"
+        )
     if coding not in CODINGS:
-        raise UnknownCodingError(coding, KNOWN_CODINGS)
+        says = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
+        raise InvalidRequestError("", says, kind="unknown_coding")
     return await expand(message, max_bytes, held, spent, places)
 
 
@@ -331,9 +324,9 @@ class GrpcCall:
             return
         try:
             if method is None:
-                raise NoSuchRouteError(f"there is no method {head.path.decode('latin-1')}")
+                raise NotFoundError(f"there is no method {head.path.decode('latin-1')}", kind="no_such_route")
             if method.is_streamed and not methods.takes_streamed:
-                raise ShuttingDownError(STOPPING)
+                raise UnavailableError(STOPPING, kind="shutting_down")
             if methods.tokens is not None and method.scope is not None:
                 methods.tokens.check(head.authorization, method.scope)
         except ShardrankError as error:
@@ -375,7 +368,7 @@ class GrpcCall:
         """Note that no further message comes."""
         self._has_all = True
         if not self._ignores_more and not self._reader.is_between:
-            self._end_with(MalformedRequestError("", "the call ends before its request message does"))
+            self._end_with(InvalidRequestError("", "the call ends before its request message does", kind="malformed"))
         self._wake()
 
     def drained(self) -> None:
@@ -432,9 +425,9 @@ class GrpcCall:
                     await self._wait()
             except TimeoutError:
                 says = f"the request was not complete after receive_timeout_s = {timeout_s} s"
-                raise RequestTimeoutError(says) from None
+                raise DeadlineExceededError(says, kind="request_timeout") from None
         if not self._messages:
-            raise MalformedRequestError("", "the call has no request message")
+            raise InvalidRequestError("", "the call has no request message", kind="malformed")
         return await self._plain()
 
     async def messages(self) -> AsyncIterator[bytes]:
@@ -466,11 +459,11 @@ class GrpcCall:
         try:
             message = await method.answer(self)
         except ShardrankError as error:
-            if isinstance(error, BadRequestError) and not isinstance(error, UnknownIdError) and self._working_since:
+            if isinstance(error, InvalidRequestError) and error.kind != "unknown_id" and self._working_since:
                 # It was seen while the message was read, in one go: what that took beyond the usual is charged.
                 took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
                 self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
-            if isinstance(error, OverloadedError | BufferFullError) and not method.is_streamed:
+            if isinstance(error, OverloadedError) and not method.is_streamed:
                 # It is not its client's fault that nothing was completed.
                 self._connection.completed(SMALL_CALL_WORTH_S)
             self._refuse(error)
@@ -518,8 +511,9 @@ class GrpcCall:
                 max_bytes, coding = method.max_message_bytes, self._head.coding
                 account = self._bytes, connection.spent, self._methods.expanding
                 message = await plain_message(flag, message, coding, max_bytes, *account)
-            except BodyTooLargeError:
-                connection.spent(BYTE_WORTH_S * method.max_message_bytes)
+            except InvalidRequestError as error:
+                if error.kind == "body_too_large":
+                    connection.spent(BYTE_WORTH_S * method.max_message_bytes)
                 raise
             connection.spent(BYTE_WORTH_S * len(message))
         if method.is_streamed:

@@ -14,12 +14,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import TypeAlias, cast
 
+from loader.errors import OverloadedError
 from serving.api.dealing import Place
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
 from serving.api.listening import TURN_S, Accepted, Front, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
-from shard_node.errors import BufferFullError
 
 TURN_OF_ALL_S = 0.01
 """Of a turn of the event loop, for all connections of a listener."""
@@ -183,7 +183,7 @@ class Http2Protocol(Accepted, asyncio.Protocol):
                 for callback in self._untaken.pop(stream_id):
                     callback()
 
-    def _give_way(self, error: BufferFullError) -> None:
+    def _give_way(self, error: OverloadedError) -> None:
         """Refuse the calls whose messages are not complete."""
         for stream in list(self.connection.streams.values()):
             stream.exchange.give_way(error)

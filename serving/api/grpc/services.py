@@ -19,13 +19,14 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from loader.errors import OverloadedError
 from serving.api import documents
 from serving.api.dealing import Place
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits
 from serving.api.tokens import Scope, Tokens
-from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryControlError, ServingError
+from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError
 from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
@@ -46,14 +47,6 @@ REFLECTION = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 _Read = TypeVar("_Read", bound=Message)
 _Fields = dict[str, Any]
-
-
-class UnknownServiceError(ServingError, kind="unknown_service", http_status=404, grpc_status="NOT_FOUND"):
-    """The health of a service was asked for that is not served here."""
-
-
-class TooManyWatchesError(ServingError, kind="too_many_watches", http_status=429, grpc_status="RESOURCE_EXHAUSTED"):
-    """A connection watches the health as often as it may."""
 
 
 class GrpcServer:
@@ -97,7 +90,7 @@ class GrpcServer:
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, place: Place | None = None) -> int:
-        """Listen, as `Front.listen` does. Returns the port. Raises ListenError."""
+        """Listen, as `Front.listen` does. Returns the port. Raises ConfigError."""
         bound = self._listener.start(host, port, "gRPC", place)
         self._watcher = asyncio.create_task(self._health.watch())
         return bound
@@ -139,7 +132,7 @@ def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
 
     def refuse(request: Any) -> _Fields:
         del request
-        raise RepositoryControlError()
+        raise InvalidRequestError("", REPOSITORY_CONTROL, kind="repository_control")
 
     def model_of(request: Any) -> tuple[RankingService, str, str]:
         _check_model(request.name)
@@ -208,7 +201,9 @@ class Health:
         async def bounded(call: GrpcCall) -> None:
             connection = call.connection
             if (count := watches[connection]) >= MAX_WATCHES_PER_CONNECTION:
-                raise TooManyWatchesError(f"the connection has {count} calls of Watch, as many as are allowed")
+                raise OverloadedError(
+                    f"the connection has {count} calls of Watch, as many as are allowed", kind="too_many_watches"
+                )
             watches[connection] += 1
             try:
                 await watch.answer(call)
@@ -222,7 +217,7 @@ class Health:
     async def _check(self, call: GrpcCall) -> bytes:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
         if name not in KNOWN_TO_HEALTH:
-            raise UnknownServiceError("there is no such service")
+            raise NotFoundError("there is no such service", kind="unknown_service")
         self._refresh()
         return self._message(name)
 
@@ -237,7 +232,7 @@ class Health:
                 yield self._message(name)
                 # Others wait for the same; one that is cancelled takes nothing from them.
                 await asyncio.shield(changed)
-        raise MalformedRequestError("", "the call has no request message")
+        raise InvalidRequestError("", "the call has no request message", kind="malformed")
 
     def _message(self, name: str) -> bytes:
         response = health_pb2.HealthCheckResponse
@@ -314,9 +309,11 @@ def _decoded(data: bytes, takes: type[_Read]) -> _Read:
     try:
         return takes.FromString(data)
     except DecodeError as error:
-        raise MalformedRequestError("", f"the message is not a {takes.DESCRIPTOR.full_name}: {error}") from None
+        raise InvalidRequestError(
+            "", f"the message is not a {takes.DESCRIPTOR.full_name}: {error}", kind="malformed"
+        ) from None
 
 
 def _check_model(model: str) -> None:
     if not model:
-        raise InvalidFieldError("model", "it is empty; it must be the name of a served model")
+        raise InvalidRequestError("model", "it is empty; it must be the name of a served model", kind="invalid_field")

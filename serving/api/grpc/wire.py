@@ -17,7 +17,7 @@ from hpack.hpack import encode_integer
 from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_FAIL, HUFFMAN_TABLE
 from hpack.table import HeaderTable
 
-from serving.errors import ServingError
+from serving.errors import InternalError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -69,7 +69,7 @@ class ErrorCode(enum.IntEnum):
     ENHANCE_YOUR_CALM = 11
 
 
-class Http2Error(ServingError, kind="http2"):
+class Http2Error(InternalError, kind="http2"):
     """The peer broke the protocol or a limit in a way that ends the connection; GOAWAY tells it the code and why."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:

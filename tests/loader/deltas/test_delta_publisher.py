@@ -13,19 +13,12 @@ import pytest
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import (
-    DeltaBaseError,
-    DeltaError,
-    DeltaFormatError,
-    DeltaGapError,
-    RegistryUnavailableError,
-    SnapshotNotFoundError,
-    StreamFullError,
-)
+from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError, SnapshotNotFoundError, StreamFullError
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel, delta_stream, spec_key
 from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.registries import redis_server, with_open
 from shardrank_testing.snapshots import random_tables
@@ -108,7 +101,7 @@ async def test_a_publisher_goes_on_where_the_last_one_stopped(stream):
     report = VersionReport(model=MODEL, version=1, state="ready", delta_sequence=5)
     node = NodeRecord(node_id="n", kind="shard", process_id=1, address="unix:x", versions=(report,))
     await FleetRegistry(stream).announce_node(node, 60)
-    with pytest.raises(DeltaGapError, match=f"{STREAM} ends with 3, but deltas up to 5 were published"):
+    with raises_kind("delta_gap", match=f"{STREAM} ends with 3, but deltas up to 5 were published"):
         await AsyncDeltaPublisher(stream, MODEL, 1).publish("int8", [7], ONES)
 
 
@@ -163,7 +156,7 @@ async def test_what_can_not_be_a_delta_is_refused(directory, snapshot, table, ro
 
 
 async def test_a_version_that_is_not_published_has_no_publisher(directory):
-    with pytest.raises(DeltaBaseError, match=f"version 1 of model '{MODEL}' is not published"):
+    with raises_kind("delta_base", match=f"version 1 of model '{MODEL}' is not published"):
         await AsyncDeltaPublisher(directory, MODEL, 1).open()
 
 
@@ -186,7 +179,7 @@ async def test_lost_deltas_are_not_restored_with_a_gap(
             shutil.copytree(directory.path, tmp_path / "then")
     shutil.rmtree(directory.path)
     shutil.copytree(tmp_path / "then", directory.path)
-    with pytest.raises(DeltaGapError, match=f"{STREAM} ends with 1, but deltas up to {len(authors)} were published"):
+    with raises_kind("delta_gap", match=f"{STREAM} ends with 1, but deltas up to {len(authors)} were published"):
         await by_name["a"].publish("int8", [9], ONES)
     assert await published_rows(directory) == [[0]]
 
@@ -197,9 +190,9 @@ async def test_the_spec_is_read_from_the_store_if_nowhere_else(directory, snapsh
     await directory.delete(spec_key(MODEL, 1), entry.revision)
     other = export_state(tmp_path / "other", SPEC, random_tables(SPEC, 1), 1).path.parent.parent
     for given, error, message in (
-        (None, DeltaBaseError, f"no spec of '{MODEL}' version 1: publish it again, or give the store"),
+        (None, DeltaError, f"no spec of '{MODEL}' version 1: publish it again, or give the store"),
         (tmp_path / "empty", SnapshotNotFoundError, f"empty has no version 1 of model '{MODEL}'"),
-        (other, DeltaBaseError, f"{other}/{MODEL}/1 has identity .*, published is {snapshot.identity}"),
+        (other, DeltaError, f"{other}/{MODEL}/1 has identity .*, published is {snapshot.identity}"),
     ):
         with pytest.raises(error, match=message):
             await AsyncDeltaPublisher(directory, MODEL, 1, given).open()

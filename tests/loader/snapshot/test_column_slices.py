@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loader.errors import SnapshotFormatError
+from loader.errors import SnapshotCorruptError
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import rows_bytes_of
@@ -75,5 +75,5 @@ def test_vocabulary_and_access_counts_go_with_the_first_slice(tmp_path):
         rewrite_manifest(
             path, lambda manifest, kind=kind: manifest["tables"][2].update({kind: manifest["tables"][1].pop(kind)})
         )
-        with pytest.raises(SnapshotFormatError, match=message):
+        with pytest.raises(SnapshotCorruptError, match=message):
             Snapshot.open(path)

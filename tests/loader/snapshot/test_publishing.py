@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from loader.errors import (
-    DeltaBaseError,
-    DeltaGapError,
     RegistryConflictError,
     RegistryUnavailableError,
     SnapshotCorruptError,
@@ -38,6 +36,7 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import Publication, Retained, publish, retain
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.rollout_fleet import rollout_record
 from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, write_snapshot
@@ -193,7 +192,7 @@ async def test_a_killed_publisher_leaves_no_version_for_the_next(shop: Shop) -> 
 async def test_a_version_has_no_delta_that_its_stream_does_not_have(shop: Shop) -> None:
     base, fresh = shop.train(), shop.train(version=2, last_delta=3, delta_base=1)
     await shop.publish(base)
-    with pytest.raises(DeltaBaseError, match=r"last_delta 3 of delta_base 1 lies beyond the end of that stream, 0"):
+    with raises_kind("delta_base", match=r"last_delta 3 of delta_base 1 lies beyond the end of that stream, 0"):
         await shop.publish(fresh)
     assert Store(shop.store).versions(MODEL) == [1]
     await shop.append_deltas(1, 3)
@@ -206,7 +205,7 @@ async def test_a_version_that_no_replay_brings_up_to_date_is_refused(shop: Shop)
     await shop.append_deltas(1, 5)
     await shop.fleet.registry.trim(delta_stream(MODEL, 1), 4)
     behind, fresh = (shop.train(version=last, last_delta=last, delta_base=1) for last in (2, 3))
-    with pytest.raises(DeltaGapError, match=r"last_delta 2 of delta_base 1: the stream begins with 4"):
+    with raises_kind("delta_gap", match=r"last_delta 2 of delta_base 1: the stream begins with 4"):
         await shop.publish(behind)
     assert (await shop.publish(fresh)).is_new
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from loader.errors import SnapshotCorruptError, SnapshotFormatError
+from loader.errors import SnapshotCorruptError
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_classes import RowClasses
 from shardrank_testing.deltas import all_divisions
@@ -151,5 +151,5 @@ def test_classes_that_do_not_count_right_are_refused_by_file(damaged, change, me
 def test_a_manifest_that_divides_unlike_its_parts_is_refused(damaged, edit, message):
     copy = damaged(lambda tensors: None)
     rewrite_manifest(copy, edit)
-    with pytest.raises(SnapshotFormatError, match=message):
+    with pytest.raises(SnapshotCorruptError, match=message):
         Snapshot.open(copy)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError, UnsafeProgramError
+from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError
 from loader.snapshot import program, writer
 from loader.snapshot import store as stores
 from loader.snapshot.codecs import codec_for
@@ -139,7 +139,7 @@ def test_values_that_no_row_can_hold_are_refused_by_row(tmp_path, bad, problem):
     rows = np.zeros((1000, 8), np.float32)
     rows[777, 3] = bad
     spec = one_table_spec(1000, dtype="fp16")
-    with pytest.raises(NonFiniteRowError, match=f"table 'items', row 777: {problem}"):
+    with pytest.raises(ExportError, match=f"table 'items', row 777: {problem}"):
         export_snapshot(tmp_path, spec, rows={"items": rows_of(rows)}, dense=DENSE, rows_per_file=256)
     assert not (tmp_path / "small" / "1").exists()
 
@@ -248,7 +248,7 @@ def test_a_program_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     path = tmp_path / "dense.pt2"
     path.write_bytes(archive_of(PROGRAM))
     monkeypatch.setattr(program, "MAX_DENSE_BYTES", 100)
-    for read, error in ((program_bytes, ExportError), (ProgramArchive.read, UnsafeProgramError)):
+    for read, error in ((program_bytes, ExportError), (ProgramArchive.read, SnapshotCorruptError)):
         with pytest.raises(error, match=r"dense.pt2: \d+ bytes; at most 100 are allowed"):
             read(path)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.errors import ConfigError
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
@@ -19,7 +20,6 @@ from loadtest.bench.hot_rows import Lru, draw_hits
 from loadtest.bench.levers import as_stored, describe_levers
 from loadtest.bench.serving import Limit, checkout_of
 from loadtest.bench.tables import UniformTables
-from loadtest.errors import LoadConfigError, WorkloadError
 from loadtest.servers import SERVED_PACKAGES, commit_of
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
@@ -51,7 +51,7 @@ def test_limit_gives_the_scores_of_a_served_model(tmp_path: Path, head, hotness,
 
 def test_requests_of_a_limit_are_never_fewer(monkeypatch) -> None:
     monkeypatch.setattr("loadtest.workloads.catalog.MAX_BENCH_BYTES", 2000)
-    with pytest.raises(WorkloadError, match="hotness 4: 64 requests of json are more than 2000 bytes"):
+    with pytest.raises(ConfigError, match="hotness 4: 64 requests of json are more than 2000 bytes"):
         bench_payloads(SHAPE, "mlp", 4, "json")
 
 
@@ -109,5 +109,5 @@ def test_a_commit_is_checked_out_while_it_is_measured(tmp_path: Path, monkeypatc
     with checkout_of(str(repository)) as old:
         assert old == repository
     for against, problem in ((str(empty), "it has no loader"), ("no-such-commit", "is no folder and no commit")):
-        with pytest.raises(LoadConfigError, match=problem), checkout_of(against):
+        with pytest.raises(ConfigError, match=problem), checkout_of(against):
             pass

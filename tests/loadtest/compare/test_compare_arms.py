@@ -10,10 +10,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from loader.errors import ConfigError
 from loadtest.compare.arms import CompareConfig, ServedArm, node_addresses, server_commands
 from loadtest.compare.cli import compare_cards
 from loadtest.compare.run import compared_snapshot
-from loadtest.errors import CompareStoreError
 from loadtest.load.config import OfferedLoad
 from router.errors import PlanError
 from serving.cli import main as shardrank
@@ -106,7 +106,7 @@ def test_a_stores_model_is_served_if_it_is_the_workloads(tmp_path):
     assert written == (tmp_path / "merlin-tiny" / "1").resolve()
     with pytest.raises(PlanError, match="is stored with 'range'"):
         compared_snapshot(by_hash, load(WORKLOAD), tmp_path)
-    with pytest.raises(CompareStoreError, match=r"its tables are not those of the workload 'merlin-tiny:0\.001'"):
+    with pytest.raises(ConfigError, match=r"its tables are not those of the workload 'merlin-tiny:0\.001'"):
         compared_snapshot(by_range, load("merlin-tiny:0.001"), tmp_path)
 
 

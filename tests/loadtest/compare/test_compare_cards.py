@@ -13,7 +13,7 @@ from rich.console import Console
 
 from loadtest.compare.arms import ArmMeasure, CompareConfig, ServedArm, served_dtype
 from loadtest.compare.run import compared_snapshot
-from loadtest.errors import GeneratorError, ServerFailedError
+from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators, open_payloads
 from loadtest.report.page import read_reported
@@ -88,11 +88,11 @@ def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
         measure = ArmMeasure(config, loads["json"], generators, snapshot, tmp_path, Console(quiet=True))
         with measure.serving(ONE) as server:
             assert served_dtype(ONE, server.http_port, model) == "float32"
-            with pytest.raises(ServerFailedError, match=r"1 card does not describe its model at .* 'none' is not"):
+            with pytest.raises(LoadError, match=r"1 card does not describe its model at .* 'none' is not"):
                 served_dtype(ONE, server.http_port, "none")
             for api, load in loads.items():
                 found = generators.scores(load.model_copy(update={"target": server.target(api)}), 1)
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6, err_msg=api)
             nowhere = loads["oip-grpc"].model_copy(update={"target": f"grpc://127.0.0.1:{server.http_port}"})
-            with pytest.raises(GeneratorError, match="oip-grpc: no scores of request 1: "):
+            with pytest.raises(LoadError, match="oip-grpc: no scores of request 1: "):
                 generators.scores(nowhere, 1)

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.errors import ConfigError
 from loadtest.drill.config import FleetDrillConfig
 from loadtest.drill.fleet import ANSWER, KINDS, TimeSpan, overlaps, running_load
 from loadtest.drill.oracle import APIS, oracle_spec, write_oracle
-from loadtest.errors import GeneratorError, LoadConfigError
+from loadtest.errors import LoadError
 from loadtest.servers import Server
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
@@ -95,13 +96,13 @@ async def test_a_killed_load_ends_the_drill(tmp_path: Path):
             os.kill(load.process_id, signal.SIGKILL)
             await asyncio.Event().wait()
 
-    with pytest.raises(GeneratorError, match="ended by itself"):
+    with pytest.raises(LoadError, match="ended by itself"):
         await drill()
 
 
 async def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
     async with serving(tmp_path) as server:
-        with pytest.raises(LoadConfigError, match="No such file or directory"):
+        with pytest.raises(ConfigError, match="No such file or directory"):
             await running_load(SMALL, server, tmp_path / "nosuch" / "answers.npy").__aenter__()
 
 

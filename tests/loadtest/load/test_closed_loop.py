@@ -13,7 +13,7 @@ import grpc
 import pytest
 import uvloop
 
-from loadtest.errors import GeneratorError, RequestFailedError
+from loadtest.errors import LoadError, RequestFailedError
 from loadtest.load.config import LoadTarget, OfferedLoad
 from loadtest.load.generator import Generators, share_of
 from loadtest.load.loops import ClosedLoop, Weighed, keep_busy
@@ -33,7 +33,7 @@ def test_processes_report_bugs_and_calls_that_take_too_long() -> None:
     with Generators(2) as generators:
         with pytest.raises(ZeroDivisionError):
             generators.call(share_of, [(1, 0, 0)], 60)
-        with pytest.raises(GeneratorError, match="share_of was not done within 0 s"):
+        with pytest.raises(LoadError, match="share_of was not done within 0 s"):
             generators.call(share_of, [(100, 0, 2), (100, 1, 2)], 0)
         assert generators.call(share_of, [(7, 0, 2), (7, 1, 2)], 60) == (4, 3)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from loadtest.errors import LoadConfigError
+from loader.errors import ConfigError
 from loadtest.load.cli import replay as replay_command
 from loadtest.load.replay import ReplayConfig, ReplayResult, due_times, prepare, replay
 from serving.observe.recording import RecordingConfig, RequestRecorder, read_file, recorded_files
@@ -96,7 +96,7 @@ def test_a_folder_of_several_models_needs_a_name(folder: Path, monkeypatch: pyte
     first, second = list(read_file(path))[:2]
     other = changed(second, schema=second.schema.model_copy(update={"model": "books"}))
     monkeypatch.setattr("loadtest.load.replay.read_file", lambda path: [first, other])
-    with pytest.raises(LoadConfigError, match=f"--model: .* has requests of several: books, {MODEL}"):
+    with pytest.raises(ConfigError, match=f"--model: .* has requests of several: books, {MODEL}"):
         prepare(ReplayConfig(folder=folder, target="http://h:1"))
     named = prepare(ReplayConfig(folder=folder, target="http://h:1", model="books"))
     assert (named.total, [payload.path for payload in named.pool]) == (1, ["/v1/models/books:rank"])
@@ -105,7 +105,7 @@ def test_a_folder_of_several_models_needs_a_name(folder: Path, monkeypatch: pyte
 def test_what_can_not_be_replayed_is_refused(folder: Path, tmp_path: Path) -> None:
     of_books = "no requests of model 'books'"
     for where, model, message in ((folder, "books", of_books), (tmp_path, None, "no requests are")):
-        with pytest.raises(LoadConfigError, match=message):
+        with pytest.raises(ConfigError, match=message):
             prepare(ReplayConfig(folder=where, target="http://h:1", model=model))
     for wrong, message in (
         (["--target", "ftp://h:1"], "ftp"),

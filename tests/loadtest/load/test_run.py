@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 
+from loader.errors import ConfigError
 from loadtest.documents import significant
-from loadtest.errors import GeneratorError, LoadConfigError
+from loadtest.errors import LoadError
 from loadtest.load import result as results
 from loadtest.load import run
 from loadtest.load.cli import loadtest
@@ -84,7 +85,7 @@ def test_marks_are_set_in_the_time_of_a_run(tmp_path: Path):
     assert with_marks(result, read_marks(path)).marks == (Mark(at_s=0.5, label="swap to version 2"),)
     for line in ("swap", "1000", "1000 " + "x" * 201, "nan swap", "inf swap"):
         path.write_text(f"1000 fine\n{line}\n")
-        with pytest.raises(LoadConfigError, match="line 2"):
+        with pytest.raises(ConfigError, match="line 2"):
             read_marks(path)
 
 
@@ -167,7 +168,7 @@ def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):
 @pytest.mark.parametrize(
     ("act", "error"),
     [
-        (lambda generators: os.kill(generators.process_ids[0], signal.SIGKILL), GeneratorError),
+        (lambda generators: os.kill(generators.process_ids[0], signal.SIGKILL), LoadError),
         (lambda generators: os.kill(os.getpid(), signal.SIGINT), click.exceptions.Exit),
     ],
 )
@@ -177,13 +178,13 @@ def test_a_killed_process_or_an_interrupt_ends_the_load(act, error):
             act(generators)
         return Reply()
 
-    raises = pytest.raises(error, match="worker process 0 ended" if error is GeneratorError else "130")
+    raises = pytest.raises(error, match="worker process 0 ended" if error is LoadError else "130")
     with loaded_http_server(plan) as server, Generators() as generators, stopping_on_signals(), raises:
         generators.offer(small_load(f"http://127.0.0.1:{server.port}"), RunConfig(rate=50, duration_s=60))
 
 
 def test_a_workload_that_can_not_be_opened_is_a_config_error():
-    with Generators() as generators, pytest.raises(LoadConfigError, match="zipf:x"):
+    with Generators() as generators, pytest.raises(ConfigError, match="zipf:x"):
         generators.prepare(small_load("http://127.0.0.1:1", ids="zipf:x"))
 
 

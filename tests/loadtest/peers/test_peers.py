@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import save_file
 
-from loadtest.errors import ScoresDifferError
+from loadtest.errors import LoadError
 from loadtest.load.cli import loadtest
 from loadtest.peers.cli import NAMES
 from loadtest.peers.run import FOLDER, PEERS, PeersConfig, check_subjects, compare_peers
@@ -132,7 +132,7 @@ def test_other_scores_are_refused(row_dtype, dtype, who, difference, refused):
     ports = {peer: Server(port, port, ()) for port, peer in enumerate((None, *config.peers), 1)}
     subjects = iter(subject.title for subject in (*reversed(config.subjects),) * 2)
     generators = SimpleNamespace(scores=lambda load, number: np.full(3, 0.5 + difference * (next(subjects) == who)))
-    with pytest.raises(ScoresDifferError, match=who) if refused else nullcontext():
+    with pytest.raises(LoadError, match=who) if refused else nullcontext():
         check_subjects(config, generators, ports)
 
 

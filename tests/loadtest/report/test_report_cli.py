@@ -8,8 +8,8 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from loader.errors import ConfigError
 from loadtest.documents import write_document
-from loadtest.errors import ComparisonError, ResultFileError
 from loadtest.load.cli import loadtest
 from loadtest.report.page import read_reported
 from shardrank_testing.load_results import QueueLoad, example_sweep
@@ -80,7 +80,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, arguments, mes
     for name, result in (("run.json", short()), ("a/run.json", short()), ("sweep.json", example_sweep())):
         saved(tmp_path, name, result)
     result = report(*arguments, "--html", "out.html")
-    assert isinstance(result.exception, ComparisonError) or result.exit_code == 2
+    assert isinstance(result.exception, ConfigError) or result.exit_code == 2
     assert message in f"{result.output}{result.exception}"
 
 
@@ -106,12 +106,12 @@ def test_a_file_that_is_no_result_is_refused_by_name(tmp_path, content, message)
     path = tmp_path / "other.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ResultFileError, match=f"{re.escape(str(path))}.*{message}"):
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}.*{message}"):
         read_reported(path)
 
 
 def test_an_unknown_key_of_a_result_is_refused(tmp_path):
     path = saved(tmp_path, "run.json", short())
     path.write_text(path.read_text().replace('"max_in_flight"', '"max_flight"'))
-    with pytest.raises(ResultFileError, match="unknown key 'max_flight'; allowed are"):
+    with pytest.raises(ConfigError, match="unknown key 'max_flight'; allowed are"):
         read_reported(path)

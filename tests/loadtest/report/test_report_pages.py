@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from playwright.sync_api import sync_playwright
 
-from loadtest.errors import ResultFileError
+from loader.errors import ConfigError
 from loadtest.load.result import Mark, percentiles
 from loadtest.report.page import compare_runs, draw_percentiles, html, write_html
 from loadtest.rounds import ComparedMeasure
@@ -185,7 +185,7 @@ def test_a_run_without_requests_has_a_page():
 
 
 def test_a_page_that_can_not_be_made_names_the_reason(tmp_path):
-    with pytest.raises(ResultFileError, match=r"missing/run\.html: No such file"):
+    with pytest.raises(ConfigError, match=r"missing/run\.html: No such file"):
         write_html(example_run(), tmp_path / "missing" / "run.html")
 
 

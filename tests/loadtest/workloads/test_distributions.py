@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.errors import WorkloadError
+from loader.errors import ConfigError
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
     REUSE_AVERAGE_POOLING,
@@ -118,7 +118,7 @@ def test_a_distribution_is_named_as_it_is_read(parse, text):
 
 @pytest.mark.parametrize(("parse", "text"), [(parse, text) for parse in UNKNOWN for text in UNKNOWN[parse].split(" ")])
 def test_an_unknown_distribution_is_refused(parse, text):
-    with pytest.raises(WorkloadError, match="ids: " if parse is parse_ids else "candidates: "):
+    with pytest.raises(ConfigError, match="ids: " if parse is parse_ids else "candidates: "):
         parse(text)
 
 

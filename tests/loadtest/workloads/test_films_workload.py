@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadtest.errors import WorkloadError
+from loader.errors import ConfigError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import open_payloads
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import APIS, Payloads
 from loadtest.workloads.workload import features_of, parse_candidates
 from serving.training.dataset import FilmsDataset, FilmsOptions
-from serving.training.interactions import DatasetError
+from serving.training.interactions import TrainingError
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.workloads import assert_same_request, read_payload
 
@@ -87,9 +87,9 @@ def test_movielens_files_are_read_from_their_folder(tmp_path):
 
 def test_films_need_their_folder_and_bring_their_ids(tmp_path):
     for options, error, message in (
-        ({}, WorkloadError, "--movielens"),
-        ({"movielens": tmp_path, "ids": "uniform"}, WorkloadError, "none can be chosen"),
-        ({"movielens": tmp_path}, DatasetError, None),
+        ({}, ConfigError, "--movielens"),
+        ({"movielens": tmp_path, "ids": "uniform"}, ConfigError, "none can be chosen"),
+        ({"movielens": tmp_path}, TrainingError, None),
     ):
         with pytest.raises(error, match=message):
             open_workload("films", **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadtest.errors import WorkloadError
+from loader.errors import ConfigError
 from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
 from loadtest.workloads.workload import features_of
 from router.planning.catalog import CATALOG
@@ -117,5 +117,5 @@ NOT_HOTNESS = "bench-mlp: bench-mlp:0 bench-mlp:1001 bench-dlrm:1.5"
     ],
 )
 def test_what_is_no_workload_is_refused(text, context_features, message):
-    with pytest.raises(WorkloadError, match=message):
+    with pytest.raises(ConfigError, match=message):
         open_workload(text, context_features=context_features)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.errors import AnswerError
+from loadtest.errors import RequestFailedError
 from loadtest.workloads.catalog import BenchShape, bench_payloads, open_workload
 from loadtest.workloads.payloads import APIS, HEADER_LENGTH, Api, Payloads, changing_headers
 from loadtest.workloads.workload import Workload
@@ -145,5 +145,5 @@ def test_what_is_no_answer_has_no_scores(api, body):
         # An empty message is one without scores, which are too few.
         assert len(made.scores(body)) == 0
         return
-    with pytest.raises(AnswerError):
+    with pytest.raises(RequestFailedError):
         made.scores(body)

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from loader.errors import OverloadedError
 from serving.api.http import HttpApp
-from serving.client import AsyncClient, OverloadedError, RetryPolicy
-from serving.errors import OverloadedError as ServingOverloadedError
+from serving.client import AsyncClient, RetryPolicy
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_api, gated_service, until
 
@@ -97,7 +97,7 @@ async def test_refusals_leave_no_cycles_to_the_collector(api_model):
             async def refused() -> None:
                 try:
                     await ask(service, api_request(2))
-                except ServingOverloadedError:
+                except OverloadedError:
                     return
                 raise AssertionError("it was not refused")
 

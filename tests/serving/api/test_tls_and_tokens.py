@@ -28,7 +28,8 @@ from serving.api import listening
 from serving.api.documents import HIDDEN_PROBLEMS
 from serving.api.grpc import wire as frames
 from serving.api.tokens import Scope, TokenFile, new_token
-from serving.client import PermissionDeniedError, RetryPolicy, UnauthenticatedError
+from serving.client import RetryPolicy
+from serving.errors import PermissionDeniedError, UnauthenticatedError
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.snapshot.codecs import codec_for
 from serving.embedded import Ranker
-from serving.errors import UnknownIdError
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from shard_node.cuda.card_set import CardOptions, CardSet
@@ -24,6 +23,7 @@ from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.card_ranking import ranking_of, score, served_on, shop_batch, shop_spec, write_shop
 from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.serving_api import (
     FILMS,
     MODEL,
@@ -58,7 +58,7 @@ def test_requests_are_ranked_and_looked_up_as_they_must_be(api_model, api_servic
             np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
         wrong = api_request(0)
         wrong["candidates"]["sparse"]["film"][1] = FILMS + 5
-        with pytest.raises(UnknownIdError, match=rf"candidates.sparse.film\[1\].*{FILMS + 5} has no row"):
+        with raises_kind("unknown_id", match=rf"candidates.sparse.film\[1\].*{FILMS + 5} has no row"):
             ranker.rank(wrong)
         looked_up = ranker.lookup({"sparse": names})["embeddings"]
     expected = Ranker(api_service, MODEL).lookup({"sparse": names})["embeddings"]

@@ -15,7 +15,6 @@ import pytest
 
 from loader.access_counts import AccessCounts, write_access_counts
 from loader.snapshot.manifest import ModelSpec
-from router.errors import PlanError
 from router.planning.capacity import CapacityPlan
 from router.planning.catalog import catalog_model
 from router.planning.lookups import LookupProfile
@@ -26,6 +25,7 @@ from serving.cli.plan_output import print_division
 from shard_node.bags import TableLayout
 from shard_node.planning.cost_model import SYSTEMS, BagLoad
 from shardrank_testing.command_line import blocks, shardrank
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 
@@ -111,7 +111,7 @@ def test_a_published_model_has_its_published_size(name, tables, gibibytes):
 
 
 def test_a_name_that_is_not_in_the_catalog_is_refused():
-    with pytest.raises(PlanError, match="'dlrm' is not in the catalog; it has dlrm-v2, merlin-tiny"):
+    with raises_kind("model_not_found", match="'dlrm' is not in the catalog; it has dlrm-v2, merlin-tiny"):
         catalog_model("dlrm")
 
 

@@ -8,14 +8,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from serving.client import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    NotFoundError,
-    OverloadedError,
-    Ragged,
-    RetryPolicy,
-)
+from loader.errors import DeadlineExceededError, OverloadedError
+from serving.client import Ragged, RetryPolicy
+from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
 from serving.observe.traces import Tracer
 from serving.rank.service import RankingService

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardrank import Client, ClientConfigError
+from loader.errors import ConfigError
+from shardrank import Client
 
 SCHEMES = "must be http://, https://, grpc:// or grpcs:// and a host"
 
@@ -35,6 +36,6 @@ SCHEMES = "must be http://, https://, grpc:// or grpcs:// and a host"
 def test_an_unfit_address_or_file_is_refused(
     address: str, files: dict[str, str], field: str, problem: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ClientConfigError, match=problem) as caught:
+    with pytest.raises(ConfigError, match=problem) as caught:
         Client(address, **{name: str(tmp_path / file) for name, file in files.items()})
     assert caught.value.field == field

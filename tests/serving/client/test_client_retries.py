@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -14,18 +15,15 @@ import grpc
 import numpy as np
 import pytest
 
-from serving.client import (
-    Client,
-    ClientError,
-    DeadlineExceededError,
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from serving.client import Client, RetryPolicy
+from serving.client import errors as client_errors
+from serving.errors import (
     InternalError,
     InvalidRequestError,
     NotFoundError,
-    OverloadedError,
     PermissionDeniedError,
-    RetryPolicy,
     UnauthenticatedError,
-    UnavailableError,
 )
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.client_calls import CLIENTS, calling
@@ -229,7 +227,7 @@ def test_the_budget_bounds_the_retries_of_all_requests_together():
 def test_other_errors_are_not_tried_again(status, kind, error):
     stub = GrpcStub(1, status, kind, "candidates.sparse.film[1]: it is wrong")
     with stub.running() as address, Client(address) as client:
-        with pytest.raises(ClientError, match="it is wrong") as found:
+        with pytest.raises(ShardrankError, match="it is wrong") as found:
             client.rank(MODEL, {}, {"film": [1]})
         assert type(found.value) is error
         assert found.value.grpc_status == status.name
@@ -271,3 +269,12 @@ async def test_retry_after_is_waited_for_if_the_deadline_allows_it(kind):
                 await rank(call)
             assert (found.value.kind, found.value.retry_after_s) == ("overloaded", 2.0)
         assert (timing.slept, len(stub.posts)) == ([], 1)
+
+
+def test_an_error_is_the_same_after_a_process_pool():
+    error = client_errors.http_error(
+        413, b'{"error": {"kind": "body_too_large", "message": "top_k: 9", "field": "top_k"}}', "2"
+    )
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (InvalidRequestError, "top_k: 9", vars(error))
+    assert (copy.kind, copy.http_status, copy.retry_after_s) == ("body_too_large", 413, 2.0)

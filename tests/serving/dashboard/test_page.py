@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from loader.errors import RegistryUnavailableError
+from loader.errors import OverloadedError, RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionReport, VersionStats, delta_stream
 from loader.rollout.guards import percentile_ms
@@ -23,8 +23,8 @@ from serving.api.tokens import Tokens, add_token, new_token
 from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board
 from serving.dashboard.history import QUANTILES, History, percentiles_ms
 from serving.dashboard.sources import FleetSource, ProcessSource
-from serving.errors import OverloadedError, ShuttingDownError
 from serving.rank.service import RankingService
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, api_service, ask, run
@@ -225,7 +225,7 @@ def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
         await played.board.watch()
         played.board.close()
         assert [one async for one in taking] == []
-        with pytest.raises(ShuttingDownError):
+        with raises_kind("shutting_down"):
             await played.board.watch()
 
     on_played(tmp_path, scenario)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from serving.errors import ChildFailedError, FleetError
+from serving.errors import FleetError
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, SupervisionConfig, Supervisor
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.processes import is_alive, wait_until
 
 QUICK = SupervisionConfig(ready_timeout_s=20, probe_interval_s=0.01, first_backoff_s=0.01, stop_grace_s=10)
@@ -98,7 +99,7 @@ def test_a_child_that_does_not_serve_fails_the_start(
         async with supervising(tmp_path, QUICK.model_copy(update={"ready_timeout_s": timeout_s})) as fleet:
             await fleet.start([spec("a", tmp_path, script, error)])
 
-    with pytest.raises(ChildFailedError, match=problem):
+    with raises_kind("child_failed", match=problem):
         asyncio.run(run())
 
 

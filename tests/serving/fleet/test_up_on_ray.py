@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from loader.errors import ShardrankError, UnavailableError
 from loader.registry.fleet import NodeRecord
-from serving.client import Client, ClientError, UnavailableError
+from serving.client import Client
 from serving.training.trainer import train_version
 from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.movielens import small_interactions
@@ -58,7 +59,7 @@ class Load:
                 result = client.rank("films", *RANKED)
             except UnavailableError as unavailable:
                 error = str(unavailable)
-            except ClientError as refused:
+            except ShardrankError as refused:
                 error = f"{type(refused).__name__}: {refused}"
                 break
             else:

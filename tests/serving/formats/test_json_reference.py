@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import VocabularyMapping, fingerprint_strings
 from router.feature_schema import FeatureSchema
-from serving.errors import BadRequestError, MalformedRequestError
+from serving.errors import InvalidRequestError
 from serving.formats.schema import RequestSchema
 from serving.limits import MAX_ID, RequestLimits
 from shardrank_testing.parsing import parse_json
@@ -146,8 +146,8 @@ def by_reference(text: bytes, method: str) -> Any:
 def by_reader(text: bytes, method: str) -> Any:
     try:
         parsed = parse_json(SCHEMA, text, method)
-    except BadRequestError as error:
-        is_named = error.field or isinstance(error, MalformedRequestError)
+    except InvalidRequestError as error:
+        is_named = error.field or isinstance(error, InvalidRequestError)
         return None if is_named else f"a refusal that names no field: {error}"
     parsed.bags.validate()
     bags = parsed.bags

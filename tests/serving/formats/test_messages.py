@@ -9,19 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.errors import (
-    BadRequestError,
-    CountMismatchError,
-    InvalidFieldError,
-    InvalidIdError,
-    LimitExceededError,
-    MalformedRequestError,
-    SchemaDigestError,
-)
+from serving.errors import InvalidRequestError
 from serving.formats.messages import MessageCodec
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.parsing import SCHEMA, assert_same_request, field, parse_json, parse_message
 from shardrank_testing.serving_api import api_request, packed_message, rank_message
 
@@ -51,15 +44,15 @@ def test_options_are_those_that_the_message_says():
     message.top_k = message.timeout_ms = 0
     parsed = parse_message(SCHEMA, message)
     assert (parsed.top_k, parsed.timeout_s) == (None, LIMITS.default_timeout_ms / 1000)
-    with pytest.raises(LimitExceededError, match="timeout_ms: 60001 ms, more than the limit max_timeout_ms = 60000"):
+    with raises_kind("limit_exceeded", match="timeout_ms: 60001 ms, more than the limit max_timeout_ms = 60000"):
         parse_message(SCHEMA, rank_message(api_request(1) | {"timeout_ms": 60_001}))
-    with pytest.raises(LimitExceededError, match="request_id: 129 characters"):
+    with raises_kind("limit_exceeded", match="request_id: 129 characters"):
         parse_message(SCHEMA, rank_message(api_request(1) | {"request_id": "x" * 129}))
 
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_a_message_or_malformed_and_never_a_crash(data):
-    with pytest.raises(BadRequestError):
+    with pytest.raises(InvalidRequestError):
         parse_message(SCHEMA, data)
 
 
@@ -76,7 +69,7 @@ def test_a_damaged_message_is_refused_or_read_as_the_library_reads_it(position, 
     data = bytes(damaged[:position] if is_cut else damaged)
     try:
         parsed = parse_message(SCHEMA, data)
-    except BadRequestError:
+    except InvalidRequestError:
         return
     # What the library makes of it, and writes in its own way, is the same request.
     assert_same_request(parsed, parse_message(SCHEMA, ranking_pb2.RankRequest.FromString(data)))
@@ -93,7 +86,7 @@ def test_a_packed_field_of_broken_length_is_malformed(name):
     data = message.SerializeToString()
     candidates = message.candidates.SerializeToString()
     data = data.replace(field(4, candidates), field(4, candidates + entry))
-    with pytest.raises(MalformedRequestError, match=rf"candidates\.sparse\.tag\.{name}: .* not a multiple"):
+    with raises_kind("malformed", match=rf"candidates\.sparse\.tag\.{name}: .* not a multiple"):
         parse_message(SCHEMA, data)
 
 
@@ -114,7 +107,7 @@ MISFITS = [
 def test_what_does_not_fit_together_is_named(change, message):
     request = rank_message(api_request(1))
     change(request)
-    with pytest.raises(BadRequestError, match=message):
+    with pytest.raises(InvalidRequestError, match=message):
         parse_message(SCHEMA, request)
 
 
@@ -126,13 +119,13 @@ def test_what_is_there_twice_is_refused():
         start + field(3, context) + field(3, context) + field(4, candidates),
         start + field(3, context) + field(4, candidates[:0]) + field(4, candidates),
     ):
-        with pytest.raises(MalformedRequestError, match="it is there twice"):
+        with raises_kind("malformed", match="it is there twice"):
             parse_message(SCHEMA, data)
     user = field(1, field(1, b"user") + field(2, b""))
-    with pytest.raises(InvalidFieldError, match=r"context\.sparse\.user: it is given twice"):
+    with raises_kind("invalid_field", match=r"context\.sparse\.user: it is given twice"):
         parse_message(SCHEMA, start + field(3, context + user) + field(4, candidates))
     twice = field(1, field(1, b"user") + field(2, b"") + field(2, b""))
-    with pytest.raises(MalformedRequestError, match=r"context\.sparse: the value of .user. is there twice"):
+    with raises_kind("malformed", match=r"context\.sparse: the value of .user. is there twice"):
         parse_message(SCHEMA, start + field(3, twice) + field(4, candidates))
 
 
@@ -144,9 +137,9 @@ def test_a_lookup_of_too_much_is_refused_by_its_count():
         message = ranking_pb2.LookupRequest(model="films")
         message.sparse["film"].ids.extend([1, 2, 3])
         schema = RequestSchema(SCHEMA.features, limits)
-        with pytest.raises(LimitExceededError, match=said):
+        with raises_kind("limit_exceeded", match=said):
             parse_message(schema, message, "lookup")
-        with pytest.raises(LimitExceededError, match=said):
+        with raises_kind("limit_exceeded", match=said):
             parse_json(schema, {"sparse": {"film": [1, 2, 3]}}, "lookup")
 
 
@@ -178,39 +171,39 @@ _BELOW_ZERO = changed(changed(GOOD.lengths, "<i4", 17, -1), "<i4", 18, 6)
 
 
 PACKED_MISFITS = [
-    ({"ids": GOOD.ids[:-8]}, CountMismatchError, r"packed\.ids: \d+ integers and 2 strings; the lengths say"),
-    ({"ids": GOOD.ids[:-1]}, MalformedRequestError, r"packed\.ids: \d+ bytes, which is not a multiple of 8"),
-    ({"lengths": GOOD.lengths[:-4]}, CountMismatchError, r"packed\.lengths: 23 of them for 24 bags"),
-    ({"lengths": GOOD.lengths[:-3]}, MalformedRequestError, r"packed\.lengths: \d+ bytes"),
-    ({"lengths": b""}, CountMismatchError, r"packed\.ids: .* the lengths say 23 and 1"),
-    ({"lengths": changed(GOOD.lengths, "<i4", 3, -1)}, InvalidFieldError, r"packed\.lengths\[3\]: -1 is not in 0\.\."),
-    ({"lengths": changed(GOOD.lengths, "<i4", 3, 2**31 - 1)}, InvalidFieldError, r"packed\.lengths\[3\]"),
-    ({"lengths": _BELOW_ZERO}, InvalidFieldError, r"lengths\[.*\]: -1 is not in 0\.\."),
-    ({"lengths": _BELOW_ZERO, "weights": b""}, InvalidFieldError, r"lengths\[.*\]: -1 is not in 0\.\."),
-    ({"weights": GOOD.weights[:-4]}, CountMismatchError, r"packed\.weights: \d+ of them for \d+ ids"),
-    ({"weights": changed(GOOD.weights, "<f4", 0, 0.5)}, InvalidFieldError, "takes no weights has one that is not 1"),
-    ({"string_ids": ["Oslo"]}, CountMismatchError, r"and 1 strings; the lengths say \d+ and 2"),
-    ({"string_ids": ["Oslo"] * 3}, CountMismatchError, r"and 3 strings"),
-    ({"context_dense": b"\0" * 12}, CountMismatchError, r"context\.dense: 3 values, the model takes 2"),
-    ({"candidate_dense": GOOD.candidate_dense[:-4]}, CountMismatchError, r"candidates\.dense: 14 values; 5"),
-    ({"candidate_dense": changed(GOOD.candidate_dense, "<f4", 14, np.nan)}, InvalidFieldError,
+    ({"ids": GOOD.ids[:-8]}, "count_mismatch", r"packed\.ids: \d+ integers and 2 strings; the lengths say"),
+    ({"ids": GOOD.ids[:-1]}, "malformed", r"packed\.ids: \d+ bytes, which is not a multiple of 8"),
+    ({"lengths": GOOD.lengths[:-4]}, "count_mismatch", r"packed\.lengths: 23 of them for 24 bags"),
+    ({"lengths": GOOD.lengths[:-3]}, "malformed", r"packed\.lengths: \d+ bytes"),
+    ({"lengths": b""}, "count_mismatch", r"packed\.ids: .* the lengths say 23 and 1"),
+    ({"lengths": changed(GOOD.lengths, "<i4", 3, -1)}, "invalid_field", r"packed\.lengths\[3\]: -1 is not in 0\.\."),
+    ({"lengths": changed(GOOD.lengths, "<i4", 3, 2**31 - 1)}, "invalid_field", r"packed\.lengths\[3\]"),
+    ({"lengths": _BELOW_ZERO}, "invalid_field", r"lengths\[.*\]: -1 is not in 0\.\."),
+    ({"lengths": _BELOW_ZERO, "weights": b""}, "invalid_field", r"lengths\[.*\]: -1 is not in 0\.\."),
+    ({"weights": GOOD.weights[:-4]}, "count_mismatch", r"packed\.weights: \d+ of them for \d+ ids"),
+    ({"weights": changed(GOOD.weights, "<f4", 0, 0.5)}, "invalid_field", "takes no weights has one that is not 1"),
+    ({"string_ids": ["Oslo"]}, "count_mismatch", r"and 1 strings; the lengths say \d+ and 2"),
+    ({"string_ids": ["Oslo"] * 3}, "count_mismatch", r"and 3 strings"),
+    ({"context_dense": b"\0" * 12}, "count_mismatch", r"context\.dense: 3 values, the model takes 2"),
+    ({"candidate_dense": GOOD.candidate_dense[:-4]}, "count_mismatch", r"candidates\.dense: 14 values; 5"),
+    ({"candidate_dense": changed(GOOD.candidate_dense, "<f4", 14, np.nan)}, "invalid_field",
         r"candidates\.dense\[4\]\[2\]: nan is not a finite float32"),
-    ({"ids": changed(GOOD.ids, "<i8", 0, -1)}, InvalidIdError, r"\[0\]: -1 is not in 0\.\."),
-    ({"num_candidates": 0}, CountMismatchError, "0 candidates; a rank request needs at least 1"),
-    ({"num_candidates": 4}, CountMismatchError, r"packed\.lengths: 24 of them for 20 bags"),
-    ({"num_candidates": 2**31}, LimitExceededError, "max_candidates = 4096"),
+    ({"ids": changed(GOOD.ids, "<i8", 0, -1)}, "invalid_id", r"\[0\]: -1 is not in 0\.\."),
+    ({"num_candidates": 0}, "count_mismatch", "0 candidates; a rank request needs at least 1"),
+    ({"num_candidates": 4}, "count_mismatch", r"packed\.lengths: 24 of them for 20 bags"),
+    ({"num_candidates": 2**31}, "limit_exceeded", "max_candidates = 4096"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "error", "message"), PACKED_MISFITS)
-def test_packed_arrays_that_do_not_fit_are_named(fields, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("fields", "kind", "message"), PACKED_MISFITS)
+def test_packed_arrays_that_do_not_fit_are_named(fields, kind, message):
+    with raises_kind(kind, match=message):
         parse_message(SCHEMA, packed(**fields))
 
 
 def test_a_request_packed_for_another_schema_is_told_both_digests():
     for digest in ("", "0" * 64):
-        with pytest.raises(SchemaDigestError) as refusal:
+        with raises_kind("schema_digest") as refusal:
             parse_message(SCHEMA, packed(schema_digest=digest))
         assert (refusal.value.kind, refusal.value.grpc_status) == ("schema_digest", "FAILED_PRECONDITION")
         assert repr(digest) in str(refusal.value)

@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from loader.errors import ExportError, UnsafeProgramError
+from loader.errors import ExportError, SnapshotCorruptError
 from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
-from serving.errors import RankingModelError, UntrustedProgramError
+from serving.errors import RankingModelError
 from serving.models.exported import export_program, load_exported
 from serving.models.inputs import RankingInputs
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.ranking import DIM, random_inputs, ranking_spec
 
 INPUTS: dict[str, Any] = {
@@ -107,7 +108,7 @@ def test_a_program_gives_its_modules_outputs_and_weighted_sum(loaded, requests, 
 
 def test_a_program_is_not_read_unless_its_store_is_trusted(tmp_path):
     path = tmp_path / "dense.pt2"  # is not even there
-    with pytest.raises(UntrustedProgramError, match=r"dense.pt2 is a program, .*mark it with --trust-exported"):
+    with raises_kind("untrusted_program", match=r"dense.pt2 is a program, .*mark it with --trust-exported"):
         load_exported(described(), path, trusted=False)
 
 
@@ -159,7 +160,7 @@ def test_a_pickle_in_an_archive_is_refused_and_does_not_run(described_by, name, 
             members[path] = json.dumps(config).encode()
 
     path = saved(tmp_path, rewritten(program, change))
-    with pytest.raises(UnsafeProgramError, match=says):
+    with raises_kind("unsafe_program", match=says):
         load_exported(described(), path, trusted=True)
     assert not trace.exists()
 
@@ -187,7 +188,7 @@ def in_graph(change: Callable[[str], str]) -> Callable[[dict[str, bytes]], None]
     ],
 )
 def test_what_pytorch_would_evaluate_or_miss_is_refused(program, change, says):
-    with pytest.raises(UnsafeProgramError, match=says):
+    with raises_kind("unsafe_program", match=says):
         ProgramArchive(rewritten(program, change), "dense.pt2")
 
 
@@ -195,12 +196,12 @@ def test_an_ambiguous_archive_is_refused(program):
     buffer = BytesIO(program)
     with zipfile.ZipFile(buffer, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr(archive.namelist()[0], b"other")
-    with pytest.raises(UnsafeProgramError, match="is there twice"):
+    with raises_kind("unsafe_program", match="is there twice"):
         ProgramArchive(buffer.getvalue(), "dense.pt2")
     buffer = BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/models/model.json", b"0" * 10_000)
-    with pytest.raises(UnsafeProgramError, match="is compressed"):
+    with raises_kind("unsafe_program", match="is compressed"):
         ProgramArchive(buffer.getvalue(), "dense.pt2")
     with pytest.raises(ExportError, match="it is no zip archive"):
         program_bytes(b"not a program")
@@ -215,7 +216,7 @@ def test_a_damaged_archive_is_refused_by_name_or_read_as_it_was(program, data):
     try:
         archive = ProgramArchive(bytes(damaged), "dense.pt2")
         rebuilt = archive.rebuilt()
-    except UnsafeProgramError:
+    except SnapshotCorruptError:
         return
     ProgramArchive(rebuilt, "rebuilt")
 

@@ -12,22 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
+from loader.errors import DeadlineExceededError, OverloadedError, UnavailableError
 from loader.registry.fleet import LATENCY_BOUNDS_MS
-from router.errors import ShardUnavailableError
 from router.hot_keeper import HotStatus
 from router.router import LookupTimes
-from serving.errors import (
-    ClientGoneError,
-    InvalidFieldError,
-    LimitExceededError,
-    ModelOutputError,
-    OverloadedError,
-    ShuttingDownError,
-    UnknownIdError,
-)
+from serving.errors import InternalError, InvalidRequestError, limit_exceeded
 from serving.observe.calls import BatchTimes, Call, VersionCounter, outcome_of
 from serving.observe.metrics import MAX_KEPT, ServingMetrics, observe_all
-from shard_node.errors import DeadlineExceededError
 
 BATCH = BatchTimes(3, 300, merge_s=0.25, lookup=LookupTimes(0.5, 1.0, 2.0, 4.0), answer_s=7.0)
 MERGE = {"model": "films", "stage": "merge", "method": "rank"}
@@ -88,17 +79,17 @@ def ended(counter: VersionCounter, outcome: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (ModelOutputError("x"), "error"),
-        (ShardUnavailableError("x"), "error"),
+        (InternalError("x", kind="model_output"), "error"),
+        (UnavailableError("x", kind="shard_unavailable"), "error"),
         (DeadlineExceededError("x"), "error"),
         # With a lease only this is left of it: the version's replicas have ended.
-        (ShuttingDownError("x"), "error"),
+        (UnavailableError("x", kind="shutting_down"), "error"),
         (ValueError("a defect"), "error"),
-        (UnknownIdError("film", "x"), None),
-        (InvalidFieldError("top_k", "x"), None),
-        (LimitExceededError("candidates", "max_candidates", 1, 2, "candidates"), None),
+        (InvalidRequestError("film", "x", kind="unknown_id"), None),
+        (InvalidRequestError("top_k", "x", kind="invalid_field"), None),
+        (limit_exceeded("candidates", "max_candidates", 1, 2, "candidates"), None),
         (OverloadedError("x"), None),
-        (ClientGoneError("x"), None),
+        (InvalidRequestError("", "x", kind="client_gone"), None),
         (asyncio.CancelledError(), None),
     ],
 )

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from prometheus_client.parser import text_string_to_metric_families
 
+from loader.errors import ConfigError
 from router.feature_schema import FeatureSchema
-from serving.errors import RecordingDamagedError, RecordingFolderError
+from serving.errors import RecordingDamagedError
 from serving.formats.requests import RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -288,7 +289,7 @@ def test_a_folder_is_recorded_into_by_one_process(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with closing(recorder(tmp_path / "r")):
         for folder, problem in (("r", "another process records into it"), ("file", "File exists")):
-            with pytest.raises(RecordingFolderError, match=problem):
+            with pytest.raises(ConfigError, match=problem):
                 recorder(tmp_path / folder)
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.errors import OverloadedError
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from serving.errors import InvalidFieldError
+from serving.errors import InvalidRequestError
 from serving.observe.calls import BatchTimes, Call
 from serving.observe.traces import Parent, Tracer, batch_spans, call_span, read_parent, traced_batch
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.errors import NodeOverloadedError
 from shard_node.otlp import OtlpSink
 from shard_node.tracing import TRACED_LOOKUP, SpanContext, TraceConfig
 from shard_node.wire.address import Address
@@ -190,14 +190,18 @@ def test_a_batch_is_in_its_first_sampled_trace_and_linked_with_all():
 def test_a_clients_mistake_is_no_error_of_a_span_and_a_failed_lookup_is():
     sink = KeptSpans()
     tracer = Tracer(sink, 1.0)
-    for error in (InvalidFieldError("top_k", "x"), NodeOverloadedError("x"), asyncio.CancelledError()):
+    for error in (
+        InvalidRequestError("top_k", "x", kind="invalid_field"),
+        OverloadedError("x", kind="node_overloaded"),
+        asyncio.CancelledError(),
+    ):
         one = call(tracer)
         assert one.trace is not None
         call_span(one.trace, one, 2.0, error)
     assert [bool(span.error) for span in sink.spans] == [False, True, False]
     times = BatchTimes(1, 1, began=2.0, merge_s=0.1, ended=2.5, trace=traced_batch([call(tracer)]))
     assert times.trace is not None
-    batch_spans(times.trace, times, "m", 4, "rank", NodeOverloadedError("full"))
+    batch_spans(times.trace, times, "m", 4, "rank", OverloadedError("full", kind="node_overloaded"))
     assert [(span.name, span.error, span.ended) for span in sink.spans[3:]] == [
         ("shardrank.batch", "node_overloaded: full", 2.5),
         ("shardrank.lookup", "node_overloaded: full", 2.5),

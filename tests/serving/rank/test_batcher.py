@@ -9,10 +9,9 @@ import threading
 
 import pytest
 
-from serving.errors import OverloadedError
+from loader.errors import DeadlineExceededError, OverloadedError
 from serving.limits import RequestLimits
 from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, Pending, UntakenAnswers, finish
-from shard_node.errors import DeadlineExceededError
 from shardrank_testing.nodes import until
 from shardrank_testing.serving_api import MODEL, api_service, running_api
 from shardrank_testing.waiting import Clock, Model

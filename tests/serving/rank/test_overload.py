@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serving.errors import OverloadedError
+from loader.errors import OverloadedError
 from serving.limits import RequestLimits
 from serving.rank.batcher import KEPT, REMEMBERED_S, SLOWEST, Batcher, Pending
 from shardrank_testing.waiting import Clock, Model

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from loader.errors import OverloadedError, UnavailableError
 from loader.snapshot.reader import Snapshot
-from router.errors import ShardUnavailableError
 from router.plan import Plan
-from serving.errors import NotReadyError, ServingError, ShuttingDownError
+from serving.errors import InternalError
 from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
@@ -27,11 +27,11 @@ from serving.versions.loading import ModelSource, load_when_possible
 from serving.versions.served_model import ServedModel
 from shard_node.answer import Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.errors import NodeOverloadedError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.requests import ServerLimits
 from shard_node.wire.server import NodeServer
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import NEVER_S, NearShard, until
 from shardrank_testing.serving_api import (
     MODEL,
@@ -58,13 +58,13 @@ async def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, cap
     )
     service = RankingService()
     service.install(served)
-    with pytest.raises(ServingError, match="ranking was broken off"):
+    with pytest.raises(InternalError, match="ranking was broken off"):
         await ask(service, api_request(0))
     while set(threading.enumerate()) - before:  # noqa: ASYNC110  # a thread does not tell when it has ended
         await asyncio.sleep(0.001)
-    with pytest.raises(ShuttingDownError, match="all its ranking replicas have ended"):
+    with raises_kind("shutting_down", match="all its ranking replicas have ended"):
         await ask(service, api_request(1))
-    with pytest.raises(NotReadyError, match="1 of 1 ranking replicas"):
+    with raises_kind("not_ready", match="1 of 1 ranking replicas"):
         await served.nodes()
     await service.watch.refresh()
     assert service.watch.problems()[MODEL].startswith("not_ready: ")
@@ -90,7 +90,7 @@ async def test_a_bug_fails_its_batch_and_the_replica_goes_on(api_model, num_repl
     call, future = Call("embedded", "lookup", 0.0, parsed=None), Future()  # so that to look at the time raises
     lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
     lease.payload._batcher.submit(Pending(request, lease, service.clock() + NEVER_S, call, future, None))
-    with pytest.raises(ServingError, match="ranking was broken off"):
+    with pytest.raises(InternalError, match="ranking was broken off"):
         await asyncio.wrap_future(future)
     assert_scores(api_model, [await ask(service, api_request(1))], [1])
     await service.watch.refresh()
@@ -153,7 +153,7 @@ class HeldNode(ShardNode):
         self.asked.append(bags.num_values)
         assert self.go.wait(NEVER_S)
         if number in self._fails:
-            raise NodeOverloadedError(f"call {number} is one too many")
+            raise OverloadedError(f"call {number} is one too many", kind="node_overloaded")
         return super().answer(model, version, bags, forms)
 
 
@@ -240,7 +240,7 @@ async def test_an_error_of_a_shard_fails_one_batch(api_model, tmp_path):
         waiting = ranking_in_task(service, 4, 5, 6)
         node.go.set()
         for answer in await asyncio.gather(*failing, return_exceptions=True):
-            assert isinstance(answer, ShardUnavailableError)
+            assert isinstance(answer, UnavailableError)
             assert "call 0 is one too many" in str(answer)
         assert_scores(api_model, await asyncio.gather(*others, *waiting), range(2, 7))
         assert batches(service)[1] == 5
@@ -248,7 +248,7 @@ async def test_an_error_of_a_shard_fails_one_batch(api_model, tmp_path):
         for seed in range(7, 12):
             (task,) = ranking_in_task(service, seed)
             if len(node.asked) == 3:
-                with pytest.raises(ShardUnavailableError, match="call 3 is one too many"):
+                with raises_kind("shard_unavailable", match="call 3 is one too many"):
                     await task
             else:
                 assert_scores(api_model, [await task], [seed])
@@ -264,7 +264,7 @@ async def test_closing_a_version_ends_its_connections_to_shards(api_model, tmp_p
         closing = asyncio.create_task(closed(service))
         await until(lambda: not service.generations.models())
         # It waits for what is out, and nothing more is begun.
-        with pytest.raises(NotReadyError):
+        with raises_kind("not_ready"):
             await ask(service, api_request(1))
         assert not closing.done()
         for node in nodes:

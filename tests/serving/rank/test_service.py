@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from serving.errors import ClientGoneError, ModelNotFoundError
+from loader.errors import DeadlineExceededError
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.rank.service import RankingService, answer
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.errors import DeadlineExceededError
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.serving_api import (
     MODEL,
     Gate,
@@ -101,7 +101,7 @@ async def test_what_expires_or_is_left_in_the_queue_is_never_run(gated):
     leave[0]()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    with pytest.raises(ClientGoneError):
+    with raises_kind("client_gone"):
         await gone
     gate.open.set()
     await first
@@ -131,7 +131,7 @@ async def test_requests_of_the_old_version_end_on_it(tmp_path, api_model, gated)
         assert answer.version == 1
         np.testing.assert_allclose(answer.scores, api_model.scores(api_request(seed)), rtol=1e-5)
     await asyncio.to_thread(before.retired.wait)
-    with pytest.raises(ModelNotFoundError, match="version 1 is not served here; served are"):
+    with raises_kind("model_not_found", match="version 1 is not served here; served are"):
         await ask(service, api_request(1) | {"version": 1})
     assert ranking_threads() == threads  # one more for version 2, one less for version 1
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.training.interactions import DatasetError, read_movielens
+from serving.training.interactions import TrainingError, read_movielens
 from shardrank_testing.movielens import small_interactions, write_movielens
 
 
@@ -47,7 +47,7 @@ def test_a_malformed_line_is_refused_by_file_and_line(
     lines = (folder / file).read_text("latin-1").split("\n")
     lines[line - 1] = text
     (folder / file).write_text("\n".join(lines), "latin-1")
-    with pytest.raises(DatasetError, match=problem):
+    with pytest.raises(TrainingError, match=problem):
         read_movielens(folder)
 
 
@@ -55,10 +55,10 @@ def test_a_malformed_line_is_refused_by_file_and_line(
 def test_a_missing_or_empty_file_is_refused_by_name(tmp_path: Path, file: str) -> None:
     folder = write_movielens(tmp_path, small_interactions())
     (folder / file).write_text("\n\n")
-    with pytest.raises(DatasetError, match=f"{file}: holds no line"):
+    with pytest.raises(TrainingError, match=f"{file}: holds no line"):
         read_movielens(folder)
     (folder / file).unlink()
-    with pytest.raises(DatasetError, match=f"{file}: No such file"):
+    with pytest.raises(TrainingError, match=f"{file}: No such file"):
         read_movielens(folder)
 
 

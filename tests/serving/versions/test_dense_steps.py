@@ -17,10 +17,10 @@ import torch
 
 from loader.deltas.dense import steps_folder
 from loader.deltas.publisher import AsyncDeltaPublisher
-from router.errors import ShardUnavailableError
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import until
 from shardrank_testing.registries import registry_of
 from shardrank_testing.serving_api import FILMS, MODEL, Api, ApiModel, api_request, running_api
@@ -124,7 +124,7 @@ async def test_a_step_waits_for_its_rows(training):
         found = [ranking.choose(sequence).dense_step for sequence in (0, 1, 2**63 - 1, 0, -1)]
         ranking.offer(dataclasses.replace(ranking.parts, dense_step=5, min_sequence=7))
         found += [ranking.choose(sequence).dense_step for sequence in (1, 7)]
-        with pytest.raises(ShardUnavailableError, match="rows are of delta 0, dense step 4 needs 1"):
+        with raises_kind("shard_unavailable", match="rows are of delta 0, dense step 4 needs 1"):
             ranking.choose(0)
         return found
 

@@ -15,16 +15,15 @@ import torch
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
-from router.errors import ShardUnavailableError
 from router.plan import Plan
 from serving.embedded import Ranker
-from serving.errors import GoldenMismatchError, ModelOutputError
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model, load_when_possible
 from serving.versions.served_model import ServedModel
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import (
     MODEL,
@@ -132,7 +131,7 @@ async def test_loading_waits_for_shards_that_are_not_there_yet(tmp_path, golden)
             if len(pauses) == 2:
                 await fleet.start(*range(SHARDS))
 
-        with pytest.raises(ShardUnavailableError):
+        with raises_kind("shard_unavailable"):
             await asyncio.to_thread(load_served_model, fleet.source(), fleet.service)
         served = await load_when_possible(fleet.source(), fleet.service, sleep)
         assert (served.version, pauses) == (1, [0.1, 0.2])
@@ -150,9 +149,7 @@ def test_other_than_golden_scores_are_refused_with_the_numbers(tmp_path, golden)
     scores = golden.scores.copy()
     scores[-1] = (scores[-1] + 0.5) % 1
     model = write_api_model(tmp_path, golden=dataclasses.replace(golden, scores=scores))
-    with pytest.raises(
-        GoldenMismatchError, match=r"films' version 1: golden scores differ by up to 0\.5, the manifest"
-    ):
+    with raises_kind("golden_mismatch", match=r"films' version 1: golden scores differ by up to 0\.5, the manifest"):
         load(model, dtype="float32")
 
 
@@ -194,6 +191,6 @@ def test_a_dense_model_that_gives_nan_fails_the_request_alone(tmp_path, api_mode
         request["candidates"]["dense"][0][0] = 3e38
         request["context"]["dense"] = [3e38, 3e38]
         assert not torch.isfinite(torch.from_numpy(model.scores(request))).all()
-        with pytest.raises(ModelOutputError, match="not finite"):
+        with raises_kind("model_output", match="not finite"):
             ranker.rank(request)
         assert np.isfinite(ranker.rank(api_request(1))["scores"]).all()

@@ -180,7 +180,7 @@ async def test_no_more_processes_stage_than_the_fleet_allows(under, tmp_path):
         assert other_actions.begun == []
         report = await other.report("films", 1)
         assert report.state == "waiting"
-        assert report.reason == "StagingBusyError: 1 stagings run in the fleet, which is its limit"
+        assert report.reason == "UnavailableError: 1 stagings run in the fleet, which is its limit"
         gate.set()
         await under.until(lambda: ("films", 1) in under.actions.ready)
         await other.pass_time_until(lambda: ("films", 1) in other_actions.ready)

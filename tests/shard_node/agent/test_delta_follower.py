@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.errors import DeltaFormatError, DeltaGapError, RegistryUnavailableError
+from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError
 from loader.registry import open_registry
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import StreamBounds, StreamEntry
@@ -33,6 +33,7 @@ from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, export_state, make_batch
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
 from shardrank_testing.snapshots import random_rows, random_tables, with_slices
 
@@ -162,7 +163,7 @@ async def play(scene: Scene, step: tuple[Any, ...]) -> None:
             await scene.publish(rng=np.random.default_rng(seed))
         case ("deliver", sequences):
             entries = {entry.sequence: entry for entry in await scene.registry.read(STREAM, 0)}
-            with contextlib.suppress(DeltaGapError):
+            with contextlib.suppress(DeltaError):
                 scene.follower().apply([entries[number] for number in sequences if number in entries])
         case ("catch up",):
             async with scene.following():
@@ -212,7 +213,7 @@ async def test_duplicates_are_skipped_and_gaps_refused(scene):
     follower = scene.follower()
     first, second, third, fourth = map(delta, (1, 2, 3, 4))
     follower.apply([first, first, second])
-    with pytest.raises(DeltaGapError, match="delta 4 came, 3 is next"):
+    with raises_kind("delta_gap", match="delta 4 came, 3 is next"):
         follower.apply([second, fourth, third])
     assert scene.position.sequence == 2
     follower.apply([first, second, third, second, fourth])

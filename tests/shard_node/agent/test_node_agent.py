@@ -13,12 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loader.errors import SnapshotCorruptError, SnapshotError
+from loader.errors import RolloutError, SnapshotCorruptError, SnapshotError
 from loader.registry.fleet import FleetRecord, PublishedVersion, WantedModel, delta_stream
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from router.errors import ShardUnavailableError
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replicas import ReplicatedShard
@@ -26,7 +25,7 @@ from shard_node.agent.node_agent import join_fleet, share_of, stage_tables, watc
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
-from shard_node.errors import CardError, FleetMismatchError, MemoryBudgetError
+from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
@@ -35,6 +34,7 @@ from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_ba
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.deltas import make_batch
 from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import serving, soon, until
 from shardrank_testing.rollout_fleet import published
 from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file, rewrite_manifest, write_snapshot
@@ -217,12 +217,12 @@ async def test_a_version_with_a_gap_is_refused_unless_live(under, live, state):
 
 async def test_a_node_that_divides_rows_otherwise_is_refused(under):
     await join_fleet(under.fleet, FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0))
-    with pytest.raises(FleetMismatchError, match=r"num_shards 3, .* its fleet in .* has 2, 'hash', 0"):
+    with pytest.raises(RolloutError, match=r"num_shards 3, .* its fleet in .* has 2, 'hash', 0"):
         await join_fleet(under.fleet, FleetRecord(num_shards=3, sharding="hash", replicate_bytes=0))
     # Of the number that a wanted version is divided over still: it restarts while a fleet goes to another one.
     await under.fleet.update_wanted("other", lambda _: WantedModel(model="other", epoch=1, num_shards={1: 3}))
     await join_fleet(under.fleet, FleetRecord(num_shards=3, sharding="hash", replicate_bytes=0))
-    with pytest.raises(FleetMismatchError, match="replicate_bytes 9"):
+    with pytest.raises(RolloutError, match="replicate_bytes 9"):
         await join_fleet(under.fleet, FleetRecord(num_shards=3, sharding="hash", replicate_bytes=9))
 
 
@@ -488,7 +488,7 @@ async def test_a_router_avoids_a_node_whose_cards_failed(snapshot, tmp_path: Pat
             cards[failed].fault = ""
         assert set(retries) == {"card"}
         cards[0].fault = cards[1].fault = FAULT
-        with pytest.raises(ShardUnavailableError, match=r"card: .*cudaErrorIllegalAddress"):
+        with raises_kind("shard_unavailable", match=r"card: .*cudaErrorIllegalAddress"):
             await ask()
         cards[0].fault = cards[1].fault = ""
         await shard.close()

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from loader.errors import SnapshotNotFoundError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, SnapshotNotFoundError
 from shard_node import errors
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.errors import FrameTooLargeError, InvalidBagsError, RemoteError, ShardNodeError, WireError
+from shard_node.errors import InvalidBagsError, RemoteError, WireError
 from shard_node.tracing import MAX_STATE_BYTES, SpanContext
 from shard_node.wire import messages as wire
 from shard_node.wire.frame import (
@@ -31,6 +31,7 @@ from shard_node.wire.frame import (
     pack_header,
 )
 from shardrank_testing.bags import bags_of, keyed_bags
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import feed, film_bags, received, small_node
 
 DECODERS = {
@@ -194,17 +195,17 @@ def test_large_arrays_are_sent_from_their_own_memory():
     np.testing.assert_array_equal(decoded.stored[0], rows)
 
 
-KINDS = [
-    found
-    for found in vars(errors).values()
-    if isinstance(found, type) and issubclass(found, ShardNodeError) and found is not ShardNodeError
-]
+KINDS = [error for error in vars(errors).values() if isinstance(error, type) and error.__module__ == errors.__name__]
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
         *((kind("row 7 of 5, ключ"), kind, "row 7 of 5, ключ") for kind in KINDS),
+        (OverloadedError("full", kind="node_overloaded"), OverloadedError, "full"),
+        (OverloadedError("full", kind="buffer_full"), OverloadedError, "full"),
+        (DeadlineExceededError("late"), DeadlineExceededError, "late"),
+        (ShardrankError("a bug"), RemoteError, "internal: a bug"),
         (SnapshotNotFoundError("no version 3"), RemoteError, "snapshot_not_found: no version 3"),
         # A long message is cut, never within a character.
         (InvalidBagsError("ü" * 5000 + "\ud800"), InvalidBagsError, "ü" * 2048),
@@ -214,6 +215,7 @@ KINDS = [
 def test_an_error_comes_back_as_its_class(error, kind, message):
     decoded = wire.decode_error(received(wire.encode_error(3, error)))
     assert type(decoded) is kind
+    assert kind is RemoteError or (decoded.kind, decoded.http_status) == (error.kind, error.http_status)
     assert str(decoded).removesuffix("\ufffd") == message
 
 
@@ -382,7 +384,7 @@ def test_an_incomplete_frame_is_not_returned(body_bytes, missing_from_header):
 def test_a_too_long_frame_is_refused_before_its_body_is_read(header):
     """What else may be wrong with a header is in test_server_connections.py."""
     receiver = FrameReceiver(LIMIT)
-    with pytest.raises(FrameTooLargeError, match=f"frame has {LIMIT + 1} bytes, at most {LIMIT}"):
+    with raises_kind("frame_too_large", match=f"frame has {LIMIT + 1} bytes, at most {LIMIT}"):
         feed(receiver, header)
     assert receiver.request_id == 5
 
@@ -394,5 +396,5 @@ def test_limits_of_frames():
     size = LIMIT - HEADER.size
     (frame,) = feed(FrameReceiver(LIMIT), frame_header(body_bytes=size) + bytes(size))
     assert frame.body.size == size
-    with pytest.raises(FrameTooLargeError, match="4294967296 bytes"):
+    with raises_kind("frame_too_large", match="4294967296 bytes"):
         pack_header(FrameType.POOLED, 1, 2**32)

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shard_node.errors import AddressError, FrameTooLargeError, NodeOverloadedError, NodeUnavailableError, WireError
+from loader.errors import ConfigError, OverloadedError
+from shard_node.errors import NodeUnavailableError, WireError
 from shard_node.wire.address import Address
 from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import decode_answer, decode_error, encode_pool
@@ -70,7 +71,7 @@ TOO_LARGE = pack_header(FrameType.POOL, 78, 2**32 - 1)
     [
         (b"GET / HTTP/1.1\r\nHost: node\r\n\r\n", 0, WireError, "magic is b'GET ', a frame begins with b'SHRK'"),
         (WRONG_VERSION, 77, WireError, "protocol version 2 is not spoken here, only 1"),
-        (TOO_LARGE + b"x" * 100_000, 78, FrameTooLargeError, "frame has 4294967319 bytes, at most 67108864"),
+        (TOO_LARGE + b"x" * 100_000, 78, WireError, "frame has 4294967319 bytes, at most 67108864"),
     ],
 )
 async def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_id, kind, message, tmp_path):
@@ -150,7 +151,7 @@ async def test_half_sent_frames_leave_room_for_whole_ones(place, tmp_path):
         for task in reading:
             task.cancel()
     refused = decode_error(done.pop().result())
-    assert type(refused) is NodeOverloadedError
+    assert type(refused) is OverloadedError
     assert "max_buffered_bytes = 4194304" in str(refused)
     assert server.buffers.buffered == 0
 
@@ -199,7 +200,7 @@ async def test_one_connection_too_many_is_refused(place, tmp_path):
             with pytest.raises(NodeUnavailableError, match="at most 1 connections are taken"):
                 await client.info()
         await assert_serves(first)
-    assert type(decode_error(frame)) is NodeOverloadedError
+    assert type(decode_error(frame)) is OverloadedError
 
 
 async def test_a_stale_socket_is_replaced_and_a_live_one_kept(place, tmp_path):
@@ -208,12 +209,12 @@ async def test_a_stale_socket_is_replaced_and_a_live_one_kept(place, tmp_path):
         dead.bind(address.path)
     async with place.client(tmp_path) as (_, client):
         assert stat.S_IMODE(os.stat(address.path).st_mode) == 0o600
-        with pytest.raises(AddressError, match="another process listens there"):
+        with pytest.raises(ConfigError, match="another process listens there"):
             await NodeServer(small_node()).start([address])
         assert await client.info() == small_node().info()
     assert not list(tmp_path.iterdir())
     (tmp_path / "node.sock").write_text("precious")
-    with pytest.raises(AddressError, match="a file that is not a socket"):
+    with pytest.raises(ConfigError, match="a file that is not a socket"):
         await NodeServer(small_node()).start([address])
     assert (tmp_path / "node.sock").read_text() == "precious"
 
@@ -226,7 +227,7 @@ async def test_a_server_has_all_its_addresses_or_none(place, tmp_path):
         async with connected(bound) as client:
             assert await client.info() == small_node().info()
     elsewhere = Address(path=str(tmp_path / "other"))
-    with pytest.raises(AddressError, match=f"can't listen on {server.addresses[1]}"):
+    with pytest.raises(ConfigError, match=f"can't listen on {server.addresses[1]}"):
         await NodeServer(small_node()).start([elsewhere, server.addresses[1]])
     await server.close()
     await server.close()
@@ -306,7 +307,7 @@ WRONG_ADDRESSES = [
 
 @pytest.mark.parametrize("text", WRONG_ADDRESSES)
 def test_a_wrong_address_is_refused_by_its_text(text):
-    with pytest.raises(AddressError) as caught:
+    with pytest.raises(ConfigError) as caught:
         Address.parse(text)
     assert repr(text) in str(caught.value)
 
@@ -315,6 +316,6 @@ def test_a_wrong_address_is_refused_by_its_text(text):
 def test_any_text_is_an_address_or_an_address_error(text):
     try:
         address = Address.parse(text)
-    except AddressError:
+    except ConfigError:
         return
     assert Address.parse(str(address)) == address

@@ -11,25 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loader.errors import DeadlineExceededError
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.byte_budget import ByteAccount, ByteBudget
-from shard_node.errors import (
-    DeadlineExceededError,
-    FrameTooLargeError,
-    GenerationNotFoundError,
-    InvalidBagsError,
-    NodeOverloadedError,
-    RemoteError,
-    WireError,
-)
+from shard_node.errors import GenerationNotFoundError, InvalidBagsError, RemoteError, WireError
 from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import Buffer, CountsRequest, decode_answer, decode_error, encode_answer, encode_pool
 from shard_node.wire.requests import SPARE_SAVED_S, SPARE_SHARE, Peer, RequestHandler, ServerLimits
 from shardrank_testing.bags import random_table_bags
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import (
     MODEL,
     SIZES,
@@ -151,7 +145,7 @@ async def test_limits_of_requests_and_bytes_in_flight(place, limits, requests, m
     async with place.client(tmp_path, gate.node, BY_ONE_THREAD.model_copy(update=limits)) as (server, client):
         tasks = [asyncio.create_task(pool_films(client, *bags)) for bags in requests]
         await gate.wait_entered()
-        with pytest.raises(NodeOverloadedError, match=message):
+        with raises_kind("node_overloaded", match=message):
             await pool_films(client, [1])
         gate.opened.set()
         await asyncio.gather(*tasks)
@@ -168,7 +162,7 @@ async def test_places_are_shared_once_half_are_taken(place, tmp_path):
         await until(lambda: server.in_flight == 5)
         tasks += [asyncio.create_task(pool_films(second, [1])) for _ in range(2)]
         await until(lambda: server.in_flight == 7)
-        with pytest.raises(NodeOverloadedError, match="5 of 7 requests in flight are of this connection, one of 2"):
+        with raises_kind("node_overloaded", match="5 of 7 requests in flight are of this connection, one of 2"):
             await pool_films(first, [1])
         tasks.append(asyncio.create_task(pool_films(second, [1])))
         await until(lambda: server.in_flight == 8)
@@ -196,7 +190,7 @@ async def test_a_request_past_its_deadline_is_not_pooled(place, tmp_path):
 
 async def test_a_too_long_answer_is_refused_before_pooling(place, tmp_path):
     async with place.client(tmp_path, None, ServerLimits(max_frame_bytes=8192)) as (_, client):
-        with pytest.raises(FrameTooLargeError, match=r"answer has 32\d\d\d bytes, a frame may have at most 8192"):
+        with raises_kind("frame_too_large", match=r"answer has 32\d\d\d bytes, a frame may have at most 8192"):
             await pool_films(client, *[[]] * 1000)
         await pool_films(client, [1])
 
