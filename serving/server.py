@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, ParamSpec
+from typing import Any, Literal
 
 import uvloop
 from pydantic import Field
@@ -32,14 +32,12 @@ logger = logging.getLogger(__name__)
 
 # What is spoken, as TLS clients ask for it.
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
-Arguments = ParamSpec("Arguments")
 
 
 class ServerConfig(Frozen):
     """Where a serving process listens.
 
     Attributes:
-        host: address for both.
         http_port, grpc_port: 0 takes a free one.
         admin_port: for probes, metrics and the status page, which a thread of its own answers; 0 takes a free one, None
             has none.
@@ -130,16 +128,13 @@ async def serve(
         service: closed at the end.
         config: where to listen.
         load: installs the models.
-        on_ready: told the ports, once the models are loaded.
+        on_ready: called with the ports, once the models are loaded.
         probe_port: a private HTTP port on loopback, for a worker that shares its ports.
-        on_listening: told the ports before `load` is called.
+        on_listening: called with the ports before `load` is.
         leave: called once it has been cancelled, before anything else: it still answers requests then.
         open_registry: opens the registry of its fleet once more, for the page at the admin port; None without a fleet.
 
-    Raises:
-        ListenError: if a port can't be bound.
-        CardError: the cards have failed; only a new process can use them.
-        ShardrankError: whatever `load` raises.
+    Raises ListenError if a port can't be bound, CardError once the cards have failed, and as `load`.
     """
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -176,17 +171,11 @@ async def serve(
         await asyncio.to_thread(service.close)
 
 
-def _until_signalled(program: Callable[Arguments, Awaitable[None]]) -> Callable[Arguments, None]:
+def serve_until_signalled(*args: Any, **kwargs: Any) -> None:
+    """Serve as `serve` does, with its arguments and errors, until the process receives SIGTERM or SIGINT."""
     # A second signal ends the process with status 1: a load that is under way can't be interrupted, and whoever asks
     # twice does not want to wait for it.
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        try:
-            run_until_signalled(lambda: program(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)
-        except StopRequestedError as stop:
-            logger.info("stopped by %s", stop)
-
-    return run
-
-
-serve_until_signalled = _until_signalled(serve)
-"""Serves as `serve` does, with its arguments and errors, until the process is asked to end."""
+    try:
+        run_until_signalled(lambda: serve(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)
+    except StopRequestedError as stop:
+        logger.info("stopped by %s", stop)

@@ -34,7 +34,7 @@ from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
 KEPT, SLOWEST = 8, 2
-"""Batches of late that are looked at, and how many of them are left out: a process may have been stopped meanwhile."""
+"""Recent batches that are read, and how many of them are left out: a process may have been stopped meanwhile."""
 logger = logging.getLogger(__name__)
 Wake: TypeAlias = Callable[[], None]
 PRUDENCE = 2
@@ -70,45 +70,41 @@ class _Batch(NamedTuple):
 
 
 class BatchPace:
-    """The time of a full batch, by the last batches but the slowest, and those that are out. Not thread-safe.
+    """The time of a full batch, by the last batches but the slowest, and those in flight. Not thread-safe.
 
-    Each counts by its share: of what a full one takes, small ones say little but what any batch costs. Before there
-    were more than are left out, nothing is expected to take any time.
+    Until more batches ended than are left out, nothing is expected to take any time.
 
     Attributes:
         full_s: seconds that a full batch takes.
-        at_once: how many were out at a time: with so many replicas busy, as much is done meanwhile.
+        at_once: how many were in flight at a time: with so many replicas busy, as much is done meanwhile.
+        free_since: when the last batch ended if others waited then, else None.
     """
 
     def __init__(self) -> None:
         self.full_s, self.at_once = 0.0, 1.0
         self._out: dict[int, tuple[float, float]] = {}
-        self._free_since: float | None = None
+        self.free_since: float | None = None
         self._ended: deque[_Batch] = deque(maxlen=KEPT)
 
     def begin(self, number: int, share: float, now: float) -> None:
-        """Note that a batch was taken; `number` is its own among those that are out.
+        """Note that a batch was taken; `number` identifies it among those in flight.
 
         It takes from when the one before was answered, if it waited then: what was read and refused meanwhile, under
         overload more than all else, is as much in its way as batches are.
         """
-        self._out[number] = (now if self._free_since is None else self._free_since, share)
-        self._free_since = None
+        self._out[number] = (now if self.free_since is None else self.free_since, share)
+        self.free_since = None
 
     def end(self, number: int, now: float, waits: bool = False) -> None:
         """Learn from a batch that was answered; `waits`: others do."""
         at_once = len(self._out)
         began, share = self._out.pop(number)
-        self._free_since = now if waits and not self._out else None
+        self.free_since = now if waits and not self._out else None
         self._ended.append(_Batch((now - began) / share, now - began, share, at_once))
         if counted := sorted(self._ended)[:-SLOWEST]:
             shares = sum(one.share for one in counted)
             self.full_s = sum(one.seconds for one in counted) / shares
             self.at_once = sum(one.at_once * one.share for one in counted) / shares
-
-    def rest(self) -> None:
-        """Note that nothing waits any more: a replica is idle until the next batch begins."""
-        self._free_since = None
 
     def batch_s(self, share: float) -> float:
         """Tell how long a batch of so much takes; one of more than a full one is cut."""
@@ -126,7 +122,7 @@ class Pending:
 
     Attributes:
         lease: on the version that answers; `finish` releases it.
-        deadline: when nobody waits any more, monotonic seconds.
+        deadline: monotonic seconds.
         future: gets the answer or the error; None once nobody waits: what a future holds on to would hold the frames of
             an error's traceback, and these the future.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
@@ -242,9 +238,8 @@ class Batcher:
     def take(self, wake: Wake) -> list[Pending] | None:
         """Take the next batch for a replica that is free: rank requests that fit one, or a lookup; never blocks.
 
-        It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be; and None
-        if the batcher is closed. Of any other one `ended` must be told. Requests whose deadline has passed or can't be
-        met, or that nobody waits for, are dropped.
+        It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be. None if
+        the batcher is closed. `ended` must follow each other batch.
         """
         dropped: list[Pending] = []
         hopeless: list[Pending] = []
@@ -253,7 +248,7 @@ class Batcher:
             if not batch:
                 if self._closed_because:
                     return None
-                self._pace.rest()
+                self._pace.free_since = None
                 self._idle.append(wake)
         _expire(dropped)
         if hopeless:
@@ -286,7 +281,12 @@ class Batcher:
         limit = self._limits.max_queue
         if len(self._queue) + ahead >= limit:
             if self._clock() - self._looked >= LOOK_AGAIN_S:
-                self._drop_dead(dropped)
+                # `abandoned` is read once per request: another thread may set it, and it must land in one of the two.
+                now, waiting = self._clock(), self._queue
+                self._looked, self._queue = now, deque()
+                for pending in waiting:
+                    (dropped if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
+                self._count()
             if len(self._queue) + ahead >= limit:
                 return OverloadedError(f"{len(self._queue) + ahead} requests wait, the limit max_queue = {limit}")
         if not self._queue:
@@ -298,14 +298,6 @@ class Batcher:
             return None
         waits = f"{len(self._queue) + ahead} requests wait, and an answer is due in about {1000 * due_s:.0f} ms"
         return OverloadedError(f"{waits}; it may be 1/{PRUDENCE} of the {1000 * has_s:.0f} ms that there are")
-
-    def _drop_dead(self, dropped: list[Pending]) -> None:
-        # Each is asked once: it may be abandoned at any moment, and must end up in one of the two.
-        now, waiting = self._clock(), self._queue
-        self._looked, self._queue = now, deque()
-        for pending in waiting:
-            (dropped if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
-        self._count()
 
     def _count(self) -> None:
         # Anew each time: the errors of sums and differences would add up.
@@ -415,8 +407,8 @@ class _WaitingLookup(NamedTuple):
 class UntakenAnswers:
     """Bounds what lookups may hold until their clients have taken it. Belongs to one event loop.
 
-    A lookup that finds no room waits: behind others of its owner, a connection, and behind all once the whole is full.
-    One that is larger than the bound runs alone.
+    A lookup without room waits: behind others of its owner, a connection, and behind all once the whole is full. One
+    that is larger than the bound runs alone.
     """
 
     def __init__(self, max_floats: int) -> None:
@@ -469,7 +461,6 @@ class UntakenAnswers:
         return encoded._replace(body=b"".join(written), more=())
 
     def _let_in(self) -> None:
-        """Let those in for whom there is room."""
         free, kept = self._max_floats - self._held.total(), deque[_WaitingLookup]()
         while self._waiting:
             waiting = self._waiting.popleft()

@@ -108,7 +108,9 @@ def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
     join_lengths, join_values = _join(bags_per_segment), _join(values_per_segment)
     weights = None
     if any(bags.weights is not None for bags in batch):
-        weights = join_values([_weights(bags) for bags in batch])
+        weights = join_values(
+            [np.ones(bags.num_values, np.float32) if bags.weights is None else bags.weights for bags in batch]
+        )
     return KeyedBags(
         batch[0].keys,
         bags_per_segment.sum(axis=0),
@@ -185,10 +187,6 @@ def _join_by_index(per_segment: Int64Array) -> Join:
     return lambda arrays: np.concatenate(arrays).take(positions)
 
 
-def _weights(bags: KeyedBags) -> Float32Array:
-    return np.ones(bags.num_values, np.float32) if bags.weights is None else bags.weights
-
-
 def _starts(sizes: npt.NDArray[np.int64]) -> Int64Array:
     """Find the first position of each run, then the total: int64 [n + 1]."""
     starts = np.zeros(sizes.size + 1, dtype=np.int64)
@@ -215,8 +213,7 @@ class RankingParts:
         models: the dense model, as it serves, on each device.
         forms: of the answers of shards.
         dense_step: of its weights; 0 for those of the snapshot.
-        min_sequence: the delta that every row must be of, or a later one, to be scored with these weights; those of the
-            snapshot go with whatever is there.
+        min_sequence: the delta that every row must be of, or a later one, to be scored with these weights.
     """
 
     version: int
@@ -307,10 +304,7 @@ class Ranking:
                 shard.min_sequence = self.parts.min_sequence
 
     async def has_taken(self) -> bool:
-        """Tell whether the step that was offered last answers; where no batch has shown it, the nodes are asked.
-
-        Raises as `nodes`.
-        """
+        """Return whether the step that was offered last answers; calls `nodes` if no batch has shown it."""
         offered = self._steps[0]
         if offered is not self.parts:
             key = self._model_name, offered.version
@@ -341,7 +335,7 @@ class Ranking:
         await self.router.close()
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
-        """Ask the nodes of all shards what they tell of themselves: by address, or `local` for rows in this process.
+        """Return what the nodes of all shards report, by address, or `local` for rows in this process.
 
         Raises RouterError or ShardNodeError if a shard can't be asked.
         """

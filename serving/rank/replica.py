@@ -73,9 +73,20 @@ class _OnLoop:
         return called
 
     async def _answer(self, batch: list[Pending]) -> None:
-        """Answer a batch. What a defect raises meanwhile is its alone and in the log; the next one is answered."""
+        """Rank or look up a batch, and hand out answers and errors: to each request once, whatever happens.
+
+        What a bug raises is in the log, and fails this batch alone.
+        """
+        broken_off = ServingError("ranking was broken off; the server's log says more")
+        outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
         try:
-            await answer_batch(self.ranking, batch, self._clock)
+            try:
+                now = self._clock()
+                for pending in batch:
+                    pending.call.queue_s = now - pending.call.parsed
+                outcomes = await _outcomes(self.ranking, batch)
+            finally:
+                finish(zip(batch, outcomes, strict=True))
         except Exception:
             logger.exception("a batch of %d requests was broken off", len(batch))
         finally:
@@ -221,25 +232,21 @@ class LoopReplica(_OnLoop):
             self._will_be_woken = True
             return
         try:
-            self._begin_answering(batch)
+            answering = self._answer(batch)
+            if self.ranking.router.waits:
+                task = self._loop.create_task(answering)
+                self._out.add(task)
+                task.add_done_callback(self._ended)
+                return
+            try:
+                answering.send(None)
+            except StopIteration:
+                return
+            # Its requests fail when it is closed.
+            answering.close()
+            raise ServingError("ranking waited for something on the event loop of the APIs")
         finally:
             self._go_on()
-
-    def _begin_answering(self, batch: list[Pending]) -> None:
-        """Answer a batch, or begin to if shards are waited for."""
-        answering = self._answer(batch)
-        if self.ranking.router.waits:
-            out = self._loop.create_task(answering)
-            self._out.add(out)
-            out.add_done_callback(self._ended)
-            return
-        try:
-            answering.send(None)
-        except StopIteration:
-            return
-        # Its requests fail when it is closed.
-        answering.close()
-        raise ServingError("ranking waited for something on the event loop of the APIs")
 
     def _go_on(self) -> None:
         # Not before answers were written, and what the sockets had brought was read and parsed, or refused: one turn of
@@ -249,20 +256,6 @@ class LoopReplica(_OnLoop):
     def _ended(self, out: asyncio.Task[None]) -> None:
         self._out.discard(out)
         self._go_on()
-
-
-async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[], float]) -> None:
-    """Rank or look up what a batcher gave, and hand out answers and errors: to each once, whatever happens."""
-    # Whatever ends this, the batch that was taken is answered and its leases are given back.
-    broken_off = ServingError("ranking was broken off; the server's log says more")
-    outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
-    try:
-        now = clock()
-        for pending in batch:
-            pending.call.queue_s = now - pending.call.parsed
-        outcomes = await _outcomes(ranking, batch)
-    finally:
-        finish(zip(batch, outcomes, strict=True))
 
 
 async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | BaseException]:

@@ -72,10 +72,10 @@ class DenseSteps:
         self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
     async def look(self, served: ServedModel) -> None:
-        """Have a version go on with the newest step, if there is one that it does not have. Raises RegistryError.
+        """Go on with the newest step, if there is one that a version does not have. Raises RegistryError.
 
-        One that begins takes what others have accepted last, as it is: they have compared it with the weights before
-        it, from which those of the snapshot may be far by now. What came after that is compared with it.
+        A version without any takes what others have accepted last, as it is: they have compared it with the weights
+        before it, from which those of the snapshot may be far by now. What came after that is compared with it.
         """
         key = served.model, served.version
         newest = await self._newer(*key, served.dense_step)
@@ -145,7 +145,18 @@ class DenseSteps:
         is_silent = False
         while True:
             try:
-                await self._look_at_all(generations)
+                # Nothing here keeps versions that are retired while another one is looked at.
+                served = [one for one in generations.all() if one.state != "draining"]
+                steps = {(one.model, one.version): one.payload.dense_step for one in served}
+                del served
+                for known in (self.refused, self._unread):
+                    for gone in known.keys() - steps.keys():
+                        del known[gone]
+                for key, step in steps.items():
+                    if await self._newer(*key, step) is not None:
+                        # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
+                        with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
+                            await self.look(lease.payload)
                 is_silent = False
             except Exception as error:  # a fault of ours must not end the following for good
                 if not is_silent:
@@ -153,20 +164,6 @@ class DenseSteps:
                     logger.warning("dense weights are those that answer: %s", error, exc_info=trace)
                 is_silent = True
             await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
-
-    async def _look_at_all(self, generations: Generations[ServedModel]) -> None:
-        # Nothing here keeps versions that are retired while another one is looked at.
-        here = [one for one in generations.all() if one.state != "draining"]
-        steps = {(one.model, one.version): one.payload.dense_step for one in here}
-        del here
-        for known in (self.refused, self._unread):
-            for gone in known.keys() - steps.keys():
-                del known[gone]
-        for key, step in steps.items():
-            if await self._newer(*key, step) is not None:
-                # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
-                with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
-                    await self.look(lease.payload)
 
     def _take(self, served: ServedModel, record: DenseStep, max_drift: float) -> None:
         # OpenMP would give this thread helpers of its own.

@@ -48,17 +48,15 @@ class ModelSource(Frozen):
     Attributes:
         rows_here: whether row files are in the snapshot's folder; needed for rows in this process.
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
-        node_tls: for shard nodes at TCP addresses; None for plain text.
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
         cards: of each shard.
-        sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as all nodes were told.
+        sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as on all nodes.
         plan: in place of these, and of what the snapshot carries, if that is for as many shards.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
         card_set: the cards that take the rows of this process; None to pool on the CPU.
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
         num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
             loop that requests come from: not for rows that a disk or a card may have to be waited for.
-        replica_policy: when a shard's replicas are asked twice, and when they are ejected.
         trust_exported: run exported programs, which are code; without, a version that has one is refused.
         warming: recorded requests that it ranks before it is ready; None for none.
     """
@@ -142,8 +140,18 @@ def load_served_model(
                 hot = keeper.rows
         else:
             for index in range(count):
-                nodes.append(_load_node(snapshot, plan, index, source, progress))
+                tables = load_tables(
+                    snapshot,
+                    plan.partition(index),
+                    plan.digest,
+                    memory_budget_bytes=source.memory_budget_bytes,
+                    card_set=source.card_set,
+                    progress=progress,
+                )
+                nodes.append(ShardNode(plan.identity(index)))
                 closing.callback(nodes[-1].close)
+                nodes[-1].stage(snapshot.spec.model, snapshot.version, tables)
+                nodes[-1].flip(snapshot.spec.model, snapshot.version)
             shards = local_shards(nodes)
         return ServedModel.load(
             snapshot,
@@ -188,21 +196,6 @@ async def load_when_possible(
             return served
         await sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, progress: Progress) -> ShardNode:
-    tables = load_tables(
-        snapshot,
-        plan.partition(index),
-        plan.digest,
-        memory_budget_bytes=source.memory_budget_bytes,
-        card_set=source.card_set,
-        progress=progress,
-    )
-    node = ShardNode(plan.identity(index))
-    node.stage(snapshot.spec.model, snapshot.version, tables)
-    node.flip(snapshot.spec.model, snapshot.version)
-    return node
 
 
 def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:

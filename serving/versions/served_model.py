@@ -68,7 +68,7 @@ class ServedModel:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
     `submit` and `overload` are the batcher's; `access` has the counts of lookups that this process answers itself,
-    without a shard node.
+    without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ServedModel:
         self.counter, self.checked, self.access = counter, checked, access
         self.submit, self.overload = batcher.submit, batcher.overload
         self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
-        self._dense_step = 0
+        self.dense_step = 0
 
     @classmethod
     def load(
@@ -167,7 +167,7 @@ class ServedModel:
         return self._batcher.num_waiting
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
-        """Ask the nodes of all shards what they tell of themselves, each with its address.
+        """Return what the nodes of all shards report, by address.
 
         Raises NotReadyError if a replica has ended, a shard does not answer in time, or no node of a shard has this
         version any more: the fleet went on without this process, which lost sight of the registry.
@@ -187,16 +187,8 @@ class ServedModel:
             )
         return told
 
-    @property
-    def dense_step(self) -> int:
-        """The newest step of dense weights that it may answer with; 0 for those of the snapshot."""
-        return self._dense_step
-
     async def takes_dense(self) -> bool:
-        """Tell whether the step before answers: one that comes earlier would take its place, and wait in its turn.
-
-        Raises NotReadyError, RouterError or ShardNodeError if it can't be known now.
-        """
+        """Return whether the step before answers: a new one would take its place. Raises NotReadyError, RouterError."""
         asked = [asyncio.wrap_future(replica.call(Ranking.has_taken)) for replica in self._replicas]
         return all(await asyncio.gather(*asked))
 
@@ -205,12 +197,9 @@ class ServedModel:
     ) -> None:
         """Answer with other dense weights, checked, as soon as rows have the deltas that they need. Blocks.
 
-        What answers now goes on until then, and for rows of replicas that lag.
-
-        Raises:
-            RankingModelError: the tensors are not those of the model.
-            GoldenMismatchError: a golden score drifts further than `max_drift`, or is not finite.
-            NotReadyError, RouterError, ShardNodeError: it can't be checked now.
+        What answers now goes on until then, and for rows of replicas that lag. Raises RankingModelError for tensors of
+        another model, GoldenMismatchError if a golden score drifts further than `max_drift`, or is not finite;
+        NotReadyError, RouterError or ShardNodeError if it can't be checked now.
         """
         replicas = cast("list[Replica]", self._replicas)
         own = replicas[0].ranking.parts
@@ -230,13 +219,12 @@ class ServedModel:
             ranking.offer(parts)
 
         _on_all(replicas, offer)
-        self._dense_step = record.step
+        self.dense_step = record.step
 
     def golden_differences(self, snapshot: Snapshot) -> dict[NumberFormat, float]:
-        """Find the largest difference from a golden score in each number format that this machine has. Blocks.
+        """Return the largest difference from a golden score in each number format that this machine has. Blocks.
 
-        Formats that would be another one for this model are left out. Raises GoldenMismatchError for a score that is
-        not finite.
+        Formats that this model falls back from are left out. Raises GoldenMismatchError for a score that is not finite.
         """
         golden, entry, replicas = snapshot.golden(), snapshot.manifest.golden, cast("list[Replica]", self._replicas)
         if golden is None or entry is None:
@@ -294,21 +282,20 @@ def _on_loop(
     make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
 ) -> LoopReplica:
     """Start a replica on a loop that runs in another thread. Blocks until it is connected to its shards."""
-    own = asyncio.run_coroutine_threadsafe(_connected(make, clock), loop).result(2 * CONNECT_TIMEOUT_S)
-    replica = LoopReplica(own, batcher, loop, clock)
+
+    async def connect() -> Ranking:
+        ranking = make()
+        try:
+            await ranking.connect(clock() + CONNECT_TIMEOUT_S)
+        except BaseException:
+            await ranking.close()
+            raise
+        return ranking
+
+    ranking = asyncio.run_coroutine_threadsafe(connect(), loop).result(2 * CONNECT_TIMEOUT_S)
+    replica = LoopReplica(ranking, batcher, loop, clock)
     replica.start()
     return replica
-
-
-async def _connected(make: Callable[[], Ranking], clock: Callable[[], float]) -> Ranking:
-    """Make a ranking on the loop that this runs on, and connect it to its shards; if that fails it is closed."""
-    ranking = make()
-    try:
-        await ranking.connect(clock() + CONNECT_TIMEOUT_S)
-    except BaseException:
-        await ranking.close()
-        raise
-    return ranking
 
 
 def _stop(batcher: Batcher, replicas: list[Replica] | list[Replica | LoopReplica]) -> None:
@@ -366,16 +353,12 @@ def check_version(
     """Check the golden scores, choose the number formats, and warm every replica. Blocks.
 
     As long as its rows are those of the snapshot, a version must give its golden scores within the tolerance. Once
-    deltas were applied to them, the difference is told in the log, and only what does not depend on the rows is asked
-    for: every id has one, scores are finite, and bfloat16, and float16 sums of shards, are close to float32.
+    deltas were applied to them, the difference is logged, and only what does not depend on the rows is required: every
+    id has one, scores are finite, and bfloat16, and float16 sums of shards, are close to float32.
 
-    Golden requests go through every replica, in the number format that it will serve with. The replicas are started,
-    have no requests yet, and use `parts`, which are in float32.
-
-    Raises:
-        GoldenMismatchError: it must not serve.
-        RankingModelError: bfloat16 was asked for where the device has none.
-        RouterError, ShardNodeError: its rows can't be looked up.
+    The replicas are started, have no requests yet, and use `parts`, which are in float32. Raises GoldenMismatchError if
+    it must not serve, RankingModelError for bfloat16 on a device without, RouterError or ShardNodeError if its rows
+    can't be looked up.
     """
     deadline = clock() + CONNECT_TIMEOUT_S
 
@@ -489,9 +472,9 @@ class _GoldenCheck:
         return reason
 
     def difference(self, replica: Replica, other: RankingParts | None = None, *, to_own: bool = False) -> float:
-        """Find the largest difference between a replica's scores and the golden ones.
+        """Return the largest difference between a replica's scores and the golden ones.
 
-        Between batches it rests for as long as the last one took: others serve meanwhile. With `to_own` the scores of
+        It sleeps between batches for as long as the last one took: others serve meanwhile. With `to_own` the scores of
         other parts are compared to those of the replica's own, of the very same rows if their forms allow it: where
         deltas are applied meanwhile, a second lookup would give others.
         """
@@ -539,10 +522,7 @@ class _GoldenCheck:
 
 
 def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tuple[MergedBatch, np.ndarray]]:
-    """Divide golden requests into batches of about `max_batch_candidates`, each with its expected scores.
-
-    These are float32 [1 + outputs, N], as `RankingModel.scores` gives them.
-    """
+    """Yield golden requests in batches of about `max_batch_candidates`, with their float32 [1 + outputs, N] scores."""
     counts = golden.num_candidates.astype(np.int64)
     ends = np.cumsum(counts)
     # A request is in the batch that its first candidate falls into.

@@ -55,8 +55,8 @@ def key_hash(model: str, key: str) -> int:
 class ServedVersions:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
-    `expected_models` are those that must be live; None if `expect` will say. `on_freed` is told each version that has
-    been freed, on a thread of its own.
+    `expected_models` are those that must be live; None if `expect` will say. `on_freed` is called with each version
+    that was freed, on a separate thread.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
@@ -118,11 +118,10 @@ class ServedVersions:
         return self._canaries.get(model)
 
     def lease(self, model: str, version: int | None = None, key: Callable[[], str] | None = None) -> Lease[ServedModel]:
-        """Take a lease on the given version; without one, on the canary or the live one.
+        """Take a lease on the given version; without one, on the canary or, also without `key`, on the live one.
 
-        `key` gives a request's key, or "" for one without; it is only asked while there is a canary. What is no request
-        has none, and gets the live version. Raises ModelNotFoundError, naming what is served instead, or NotReadyError
-        for a model that is expected but not loaded yet.
+        `key` returns a request's key, or "", and is only called while there is a canary. Raises ModelNotFoundError,
+        naming what is served instead, or NotReadyError for a model that is expected but not loaded yet.
         """
         while key is not None and version is None and (choice := self._canaries.get(model)) is not None:
             # A request without a key is anybody's: numbering them gives the canary its share of them.

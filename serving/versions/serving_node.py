@@ -78,10 +78,9 @@ class ServingConfig(Frozen):
         node_id: its name, stable over restarts.
         num_replicas: ranking replicas, each a thread; 0 for one on the event loop that the process serves on.
         stage_cpu_share: of one core, at most, that checking files takes.
-        plan: how rows of its model are divided, in place of what the fleet's record and the snapshot say.
+        plan: how rows are divided, in place of what the fleet's record and the snapshot say.
         trust_exported: run exported programs of this store, which are code.
-        hot_rows: of each version, copies of the hottest rows in this process; None for none.
-        replica_policy: when a shard's replicas are asked twice, and when they are ejected.
+        hot_rows: copies of each version's hottest rows in this process; None for none.
         warming: recorded requests that each version ranks before it is ready; None for none.
     """
 
@@ -372,7 +371,11 @@ class ServingNode:
                 replicate_bytes=topology.replicate_bytes,
                 file=config.plan,
             )
-            replicas = partial(self._replicas, snapshot)
+
+            def replicas(index: int) -> ReplicaSource:
+                current = partial(self.directory.current, published.model, published.version, index)
+                return ReplicaSource(current, partial(ShardClient, clock=service.clock, tls=self._node_tls))
+
             shards = replicated = replicated_shards(snapshot, plan, replicas, service.clock, config.replica_policy)
             if self._hot is not None:
                 # Runs after the keeper has ended, and told for the last time.
@@ -418,13 +421,7 @@ class ServingNode:
     def _here(self) -> set[tuple[str, int]]:
         return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
 
-    def _replicas(self, snapshot: Snapshot, index: int) -> ReplicaSource:
-        """Find the nodes of a shard, which come and go: whoever tells that it has the version ready is asked."""
-        current = partial(self.directory.current, snapshot.spec.model, snapshot.version, index)
-        return ReplicaSource(current, partial(ShardClient, clock=self._service.clock, tls=self._node_tls))
-
     def _is_live(self) -> bool:
-        """Tell whether each expected model has a live version."""
         wanted = self.agent.wanted.values()
         expected = self._models or tuple(sorted(one.model for one in wanted if one.live is not None))
         if not expected:
