@@ -89,8 +89,7 @@ class DemoReport(Frozen):
         auc_item_mean: of scoring each film by its mean training label.
         max_score_diff: largest difference of a served score from the float32 model's.
         scores_identical: whether HTTP and gRPC gave the same bits for every candidate.
-        requests: sent over both APIs, warm-up included.
-        errors: of these, not answered with a score for each candidate.
+        requests: sent over both APIs, warm-up included; `errors` were not answered with a score for each candidate.
         float32_bytes: the snapshot's rows unquantised.
     """
 
@@ -269,22 +268,29 @@ class Ranked:
 def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Path | None) -> int:
     """Run the demo. Returns the exit code: 0, or 1 if a request failed.
 
-    With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal.
-
-    Raises:
-        ShardrankError: if a stage fails. A port that is taken, a device that can't be used or a file that can't be
-            written is told before the work.
+    With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal. Raises
+    ShardrankError if a stage fails; for a port, a device or a file that can't be used, before the work.
     """
     with ExitStack() as stack:
         ports = stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, workers=1))
         if json_file is not None:
-            _check_writable(json_file)
+            # An older report stays as it is until there is a new one.
+            try:
+                json_file.open("a").close()
+            except OSError as error:
+                folder = json_file.parent
+                problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
+                raise DemoError(f"--json {json_file}: {problem}") from error
         DeviceChoice.parse(config.device)
         # Shard nodes open cards of their own, and later.
         card_set = CardSet.open(config.device, config.cards) if config.local else None
         store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
         seconds: dict[str, float] = {}
-        on_stage = partial(_lap, seconds, time.monotonic())
+        began = time.monotonic()
+
+        def on_stage(stage: str) -> None:
+            seconds[stage] = round(time.monotonic() - began - sum(seconds.values()), 3)
+
         with progress_bars() as bars:
             interactions = read_interactions(config.movielens, config.ratings, config.seed)
             on_stage("read")
@@ -320,22 +326,6 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         except StopRequestedError:
             # During the report: not finished. Afterwards it was the way to end: `serve` returned then.
             return 130
-
-
-def _lap(seconds: dict[str, float], began: float, stage: str) -> None:
-    """Note how long a stage took; stage follow each other."""
-    seconds[stage] = round(time.monotonic() - began - sum(seconds.values()), 3)
-
-
-def _check_writable(json_file: Path) -> None:
-    """Raise DemoError. An older report stays as it is until there is a new one."""
-    try:
-        with json_file.open("a"):
-            pass
-    except OSError as error:
-        folder = json_file.parent
-        problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
-        raise DemoError(f"--json {json_file}: {problem}") from error
 
 
 @asynccontextmanager
@@ -464,18 +454,13 @@ def _show(console: Console, ranked: Ranked, report: DemoReport, json_file: Path 
     console.print(table_of(f"Films for {who}", ("#", "film", "genres", "#score"), rows))
     liked = "; ".join(data.films.titles[film] for film in films.history[:LIKED_SHOWN]) or "nothing yet"
     console.print(f"  liked lately: {liked}\n", markup=False, highlight=False)
-    _print_report(console, report)
-    if json_file is not None:
-        json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-
-
-def _print_report(console: Console, report: DemoReport) -> None:
     quality = (
-        ("each film's mean label", _number(report.auc_item_mean, 4)),
-        ("the float32 model, in this process", _number(report.auc_fp32, 4)),
-        ("the running server, int8 rows", _number(report.auc_served, 4)),
+        ("each film's mean label", report.auc_item_mean),
+        ("the float32 model, in this process", report.auc_fp32),
+        ("the running server, int8 rows", report.auc_served),
     )
-    console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), quality))
+    cells = [(name, _number(value, 4)) for name, value in quality]
+    console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), cells))
     if report.max_score_diff is not None:
         same = "the same bits" if report.scores_identical else "DIFFERENT scores"
         console.print(f"  largest difference of a score: {report.max_score_diff:.4f}; HTTP and gRPC gave {same}\n")
@@ -491,6 +476,8 @@ def _print_report(console: Console, report: DemoReport) -> None:
     )
     for example in report.error_examples:
         console.print(f"  error: {example}", markup=False, highlight=False)
+    if json_file is not None:
+        json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def _number(value: float | None, digits: int) -> str:

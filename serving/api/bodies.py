@@ -46,11 +46,9 @@ class HttpReply(NamedTuple):
 
 
 async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes | None = None) -> bytes:
-    """Read a whole body of at most `max_bytes`, the limit of that name; `stated` is the header `Content-Length`.
+    """Read a body of at most `max_bytes`, the limit of that name; `stated` is the header `Content-Length`.
 
-    Raises:
-        BodyTooLargeError: before anything is read if its length says so, else as soon as too much has come.
-        ClientGoneError: if the client leaves meanwhile.
+    Raises BodyTooLargeError as soon as the length says so, or too much has come; ClientGoneError if the client leaves.
     """
     unit = "bytes in the body"
     if stated is not None and stated.isdigit() and int(stated[:_LENGTH_DIGITS]) > max_bytes:
@@ -88,10 +86,8 @@ async def expand(
         places: of bodies that are decompressed at a time.
         clock: seconds of processor time of this thread.
 
-    Raises:
-        BodyTooLargeError: if it becomes longer.
-        BufferFullError: if there is no room for it.
-        MalformedRequestError: if it is neither, incomplete, or followed by something else.
+    Raises BodyTooLargeError, BufferFullError without room for it, and MalformedRequestError for a body that is neither,
+    incomplete, or followed by something else.
     """
     async with places:
         expanded = await _expanded(body, max_body_bytes, held, spent, clock)

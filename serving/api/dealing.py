@@ -49,15 +49,9 @@ class Place(NamedTuple):
 
 
 class Dealer:
-    """Gives a worker's new connections to whoever has fewest, and takes those that others give. Belongs to one loop.
+    """Hands a worker's new connections to the worker with the fewest. Belongs to one event loop.
 
-    Args:
-        place: of this worker.
-        port: that the workers share.
-        take: is handed connections of others, as accepted.
-
-    Raises:
-        ListenError: the folder can't be used.
+    `take` is called with connections of others, as accepted. Raises ListenError if `place`'s folder can't be used.
     """
 
     def __init__(self, place: Place, port: int, take: Callable[[socket.socket], None]) -> None:

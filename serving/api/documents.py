@@ -75,7 +75,7 @@ class _IndexBody(msgspec.Struct):
     ready: bool = False
 
 
-def _say_no_defaults(schema: dict[str, Any]) -> None:
+def _drop_defaults(schema: dict[str, Any]) -> None:
     # None stands for what is absent; null itself is refused but for weights.
     for one in schema["properties"].values():
         one.pop("default", None)
@@ -84,7 +84,7 @@ def _say_no_defaults(schema: dict[str, Any]) -> None:
 class _RequestBody(BaseModel):
     """A part of a request, for the OpenAPI page: what reads requests is `serving.formats`."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_say_no_defaults)
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_drop_defaults)
 
 
 Id: TypeAlias = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] | str
@@ -225,16 +225,16 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+async def _answered_elsewhere(request: Request) -> Response:
+    # What only looks like the path comes here, such as one that ends with a line feed.
+    raise HTTPException(HTTPStatus.NOT_FOUND)
+
+
 class _Described(APIRoute):
     """A route that is described here, and answered by `serving.api.http`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Answer what only looks like the path, such as one that ends with a line feed."""
         return _answered_elsewhere
-
-
-async def _answered_elsewhere(request: Request) -> Response:
-    raise HTTPException(HTTPStatus.NOT_FOUND)
 
 
 _ranking = APIRouter(route_class=_Described)
@@ -493,8 +493,8 @@ def server_metadata(service: RankingService, model: str = "", version: str = "")
 def model_metadata(service: RankingService, model: str, version: str) -> Document:
     """Return inputs and outputs of a model version; the live one for "".
 
-    Raises ModelNotFoundError and NotReadyError as `RankingService.lease`, InvalidFieldError for a version that is no
-    positive integer, and AmbiguousInputsError if the model can't be called by this protocol.
+    Raises as `RankingService.lease`, InvalidFieldError for a version that is no positive integer, and
+    AmbiguousInputsError if the model can't be called by this protocol.
     """
     schema = _schema(service, model, version)
     return {

@@ -56,7 +56,7 @@ class HttpApp:
     def refuse(self, head: bytes) -> HttpReply | None:
         """Refuse a request that would wait in vain, by its head: for much less work than a call of this application.
 
-        That comes before its token is looked at: it says nothing of what is served.
+        Its token is not checked: the refusal says nothing of what is served.
         """
         verb, target, rest = head.split(b" ", 2)
         if verb != b"POST" or not rest.startswith(b"HTTP/1.1") or _MAY_BE_LAST.search(rest) is not None:

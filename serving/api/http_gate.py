@@ -345,7 +345,12 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         body_end = body_at + length
         if (is_chunked or len(data) < body_end) and not self.has_begun:
             self._begin_receiving(now)
-        self._is_dropped = self._refuse_unread(data[:body_at])
+        self._is_dropped = False
+        # A peer that takes no answers gets no more of them. The body of what is refused by its head is dropped.
+        if not gates.is_draining and self not in gates.unread and (reply := gates.refuse(data[:body_at])) is not None:
+            self._is_dropped = True
+            self._transport.write(whole_answer(reply, gates.state.default_headers, is_last=False))
+            self.answered(self._protocol)
         if not is_chunked:
             self._charge_body(min(len(data), body_end) - body_at)
         if is_chunked:
@@ -366,16 +371,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
                 data, self._held = data[:body_end], data[body_end:]
             self._complete()
             self._give(data)
-
-    def _refuse_unread(self, head: bytes) -> bool:
-        """Answer what the application would only refuse; its body is dropped as it comes. Returns whether it is so."""
-        gates = self._gates
-        # A peer that takes no answers gets no more of them.
-        if gates.is_draining or self in gates.unread or (reply := gates.refuse(head)) is None:
-            return False
-        self._transport.write(whole_answer(reply, gates.state.default_headers, is_last=False))
-        self.answered(self._protocol)
-        return True
 
     def _take_chunks(self, data: bytes) -> None:
         """Take chunks apart, and give on what they hold as one."""

@@ -145,13 +145,6 @@ class HttpServer:
         """Take in what has connected, then nothing more; end idle connections, and wait for requests in flight."""
         self.begin_drain()
         await self._gates.stop_listening(self._drain_timeout_s)
-        await self._drain()
-        if self._ticking is not None:
-            self._ticking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticking
-
-    async def _drain(self) -> None:
         gates = self._gates
         for gate in list(gates.open):
             if gate.is_between_requests() and not gate.may_bring_request():
@@ -170,6 +163,10 @@ class HttpServer:
         await gates.all_closed(LAST_REQUEST_S)
         for gate in list(gates.open):
             gate.drop()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
 
     async def _tick(self) -> None:
         """Sweep, and keep the date that answers have; nobody else does."""
@@ -185,7 +182,7 @@ class HttpServer:
 
 
 class Answering(NamedTuple):
-    """An application, and what ends its streams, which would go on for as long as they may."""
+    """An application, and what ends its endless streams."""
 
     app: ASGIApp
     end_streams: Callable[[], None] = lambda: None
@@ -226,10 +223,10 @@ async def listening_beside(
     port: int,
     ssl: tls.SSLContext | None,
 ) -> AsyncIterator[int]:
-    """Have an application answer operators while the block runs, and give the port.
+    """Have an application answer operators while the block runs, and yield the port.
 
-    On a thread with an event loop of its own, so that full batches keep nobody waiting who only asks. The application
-    is opened there. Raises ListenError, or what opening it raises.
+    It is opened and runs on a thread with an event loop, so that full batches keep nobody waiting who only asks. Raises
+    ListenError, or what opening it raises.
     """
     loop, stop = uvloop.new_event_loop(), asyncio.Event()
     bound: concurrent.futures.Future[int] = concurrent.futures.Future()

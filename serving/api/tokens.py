@@ -82,13 +82,9 @@ class Tokens:
         self._note = note
 
     def check(self, authorization: str | None, scope: Scope) -> str:
-        """Let a request pass that needs a scope, and give the name of its token.
+        """Return the name of a request's token, from the header or metadata `authorization`.
 
-        `authorization` is the value of the header or metadata of that name; None without one.
-
-        Raises:
-            UnauthenticatedError: no token, or one that is not known.
-            PermissionDeniedError: its scope is too narrow.
+        Raises UnauthenticatedError for no token, or an unknown one; PermissionDeniedError if its scope is too narrow.
         """
         found = self._find(authorization, scope)
         if isinstance(found, ServingError):

@@ -50,7 +50,6 @@ class SideShapes:
     Attributes:
         features, dims: the side's pooled features, in the order of `spec.features`, and the embedding_dim of each.
         offsets: first column of each.
-        embedding_width, dense_width: columns of embeddings, then of dense inputs.
         width, padded_width: all columns that carry something; all columns.
     """
 
@@ -90,10 +89,9 @@ class SideShapes:
 
 @dataclass(frozen=True)
 class InputShapes:
-    """Where each input of a model lies. Derived from its description.
+    """Where each input of a model is. Derived from its description.
 
     Attributes:
-        context, candidate: the two matrices' columns.
         features, dims: the pooled features of both sides, in the order of `spec.features`, and their embedding_dims.
         sequence_dims: embedding_dim of each feature with pooling none.
     """
@@ -162,7 +160,6 @@ class RankingInputs:
     Attributes:
         context: [R, padded width of the context], what all candidates of a request share.
         candidates: [N, padded width of the candidates].
-        sequences: the sequence features by name.
         request_of_candidate: int64 [N], which of the R requests a candidate belongs to.
         is_ordered: whether that is known to be ascending.
     """
@@ -234,8 +231,7 @@ class Run:
 def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] | None = None) -> tuple[Run, ...]:
     """Split the lookups for features, by flat index, in order, into the fewest runs: those that add come last.
 
-    By default they are the pooled ones that are not made of products, which are pooled already. Rows of sequences
-    begin in column 0.
+    By default they are the pooled ones that are not made of products, which are pooled already.
     """
     shapes, lookups, projections = InputShapes.of(spec), schema.lookups, spec.projections()
     own = set(np.flatnonzero(~(schema.is_none | schema.is_product)).tolist() if features is None else features)
@@ -262,7 +258,13 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] 
             adds=first_parts.setdefault(index, part) != part,
         )
         last = runs[-1] if runs else None
-        if last is not None and _are_neighbours(last, found):
+        if (
+            last is not None
+            and (last.block, last.side, last.adds, bool(last.projections), last.width)
+            == (found.block, found.side, found.adds, bool(found.projections), found.width)
+            and last.first + last.count == found.first
+            and last.column + last.count * last.width == found.column
+        ):
             runs[-1] = replace(last, count=last.count + 1, projections=last.projections + found.projections)
         else:
             runs.append(found)
@@ -283,15 +285,6 @@ def write_run(run: Run, rows: Tensor, matrix: Tensor, projections: Mapping[str, 
         target.add_(rows)
     else:
         target.copy_(rows)
-
-
-def _are_neighbours(run: Run, other: Run) -> bool:
-    same = (run.block, run.side, run.adds, bool(run.projections), run.width)
-    return (
-        same == (other.block, other.side, other.adds, bool(other.projections), other.width)
-        and run.first + run.count == other.first
-        and run.column + run.count * run.width == other.column
-    )
 
 
 class InputBuffer:

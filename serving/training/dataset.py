@@ -78,10 +78,7 @@ def films_description(interactions: Interactions, options: FilmsOptions | None =
     """Describe a model for these users and films.
 
     Every user and every film has a row. A user who came later gets the `default_row`, an unknown film is refused, an
-    unknown genre left out.
-
-    Raises:
-        TrainingError: if a film's id is too large to be a row, or `options.tables` do not describe tables.
+    unknown genre left out. Raises TrainingError for a film id that is too large to be a row, or wrong `options.tables`.
     """
     options = options or FilmsOptions()
     last_film = int(interactions.films.ids[-1])
@@ -224,8 +221,7 @@ class FilmsDataset:
     def split(cls, interactions: Interactions, *, seed: int) -> FilmsDataset:
         """Split at random, 80 to 20.
 
-        Raises:
-            TrainingError: if there are too few ratings, or one part has only liked or only disliked films.
+        Raises TrainingError if there are too few ratings, or one part has only liked or only disliked films.
         """
         count = interactions.ratings.size
         draw = np.random.default_rng(seed)
@@ -263,10 +259,9 @@ class FilmsDataset:
         return np.minimum(np.diff(first), limit), data.film_index[samples[recent]]
 
     def film_statistics(self, film_index: Int64Array, left_out: Int64Array) -> Float32Array:
-        """Says how popular and how liked films, int64 [n], are in the training part, each without its `left_out` fold.
+        """Return how popular and how liked films, int64 [n], are in training, each without its `left_out` fold.
 
-        Returns:
-            float32 [n, 2]: log10(1 + ratings), and the mean label, drawn toward the overall mean.
+        They are float32 [n, 2]: log10(1 + ratings), and the mean label, drawn toward the overall mean.
         """
         films, labels = self.interactions.film_index[self.train], self.labels[self.train]
         # Column NUM_FOLDS stands for "no fold left out".

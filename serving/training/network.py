@@ -79,10 +79,9 @@ def undivided(spec: ModelSpec) -> ModelSpec:
 
 
 class RequestBatches:
-    """Requests whose ids are mapped to rows once, to be taken in any order. Rows are those that features see.
+    """Requests whose ids are mapped to rows once, to be read in any order. Rows are those that features see.
 
-    Raises:
-        TrainingError: for an id without a row, in a table that rejects it.
+    Raises TrainingError for an id without a row, in a table that rejects it.
     """
 
     def __init__(self, spec: ModelSpec, vocabularies: Mapping[str, Vocabulary], requests: GoldenRequests) -> None:
@@ -262,18 +261,9 @@ def _places(spec: ModelSpec, name: str, classes: RowClasses) -> tuple[Tensor, Te
 
 
 def float32_scores(trained: TrainedModel, requests: GoldenRequests) -> Float32Array:
-    """Score requests without engine or quantisation: float32 [N], within (0, 1).
-
-    Raises:
-        TrainingError: for an id without a row, in a table that rejects it.
-    """
+    """Score requests without engine or quantisation: float32 [N], within (0, 1). Raises as `RequestBatches`."""
     network = RankingNetwork.of(trained)
     batches = RequestBatches(trained.spec, trained.vocabularies, requests)
-    return network_scores(network, batches)
-
-
-def network_scores(network: RankingNetwork, batches: RequestBatches) -> Float32Array:
-    """Score requests: float32 [N], within (0, 1)."""
     with torch.inference_mode():
         parts = torch.split(torch.arange(batches.num_requests), _REQUESTS_PER_SCORING)
         return torch.cat([torch.sigmoid(network(batches.take(part.numpy()))) for part in parts]).numpy()

@@ -73,7 +73,7 @@ class _Stream:
         send_window: bytes of data that the peer still takes; negative if it made its windows smaller.
         receive_window: bytes of data that the peer may still send.
         has_all: whether the peer has sent everything.
-        unsent, trailers: data that the peer's windows hold back, and the header block that goes out behind them.
+        unsent, trailers: data that the peer's windows hold back, and the header block that is sent after them.
         waits_since: when it last could send something of them.
     """
 
@@ -101,7 +101,7 @@ class Connection:
         self,
         limits: wire.ConnectionLimits,
         clock: Callable[[], float],
-        open_stream: Callable[[int, wire.HeaderList], Exchange],
+        open_stream: Callable[[int, wire.HeaderList], Exchange] | None,
     ) -> None:
         self.limits = limits
         self.streams: dict[int, _Stream] = {}
@@ -227,7 +227,16 @@ class Connection:
         if self.is_over:
             return True
         now, limits = self._clock(), self.limits
-        self._drop_stuck(now, num_held)
+        since = now - 2 * limits.patience_s
+        if self._blocked and num_held:
+            self._held_at = now
+        elif self._blocked and self._held_at <= since:
+            # The peer has all that was sent, and its windows have held these back for too long.
+            for stream_id, stream in list(self._blocked.items()):
+                # One that waits for the connection's window alone may have others before it.
+                last = stream.waits_since if stream.send_window <= 0 else max(stream.waits_since, self._sent_at)
+                if last <= since:
+                    self.reset(stream_id, ErrorCode.CANCEL)
         if self._asked_to_go is not None:
             if not self.is_refusing and now - self._asked_to_go >= limits.patience_s:
                 self._refuse()
@@ -248,7 +257,7 @@ class Connection:
     def _close(self) -> None:
         self.is_over, self.can_read, self._buffer, self._block = True, False, b"", None
         # It is its owner's: nothing is left then that only the garbage collector could free.
-        self._open_stream = _no_stream
+        self._open_stream = None
 
     def _control_frame(self, weight: int = 1) -> None:
         self._control_frames += weight
@@ -319,7 +328,12 @@ class Connection:
         if kind == HEADERS:
             self._on_block(wire.unpadded(flags, payload), stream_id, flags)
         elif kind == wire.CONTINUATION:
-            self._on_continuation(flags, payload)
+            if self._block is None:
+                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+            block, stream_id, first_flags = self._block
+            # Each one costs a copy of those before it.
+            self._control_frame(1 + len(block) // BLOCK_BYTES_OF_A_FRAME)
+            self._on_block(block + payload, stream_id, first_flags & END_STREAM | flags & END_HEADERS)
         else:
             self._on_control(kind, flags, stream_id, payload)
         return start + size
@@ -400,14 +414,6 @@ class Connection:
         elif kind == wire.PING and payload == _GOING:
             self._refuse()
 
-    def _on_continuation(self, flags: int, payload: bytes) -> None:
-        if self._block is None:
-            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
-        block, stream_id, first_flags = self._block
-        # Each one costs a copy of those before it.
-        self._control_frame(1 + len(block) // BLOCK_BYTES_OF_A_FRAME)
-        self._on_block(block + payload, stream_id, first_flags & END_STREAM | flags & END_HEADERS)
-
     def _on_block(self, block: bytes, stream_id: int, flags: int) -> None:
         if not stream_id & 1:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"HEADERS on stream {stream_id}; a client's are odd")
@@ -425,8 +431,14 @@ class Connection:
             self._control_frame(weight)
         if is_request:
             self._on_request(stream_id, found, flags)
-        else:
-            self._on_trailers(stream_id, bool(flags & END_STREAM) and found.problem is None)
+            return
+        stream = self.streams.get(stream_id)
+        self._control_frame()
+        if stream is not None and (stream.has_all or not flags & END_STREAM or found.problem is not None):
+            self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
+        elif stream is not None:
+            stream.has_all = True
+            stream.exchange.ended()
 
     def _on_request(self, stream_id: int, headers: wire.HeaderList, flags: int) -> None:
         self.last_stream_id = stream_id
@@ -436,22 +448,12 @@ class Connection:
             self._control_frame()
             self._out.append(wire.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
         else:
+            assert self._open_stream is not None
             exchange = self._open_stream(stream_id, headers)
             has_all = bool(flags & END_STREAM)
             self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window, has_all)
             if has_all:
                 exchange.ended()
-
-    def _on_trailers(self, stream_id: int, is_right: bool) -> None:
-        stream = self.streams.get(stream_id)
-        self._control_frame()
-        if stream is None:
-            return
-        if stream.has_all or not is_right:
-            self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
-        else:
-            stream.has_all = True
-            stream.exchange.ended()
 
     # What goes out.
 
@@ -558,22 +560,3 @@ class Connection:
             self._out.append(wire.goaway(self.last_stream_id, ErrorCode.NO_ERROR))
             if not self.streams:
                 self._close()
-
-    def _drop_stuck(self, now: float, num_held: int) -> None:
-        """Drop streams that the peer's windows hold back for too long. They count while it has all that was sent."""
-        if not self._blocked:
-            return
-        if num_held:
-            self._held_at = now
-        since = now - 2 * self.limits.patience_s
-        if self._held_at > since:
-            return
-        for stream_id, stream in list(self._blocked.items()):
-            # One that waits for the connection's window alone may have others before it.
-            last = stream.waits_since if stream.send_window <= 0 else max(stream.waits_since, self._sent_at)
-            if last <= since:
-                self.reset(stream_id, ErrorCode.CANCEL)
-
-
-def _no_stream(stream_id: int, headers: wire.HeaderList) -> Exchange:
-    raise AssertionError(f"stream {stream_id} of a connection that is over, with {len(headers)} headers")

@@ -21,9 +21,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from serving.api import documents
 from serving.api.dealing import Place
-from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
+from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, read_head, streamed
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
-from serving.api.grpc.wire import ConnectionLimits
+from serving.api.grpc.wire import ConnectionLimits, HeaderList
 from serving.api.tokens import Scope, Tokens
 from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryControlError, ServingError
 from serving.formats.infer import InferGrpcCodec
@@ -71,9 +71,11 @@ class GrpcServer:
         limits = service.limits
         self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
-        self._methods = GrpcMethods(
-            by_path, limits.max_header_bytes, limits.receive_timeout_s, service.expanding, tokens
-        )
+        self._methods = GrpcMethods(by_path, limits.receive_timeout_s, service.expanding, tokens)
+
+        def make_call(connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
+            return GrpcCall(connection, stream_id, read_head(request, limits.max_header_bytes), self._methods)
+
         patience_s = limits.receive_timeout_s / 2
         of_a_connection = ConnectionLimits(
             max_streams=limits.max_concurrent_streams,
@@ -88,7 +90,7 @@ class GrpcServer:
             of_a_connection,
             limits.max_connections,
             service.buffers,
-            self._methods.make_call,
+            make_call,
             time.monotonic,
             limits.max_idle_work_ms / 1000 or math.inf,
             tls,
@@ -279,7 +281,7 @@ def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
 
 def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
     async def ranked(call: GrpcCall) -> bytes:
-        return (await answer(service, codec, call.receive, call, call.trace_parent)).body
+        return (await answer(service, codec, call.receive, call, call.head.trace_parent)).body
 
     return GrpcMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 

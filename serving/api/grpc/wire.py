@@ -98,7 +98,6 @@ class ConnectionLimits:
     """What one connection may take.
 
     Attributes:
-        max_streams: at once.
         max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1). Whoever reads it refuses more.
         stream_window, connection_window: bytes that a peer may send unasked.
         frame_size: longest payload that it is asked to send.
@@ -255,7 +254,13 @@ class HeaderDecoder:
             elif 0x20 <= first < 0x40:
                 if headers:
                     raise _undecodable("it sets the table's size behind a header")
-                at = self._resize(block, first & 0x1F, at)
+                size = first & 0x1F
+                if size == 0x1F:
+                    size, at = _integer(block, at, 0x1F)
+                if size > DEFAULT_TABLE_BYTES:
+                    raise _undecodable(f"it sets a table of {size} bytes; at most {DEFAULT_TABLE_BYTES}")
+                self._max_table_bytes = size
+                self._evict(0)
                 continue
             else:
                 prefix = 0x3F if first >= 0x40 else 0x0F
@@ -271,7 +276,11 @@ class HeaderDecoder:
                 entry = _entry(name, value)
                 spelled += 1
                 if first >= 0x40:
-                    self._add(entry)
+                    self._evict(entry[1])
+                    # One that is larger than the table empties it (RFC 7541, section 4.4).
+                    if entry[1] <= self._max_table_bytes:
+                        table.insert(_FIRST_DYNAMIC, entry)
+                        self._table_bytes += entry[1]
             header, size, wrong = entry
             headers.append(header)
             total += size
@@ -283,22 +292,6 @@ class HeaderDecoder:
         if is_request and problem is None:
             problem = _request_problem(headers)
         return HeaderList(headers, total, problem, spelled)
-
-    def _resize(self, block: bytes, size: int, at: int) -> int:
-        if size == 0x1F:
-            size, at = _integer(block, at, 0x1F)
-        if size > DEFAULT_TABLE_BYTES:
-            raise _undecodable(f"it sets a table of {size} bytes; at most {DEFAULT_TABLE_BYTES}")
-        self._max_table_bytes = size
-        self._evict(0)
-        return at
-
-    def _add(self, entry: _Entry) -> None:
-        self._evict(entry[1])
-        # One that is larger than the table empties it (RFC 7541, section 4.4).
-        if entry[1] <= self._max_table_bytes:
-            self._table.insert(_FIRST_DYNAMIC, entry)
-            self._table_bytes += entry[1]
 
     def _evict(self, room: int) -> None:
         table = self._table
