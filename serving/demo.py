@@ -124,13 +124,9 @@ class DemoReport(Frozen):
 
 @dataclass(slots=True, eq=False)
 class Answers:
-    """What came back over one API.
+    """What came back over one API: float32 [N] scores of all requests' candidates, NaN where a request failed.
 
-    Attributes:
-        scores: float32 [N], all requests' candidates one after the other; NaN where a request failed.
-        latencies_ms: of the answered requests, the client's packing included, warm-up left out.
-        requests: sent, warm-up included; `errors` of them failed.
-        versions: that the answers named.
+    Latencies have the client's packing, but no warm-up; `requests` and `errors` have it.
     """
 
     scores: Float32Array
@@ -170,10 +166,7 @@ async def rank_all(
     warmup_requests: int,
     progress: Progress = no_progress,
 ) -> Answers:
-    """Rank every request (arguments of `AsyncClient.rank`) once, after a warm-up with the first ones.
-
-    An answer with another number of scores than `num_candidates` counts as failed.
-    """
+    """Rank every request (arguments of `AsyncClient.rank`) once, after a warm-up with the first ones."""
     answers = Answers(np.full(sum(num_candidates), np.nan, np.float32))
     schedule = [(index % len(num_candidates), False) for index in range(warmup_requests)]
     schedule += [(index, True) for index in range(len(num_candidates))]

@@ -46,10 +46,7 @@ class HttpReply(NamedTuple):
 
 
 async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes | None = None) -> bytes:
-    """Read a body of at most `max_bytes`, the limit of that name; `stated` is the header `Content-Length`.
-
-    Raises BodyTooLargeError as soon as the length says so, or too much has come; ClientGoneError if the client leaves.
-    """
+    """Read a body of `max_bytes` at most; `stated` is `Content-Length`. Raises BodyTooLargeError, ClientGoneError."""
     unit = "bytes in the body"
     if stated is not None and stated.isdigit() and int(stated[:_LENGTH_DIGITS]) > max_bytes:
         raise BodyTooLargeError("", limit, max_bytes, int(stated[:_LENGTH_DIGITS]), unit)
@@ -76,18 +73,17 @@ async def expand(
     places: asyncio.Semaphore,
     clock: Callable[[], float] = time.thread_time,
 ) -> bytes:
-    """Decompress a body without holding the event loop up: what goes in and what comes out are both bounded at once.
+    """Decompress gzip (RFC 1952) or deflate (RFC 1950) without holding the event loop up.
 
     Args:
-        body: gzip (RFC 1952) or deflate (RFC 1950).
+        body: what is decompressed.
         max_body_bytes: the longest that it may become; no more is made.
-        held: has the body, and then instead of it what it became: each piece is charged before the next one is made.
-        spent: is told the seconds beyond those that as many bytes usually take: blocks that hold nothing cost most.
-        places: of bodies that are decompressed at a time.
+        held: has the body, then what it became: each piece is charged before the next one is made.
+        spent: called with the seconds beyond those that as many bytes usually take: blocks that hold nothing cost most.
+        places: limits the bodies that are decompressed at a time.
         clock: seconds of processor time of this thread.
 
-    Raises BodyTooLargeError, BufferFullError without room for it, and MalformedRequestError for a body that is neither,
-    incomplete, or followed by something else.
+    Raises BodyTooLargeError, BufferFullError without room, MalformedRequestError for what is neither or incomplete.
     """
     async with places:
         expanded = await _expanded(body, max_body_bytes, held, spent, clock)

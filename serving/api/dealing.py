@@ -49,10 +49,7 @@ class Place(NamedTuple):
 
 
 class Dealer:
-    """Hands a worker's new connections to the worker with the fewest. Belongs to one event loop.
-
-    `take` is called with connections of others, as accepted. Raises ListenError if `place`'s folder can't be used.
-    """
+    """Hands connections to the worker with the fewest, and others' to `take`, on one event loop. Raises ListenError."""
 
     def __init__(self, place: Place, port: int, take: Callable[[socket.socket], None]) -> None:
         self._place, self._take = place, take

@@ -435,11 +435,7 @@ class _Documents:
         takes_body: bool = False,
         **options: Any,
     ) -> None:
-        """Add a path whose calls are counted, as `counted` of an API.
-
-        `tell` answers a model and a version, "" where the path names none, or with `takes_body` a request. A probe is
-        never shed.
-        """
+        """Add a path whose calls are counted. `tell` gets a model and a version, or, with `takes_body`, a request."""
 
         async def endpoint(request: Request) -> Any:
             model = request.path_params.get("model", "")
@@ -491,11 +487,7 @@ def server_metadata(service: RankingService, model: str = "", version: str = "")
 
 
 def model_metadata(service: RankingService, model: str, version: str) -> Document:
-    """Return inputs and outputs of a model version; the live one for "".
-
-    Raises as `RankingService.lease`, InvalidFieldError for a version that is no positive integer, and
-    AmbiguousInputsError if the model can't be called by this protocol.
-    """
+    """Return inputs and outputs of a version ("": the live one). Raises as `RankingService.lease`, BadRequestError."""
     schema = _schema(service, model, version)
     return {
         "name": model,

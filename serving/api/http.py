@@ -38,11 +38,7 @@ Headers = dict[bytes, bytes]
 
 
 class HttpApp:
-    """The HTTP API of a service, behind gates; without `tokens` everybody may do everything.
-
-    Attributes:
-        documents: the application for all other paths, which describes these ones too.
-    """
+    """The HTTP API of a service, behind gates; `documents` has all other paths. Without `tokens` all is allowed."""
 
     def __init__(self, service: RankingService, tokens: Tokens | None = None) -> None:
         self._service = service

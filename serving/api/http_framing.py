@@ -108,10 +108,7 @@ class ChunkReader:
         self.rest = b""
 
     def feed(self, data: bytes, may_go_on: Callable[[], bool]) -> bytes:
-        """Read on, and return what has come of the body; among many small chunks, `may_go_on` is called.
-
-        Raises MalformedRequestError, or HeaderTooLargeError for more extensions and trailers than the limit.
-        """
+        """Read on, and return what came of the body; `may_go_on` bounds small chunks. Raises MalformedRequestError."""
         if self.rest:
             data, self.rest = self.rest + data, b""
         self.is_interrupted = False

@@ -95,10 +95,9 @@ def behind_gate(
 
 
 class HttpServer:
-    """An HTTP listener: `app` answers for a service.
+    """An HTTP listener: `app` answers for a service, once `refuse` has let a request's head pass.
 
-    Requests in flight may take `drain_timeout_s` once it is stopped. `buffers` has room for what connections send; None
-    for a few of the largest messages. `refuse` is asked for each request before `app` is.
+    Requests in flight may take `drain_timeout_s` once it is stopped.
     """
 
     def __init__(
@@ -198,10 +197,7 @@ async def running_admin(
     ssl: tls.SSLContext | None = None,
     page: Callable[[], Source] | None = None,
 ) -> AsyncIterator[int]:
-    """Serve probes and metrics while the block runs, and give the port. Raises ListenError, or what `page` raises.
-
-    `page` opens what the status page shows, on the thread that answers; None for no such page.
-    """
+    """Serve probes, metrics and a page while the block runs, and yield the port. Raises ListenError, or as `page`."""
 
     @contextlib.asynccontextmanager
     async def probes() -> AsyncIterator[Answering]:
@@ -223,10 +219,9 @@ async def listening_beside(
     port: int,
     ssl: tls.SSLContext | None,
 ) -> AsyncIterator[int]:
-    """Have an application answer operators while the block runs, and yield the port.
+    """Let an application answer on a separate thread while the block runs, and yield the port. Raises ListenError.
 
-    It is opened and runs on a thread with an event loop, so that full batches keep nobody waiting who only asks. Raises
-    ListenError, or what opening it raises.
+    So full batches keep nobody waiting who only asks. It is opened there.
     """
     loop, stop = uvloop.new_event_loop(), asyncio.Event()
     bound: concurrent.futures.Future[int] = concurrent.futures.Future()

@@ -54,12 +54,7 @@ class CountsFailures(Protocol):
 
 
 class Accepted(asyncio.BaseProtocol):
-    """One connection of a listener.
-
-    Attributes:
-        address: whose it is.
-        has_connected: whether there is a transport: with TLS, once hands are shaken.
-    """
+    """One connection of a listener; it has connected once it has a transport: with TLS, after the handshake."""
 
     address = ""
     has_connected = False
@@ -73,14 +68,10 @@ Made = TypeVar("Made", bound=Accepted)
 
 
 class Front(abc.ABC, Generic[Made]):
-    """Takes connections as far as limits allow, and shakes hands with each if it speaks TLS.
+    """Accepts connections as far as limits allow, and shakes hands with each if it speaks TLS.
 
     At most `MAX_HANDSHAKES` are under way; one more ends the oldest: honest ones take milliseconds. One that fails is
-    noted by the kind of its error.
-
-    Attributes:
-        buffers: bytes that connections may make the process hold.
-        open: connections, from when they are accepted until they are lost.
+    noted by the kind of its error. Connections are `open` from when they are accepted until they are lost.
     """
 
     def __init__(
@@ -149,10 +140,7 @@ class Front(abc.ABC, Generic[Made]):
                 await asyncio.wait_for(self._all_closed.wait(), timeout_s)
 
     def listen(self, host: str, port: int, api: str, place: Place | None = None) -> int:
-        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ListenError.
-
-        Processes that have a `place` share their connections evenly.
-        """
+        """Listen, on a free port for 0, shared by processes with a `place`. Returns the port. Raises ListenError."""
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()

@@ -42,12 +42,7 @@ PATHS = ("/healthz", "/readyz", "/metrics")
 
 
 class NodeMetrics:
-    """Counts and times of one shard node. Implements `RequestWatch`; thread-safe.
-
-    Attributes:
-        limits, clock, metrics: for the listener that tells them.
-        replica: the node's address, as serving processes know it.
-    """
+    """Counts and times of one shard node, at the address `replica`. Implements `RequestWatch`; thread-safe."""
 
     def __init__(self, node: ShardNode, wall_clock: Callable[[], float] = time.time) -> None:
         check_library()
@@ -142,10 +137,9 @@ class _NodeState(Collector):
 async def running_node_port(
     node: ShardNode, address: Address, tls: TlsConfig | None = None
 ) -> AsyncIterator[tuple[NodeMetrics, str]]:
-    """Serve probes and metrics of a node while the block runs; give what counts, and the URL of metrics.
+    """Serve probes and metrics of a node while the block runs; yield what counts, and the URL. Raises ListenError.
 
-    Where clients must show certificates, probes need none, since a kubelet has none, and are told no names without.
-    Raises ListenError.
+    Where clients must show certificates, probes need none, since a kubelet has none, and name nothing without one.
     """
     metrics = NodeMetrics(node)
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)

@@ -63,10 +63,9 @@ class TokenFile(Frozen):
 
 
 class Tokens:
-    """The tokens of a file, which is read again when it changes; `note` is told the kind of each refusal.
+    """The tokens of a file, which is read again when it changes; `note` is called with the kind of each refusal.
 
-    May be asked from any thread. Raises TokensFileError if the file can't be read; later that keeps the tokens of
-    before, and logs one warning.
+    Thread-safe. Raises TokensFileError if the file can't be read; later that keeps the tokens, and logs one warning.
     """
 
     def __init__(
@@ -139,10 +138,7 @@ def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
 
 
 def add_token(path: Path, entry: TokenEntry) -> None:
-    """Write an entry into a file, which is made if it is not there: whole or not at all, for its owner alone.
-
-    Raises TokensFileError if the file can't be read or written, or has that name already.
-    """
+    """Write an entry into a file, atomically, for its owner alone. Raises TokensFileError, also for a name it has."""
     # Where a link leads to, not the link, is replaced.
     path = path.resolve()
     before = read_tokens(path).tokens if path.exists() else ()

@@ -39,10 +39,7 @@ MIN_VALUES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class BatchClass:
-    """Sizes that batches are rounded up to, so that a few sets of buffers and graphs serve all of them.
-
-    Candidates, which the dense model multiplies, go in steps of a quarter; the others in powers of four and of two.
-    """
+    """Sizes that batches are rounded up to: candidates in steps of a quarter, others by powers of four and of two."""
 
     num_candidates: int
     num_requests: int
@@ -212,12 +209,10 @@ class CardLayout:
         return without_weights(rows, self._is_second_factor) if self.products else rows
 
     def combine(self, areas: Sequence[Tensor], products: Tensor, projections: Mapping[str, Tensor]) -> None:
-        """Make what is in scratch into inputs: of a whole class, and the same however often it is done.
+        """Write what is in scratch into the inputs of a whole class; idempotent.
 
-        Args:
-            areas: matrices [rows of the class, width], on one device.
-            products: of `Extra`, there too.
-            projections: float32 [columns, embedding_dim] by part, there too.
+        Areas are matrices [rows of the class, width], `products` of `Extra`, projections float32 [columns,
+        embedding_dim] by part; all on one device.
         """
         for run, source, column, target in self.sums:
             rows = areas[source]

@@ -58,10 +58,6 @@ class CardModel:
 class CardBatch:
     """Buffers for batches of one class, one at a time; once captured, graphs. Belongs to the thread of its lane.
 
-    Attributes:
-        num_uses: batches so far.
-        can_capture: whether its work may be recorded; False once that failed.
-
     Raises MemoryBudgetError if the card or the host has no room; nothing is kept then.
     """
 
@@ -104,9 +100,9 @@ class CardBatch:
         return self._ranking is not None
 
     def fill(self, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> None:
-        """Pack a batch, whose bags have rows for ids, into pinned memory. Nothing of the last one may be under way.
+        """Pack a batch, whose bags have rows for ids, into pinned memory. Raises InvalidBagsError for a wrong row.
 
-        `pooled` is what the layout makes of the bags. Raises InvalidBagsError for a row outside its table.
+        `pooled` is what the layout makes of the bags. Nothing of the last batch may be under way.
         """
         self._slot.fill(pooled)
         num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
@@ -138,11 +134,10 @@ class CardBatch:
         self._lane.stream.synchronize()
 
     def capture(self) -> None:
-        """Record its work as graphs, after it has run once.
+        """Record its work as graphs, after it has run once. Raises CardError, MemoryBudgetError.
 
         Two of them, so that row writes, which wait for lookups, do not wait for the dense model too. Sequences are laid
-        out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError;
-        then batches are scored as before.
+        out as long as a batch has them, so a model with some has only the first.
         """
         try:
             ranking = None if self._layout.sequences else self._card.capture(self._lane.stream, self._rank)
@@ -153,10 +148,7 @@ class CardBatch:
         self._ranking = ranking
 
     def score(self, batch: MergedBatch) -> Float32Array:
-        """Score what was filled in: float32 [N], a copy. Blocks, without the interpreter lock.
-
-        Raises MemoryBudgetError if the dense model's work has no room.
-        """
+        """Score what was filled in: float32 [N], a copy. Blocks, without the GIL. Raises MemoryBudgetError."""
         self._put(batch)
         self._lane.stream.synchronize()
         self.num_uses += 1
@@ -241,11 +233,7 @@ class CardBatch:
 class CardScorer:
     """Scores batches on one card. Belongs to one thread; the least recently used buffers go first.
 
-    Attributes:
-        lane: of the engine; closed by `close`, which then calls `on_close`.
-        limits: a batch beyond them gets buffers, but no graph.
-        max_batches, max_bytes: how many classes' buffers are kept, and of what size together.
-        use_graphs: whether work that is the same for all batches of a class is recorded.
+    `limits` bound the batches that get graphs; `max_batches` and `max_bytes` the classes whose buffers are kept.
     """
 
     engine: CardEngine
@@ -389,10 +377,7 @@ class CardScorer:
 def scorer_on_card(
     shards: Sequence[Shard], model: str, version: int, replica: int, limits: RequestLimits, use_graphs: bool = True
 ) -> CardScorer | None:
-    """Make a scorer for one replica of a version, if its rows are all in this process and on cards; else None.
-
-    The rows are leased until it is closed. Replicas, by number, take turns over the cards.
-    """
+    """Make a scorer for one replica, by number, of a version with all rows on cards of this process; else None."""
     if len(shards) != 1 or not isinstance(shards[0], LocalShard):
         return None
     with ExitStack() as undo:
@@ -407,8 +392,7 @@ def scorer_on_card(
 class CardRanking(Ranking):
     """Ranks batches on one card. Belongs to the event loop, and thread, of its replica.
 
-    The stage `lookup` is the host's share of a batch: ids to rows, and packing. The stage `rank` is the time from there
-    until the scores are back: pooling and the dense model. The scorer is closed by `close`.
+    The stage `lookup` is the host's part of a batch: ids to rows, and packing; `rank` is pooling and the dense model.
     """
 
     def __init__(

@@ -157,11 +157,8 @@ class SequenceInput:
 class RankingInputs:
     """A batch of N candidates of R requests.
 
-    Attributes:
-        context: [R, padded width of the context], what all candidates of a request share.
-        candidates: [N, padded width of the candidates].
-        request_of_candidate: int64 [N], which of the R requests a candidate belongs to.
-        is_ordered: whether that is known to be ascending.
+    `context` is [R, padded width of the context], `candidates` [N, padded width of the candidates],
+    `request_of_candidate` int64 [N], ascending if `is_ordered`.
     """
 
     context: Tensor
@@ -229,10 +226,7 @@ class Run:
 
 
 def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] | None = None) -> tuple[Run, ...]:
-    """Split the lookups for features, by flat index, in order, into the fewest runs: those that add come last.
-
-    By default they are the pooled ones that are not made of products, which are pooled already.
-    """
+    """Split the lookups of features, by flat index (default: the pooled ones), into runs, those that add last."""
     shapes, lookups, projections = InputShapes.of(spec), schema.lookups, spec.projections()
     own = set(np.flatnonzero(~(schema.is_none | schema.is_product)).tolist() if features is None else features)
     runs: list[Run] = []

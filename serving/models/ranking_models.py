@@ -443,10 +443,7 @@ def build_model(spec: ModelSpec) -> RankingModel:
 
 
 def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: NumberFormat = "float32") -> RankingModel:
-    """Load a model that is ready to score in a number format.
-
-    Raises RankingModelError, naming the tensors that are missing, unknown, not finite floats or of another shape.
-    """
+    """Load a model, ready to score in a number format. Raises RankingModelError, naming tensors that don't fit."""
     # On the meta device nothing is allocated or drawn at random before the tensors are known to fit.
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}

@@ -110,14 +110,7 @@ _STAGE_HELP = (
 
 
 class ServingMetrics:
-    """Counts and times of one service. Thread-safe.
-
-    Args:
-        state: read when the metrics are. With several workers on one port it is that of the worker that answers.
-
-    Attributes:
-        buffered_bytes: returns the bytes of messages that are held now.
-    """
+    """Counts and times of one service; `state` is read when they are. Thread-safe."""
 
     def __init__(self, state: Collector | None = None) -> None:
         check_library()

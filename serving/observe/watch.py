@@ -93,10 +93,7 @@ class NodeWatch:
         self._cards_failed = asyncio.Event()
 
     def nodes(self) -> list[tuple[str, str, NodeInfo]]:
-        """Tell what the nodes of all shards last said: of which model, the node's address (`local` here), and what.
-
-        A node may hold other models too; these are told by those who ask for them.
-        """
+        """List what nodes of all shards last reported: a model, the address (`local` in this process), the info."""
         return [(model, address, info) for model, told in self._told.items() for address, info in told.nodes]
 
     def problems(self) -> dict[str, str]:
@@ -117,10 +114,7 @@ class NodeWatch:
         return missing | unasked | {model: one.problem for model, one in told.items() if one.problem}
 
     def degraded(self) -> dict[str, str]:
-        """Say why rows of a live version are older than `max_staleness_s` allows, by model; empty if none are.
-
-        Such a process is ready: it answers, from rows that lag behind.
-        """
+        """Return why rows are older than `max_staleness_s` allows, by model; such a process is ready."""
         live, reasons, now = self.versions.generations.live_versions(), dict[str, str](), self.wall_clock()
         for model, limit_s in self._max_staleness_s.items():
             versions = [one for _, info in self._told.get(model, _Told()).nodes for one in info.versions]

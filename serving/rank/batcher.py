@@ -153,9 +153,8 @@ class Pending:
 class Batcher:
     """A bounded queue of one version's requests, with batching. Thread-safe.
 
-    Args:
-        is_none: bool [F], the features that are not pooled, whose sequences are padded to a batch's longest; None if
-            the model has none. They are context features, so each has one bag.
+    `is_none`, bool [F], are the features that are not pooled, whose sequences are padded to a batch's longest; None if
+    the model has none. They are context features, so each has one bag.
     """
 
     def __init__(
@@ -187,8 +186,7 @@ class Batcher:
     def submit(self, pending: Pending) -> None:
         """Queue a request and wake an idle replica. Its lease is taken over, also if it is refused.
 
-        Raises OverloadedError if the queue is full, or what waits takes so long that it would be late, and
-        ShuttingDownError if the batcher is closed.
+        Raises OverloadedError if the queue is full or it would be late, ShuttingDownError if the batcher is closed.
         """
         if self._is_none is not None and isinstance(pending.request, RankRequest):
             pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
@@ -218,11 +216,11 @@ class Batcher:
                 wake = self._idle.pop() if self._idle else None
 
     def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
-        """Say why a request would wait in vain that has come, and of which at most is known how long it has.
+        """Return why a request with at most `remaining_s` would wait in vain; None if it would not.
 
-        It is taken for one like those that came of late, of the one of them that was given the longest time. A request
-        that has more time than that gets in as they do, when the queue is shorter, and then it is the one. `ahead` are
-        others that came before it and are not queued yet; each is taken for one like those that wait.
+        It is taken for one like the recent ones, of the one of them that was given the longest time. A request that has
+        more time gets in when the queue is shorter, and then it is the one. `ahead` are others that came before it and
+        are not queued yet; each is taken for one like those that wait.
         """
         if not self._queue:
             return None
@@ -274,10 +272,7 @@ class Batcher:
         return ShuttingDownError(f"this model version does not answer any more: {self._closed_because}")
 
     def _overload(self, has_s: float, share: float, dropped: list[Pending], ahead: int = 0) -> OverloadedError | None:
-        """Say why a request of a share that has so many seconds would wait in vain; None if it would not.
-
-        So does each of those `ahead` of it that are not in the queue.
-        """
+        """Return why a request with so many seconds would wait in vain, behind `ahead` others not queued yet."""
         limit = self._limits.max_queue
         if len(self._queue) + ahead >= limit:
             if self._clock() - self._looked >= LOOK_AGAIN_S:
@@ -370,10 +365,7 @@ def _expire(dropped: list[Pending]) -> None:
 
 
 def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
-    """Release the leases and hand out answers and errors: to each event loop in one call.
-
-    To be called once for each request, from any thread, when nothing uses its version's payload any more.
-    """
+    """Release leases and resolve futures, on each event loop in one call; once a request, from any thread."""
     here = asyncio._get_running_loop()
     by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
     for pending, outcome in outcomes:

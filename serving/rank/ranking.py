@@ -236,13 +236,9 @@ class RankingParts:
 
 
 class Scored(NamedTuple):
-    """What a batch came to.
+    """Scores of a batch, float32 [1 + outputs, N], below them what the model names; and ids without a row.
 
-    Attributes:
-        scores: float32 [1 + outputs, N], the scores and below them what the model names.
-        rejected: the ids that have no row.
-        dense_step: of the weights that gave all of it.
-        sequence: every row was of this delta or a later one; UNKNOWN_SEQUENCE where a shard did not tell.
+    Every row was of the delta `sequence` or a later one; UNKNOWN_SEQUENCE where a shard did not tell.
     """
 
     scores: Float32Array
@@ -254,11 +250,8 @@ class Scored(NamedTuple):
 class Ranking:
     """Ranks batches with one router. Belongs to the event loop that the router's shards belong to.
 
-    Dense weights change while it serves: a batch is scored with the newest step whose deltas all of its rows have. The
-    one before is kept for rows of replicas that lag.
-
-    Attributes:
-        parts: the newest that a batch was scored with.
+    Dense weights change while it serves: a batch is scored with the newest step whose deltas all of its rows have;
+    `parts` are the newest that one was scored with. The step before is kept for rows of replicas that lag.
     """
 
     def __init__(
@@ -335,10 +328,7 @@ class Ranking:
         await self.router.close()
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
-        """Return what the nodes of all shards report, by address, or `local` for rows in this process.
-
-        Raises RouterError or ShardNodeError if a shard can't be asked.
-        """
+        """Return what all shards' nodes report, by address (or `local`). Raises RouterError, ShardNodeError."""
 
         async def ask(shard: Shard) -> list[tuple[str, NodeInfo]]:
             return await shard.infos() if isinstance(shard, ReplicatedShard) else [(LOCAL_REPLICA, await shard.info())]
@@ -352,7 +342,7 @@ class Ranking:
         await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
-        """Rank requests together: each gets its answer, or an error of its own (an unknown id, a score not finite).
+        """Rank requests together: each gets its answer, or its own error (an unknown id, a score not finite).
 
         Raises RouterError or ShardNodeError if the rows can't be looked up; then no request has an answer.
         """
@@ -410,10 +400,10 @@ class Ranking:
         return outcomes
 
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
-        """Score a batch until `deadline`, in monotonic seconds, and tell `times` how long the parts took.
+        """Score a batch until `deadline`, monotonic seconds; `times` gets the times of its parts.
 
-        What candidates get that use an id without a row means nothing. Raises DeadlineExceededError before scoring if
-        the time is over, RouterError or ShardNodeError if the lookup failed.
+        Scores of candidates with an id without a row mean nothing. Raises DeadlineExceededError before scoring,
+        RouterError or ShardNodeError if the lookup failed.
         """
         began = self._clock()
         parts = self.parts

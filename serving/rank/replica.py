@@ -94,10 +94,10 @@ class _OnLoop:
 
 
 class Replica(_OnLoop):
-    """Takes batches from a batcher until that is closed, on a thread of its own.
+    """Ranks batches of a batcher until that is closed, on a separate thread.
 
-    `ranking` makes what does the work: it is called on the replica's own loop, which the shards then belong to.
-    `on_failure` is called on the thread when it ends by anything but the batcher's closing.
+    `ranking` is called on the replica's event loop, which the shards then belong to; `on_failure` on its thread, when
+    it ends by anything but the batcher's closing.
     """
 
     def __init__(
@@ -168,10 +168,7 @@ class Replica(_OnLoop):
 
 
 class LoopReplica(_OnLoop):
-    """Takes batches on a loop that runs in another thread than the caller's.
-
-    Rows in this process are never waited for. Of batches that wait for shards, at most two are out.
-    """
+    """Ranks batches on a loop in another thread than the caller's; at most two that wait for shards are out."""
 
     def __init__(
         self, ranking: Ranking, batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]

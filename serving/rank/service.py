@@ -67,10 +67,8 @@ class RankingService(ServedVersions):
         wall_clock: seconds since the epoch.
 
     Attributes:
-        buffers: bytes that connections may make the process hold.
-        expanding: places of bodies that are decompressed at a time.
-        tracer: makes traces of its calls; None if nobody wants them.
-        on_ranked: each told every rank request of an API that is answered, once its answer is encoded.
+        expanding: limits the bodies that are decompressed at a time.
+        on_ranked: each is called with every rank request of an API, once its answer is encoded.
     """
 
     def __init__(
@@ -109,11 +107,7 @@ class RankingService(ServedVersions):
         self.end_call(call)
 
     def begin_call(self, api: str, method: str) -> Call:
-        """Count one call in; `end_call` must follow.
-
-        Until it is admitted it is being received; calls that never become complete take no place from those that are.
-        Raises OverloadedError if too many are being received.
-        """
+        """Count one call in, as being received until it is admitted; `end_call` must follow. Raises OverloadedError."""
         call = Call(api, method, self.clock())
         with self._counting:
             is_full = self._receiving >= self.limits.max_receiving
@@ -160,9 +154,9 @@ class RankingService(ServedVersions):
         )
 
     def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
-        """Say why a call would wait in vain that has begun to come, as `Batcher.overload`; None if it would not.
+        """Return why a call that begins to come would wait in vain, as `Batcher.overload`; None if it would not.
 
-        Under overload most calls end here, for much less work than one takes that is parsed; `refused` is to be told.
+        Under overload most calls end here, for much less work than one takes that is parsed; `refused` must follow.
         Where several models are live, not before all of them have more to do than can wait.
         """
         refusal = None
@@ -178,10 +172,7 @@ class RankingService(ServedVersions):
         self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", kind, count)
 
     def admit(self, call: Call) -> None:
-        """Let a call in whose request is complete; a second time changes nothing.
-
-        Raises OverloadedError, at once, if too many are in flight.
-        """
+        """Admit a call whose request is complete; idempotent. Raises OverloadedError if too many are in flight."""
         with self._counting:
             if call.admitted:
                 return
@@ -193,14 +184,11 @@ class RankingService(ServedVersions):
         raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
 
     async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
-        """Have a request answered by a replica, on the calling event loop, which its future belongs to.
+        """Return a replica's answer to a request, on the event loop that its future belongs to.
 
-        Its lease is taken over. `watch_client` is given a callback for the moment at which the client leaves: what has
-        not begun by then is dropped. Cancelling the caller's task does the same.
-
-        Raises:
-            ShardrankError: UnknownIdError for an id without a row, DeadlineExceededError when the deadline passes,
-                OverloadedError at once if too many requests wait, RouterError or ShardNodeError from the shards.
+        Its lease is taken over. `watch_client` gets a callback for when the client leaves: what has not begun by then
+        is dropped; so it is when the caller is cancelled. Raises UnknownIdError for an id without a row,
+        DeadlineExceededError, OverloadedError, RouterError or ShardNodeError.
         """
         future = cast("asyncio.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
@@ -276,10 +264,9 @@ class Caller(Protocol):
 async def answer(
     service: RankingService, codec: Codec, receive: Receive, client: Caller, parent: Parent | None = None
 ) -> Encoded:
-    """Answer one call, whose request `receive` gives complete and not compressed; `parent` is what it says of a trace.
+    """Answer one call, whose request `receive` returns complete and decompressed, of the trace `parent`.
 
-    Raises:
-        ShardrankError: with its HTTP and gRPC status.
+    Raises ShardrankError with its HTTP and gRPC status.
     """
     refusal = service.overload(client.time_remaining())
     if refusal is not None:

@@ -219,10 +219,7 @@ class FilmsDataset:
 
     @classmethod
     def split(cls, interactions: Interactions, *, seed: int) -> FilmsDataset:
-        """Split at random, 80 to 20.
-
-        Raises TrainingError if there are too few ratings, or one part has only liked or only disliked films.
-        """
+        """Split at random, 80 to 20. Raises TrainingError if a part has no liked, or no disliked films."""
         count = interactions.ratings.size
         draw = np.random.default_rng(seed)
         order = draw.permutation(count)
@@ -259,10 +256,7 @@ class FilmsDataset:
         return np.minimum(np.diff(first), limit), data.film_index[samples[recent]]
 
     def film_statistics(self, film_index: Int64Array, left_out: Int64Array) -> Float32Array:
-        """Return how popular and how liked films, int64 [n], are in training, each without its `left_out` fold.
-
-        They are float32 [n, 2]: log10(1 + ratings), and the mean label, drawn toward the overall mean.
-        """
+        """Return float32 [n, 2] of films in training without a fold: log10(1 + ratings), mean label with a prior."""
         films, labels = self.interactions.film_index[self.train], self.labels[self.train]
         # Column NUM_FOLDS stands for "no fold left out".
         cell = films * (NUM_FOLDS + 1) + self.fold[self.train]

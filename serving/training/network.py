@@ -79,10 +79,7 @@ def undivided(spec: ModelSpec) -> ModelSpec:
 
 
 class RequestBatches:
-    """Requests whose ids are mapped to rows once, to be read in any order. Rows are those that features see.
-
-    Raises TrainingError for an id without a row, in a table that rejects it.
-    """
+    """Requests with ids mapped to rows, as features see them. Raises TrainingError for an id without a row."""
 
     def __init__(self, spec: ModelSpec, vocabularies: Mapping[str, Vocabulary], requests: GoldenRequests) -> None:
         spec = undivided(spec)
@@ -139,10 +136,7 @@ class RequestBatches:
 
 
 class RankingNetwork(nn.Module):
-    """Looks rows up in plain torch, pools them, and runs the ranking model that serves.
-
-    `row_classes` are those of the tables that are divided by popularity.
-    """
+    """Looks rows up in plain torch, pools them, and ranks; `row_classes` are of tables divided by popularity."""
 
     def __init__(self, spec: ModelSpec, row_classes: Mapping[str, RowClasses] | None = None) -> None:
         super().__init__()

@@ -143,10 +143,7 @@ def _optimizers(network: RankingNetwork) -> list[torch.optim.Optimizer]:
 
 
 class Pruning(Frozen):
-    """Which rows go: all but the hottest, which have `keep_share` of the lookups; with 1 those that nobody looks up.
-
-    Ids of the others get `pruned_row`: the mean of them, or zeros.
-    """
+    """Prune all rows but the hottest with `keep_share` of the lookups (1: unused rows); ids get `pruned_row`."""
 
     keep_share: float = Field(default=1.0, gt=0, le=1)
     pruned_row: PrunedRow = "mean"
@@ -348,10 +345,7 @@ def film_mean_scores(dataset: FilmsDataset, samples: Int64Array) -> Float32Array
 
 
 def auc(labels: npt.NDArray[Any], scores: npt.NDArray[np.floating]) -> float:
-    """Return the share of pairs of a label above 0.5 and another in which the first scores higher; a tie counts half.
-
-    Raises TrainingError if a score is not finite, or one of the two classes is not there.
-    """
+    """Return the area under the ROC curve of labels above 0.5; ties count half. Raises TrainingError without it."""
     if not np.isfinite(scores).all():
         raise TrainingError("auc: scores hold NaN or inf")
     positive, negative = scores[labels > 0.5], np.sort(scores[labels <= 0.5])

@@ -107,12 +107,8 @@ def load_served_model(
 ) -> ServedModel:
     """Open, load and check a version. Blocks; `service.install` makes it live.
 
-    `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0.
-
-    Raises:
-        SnapshotError, PlanError, MemoryBudgetError, RankingModelError, GoldenMismatchError: it must not be served.
-        TlsConfigError: a file of `node_tls` can't be read or does not fit.
-        ShardUnavailableError and other errors with status 503 or 504: its shards can't be asked now.
+    `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0. Raises
+    ShardrankError: with status 503 or 504 if its shards can't be asked now, else if it must not be served.
     """
     if source.num_replicas == 0 and loop is None:
         raise ServingError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")

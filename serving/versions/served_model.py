@@ -111,12 +111,11 @@ class ServedModel:
     ) -> ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
-        Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
-        `card_graphs`. With `num_replicas` 0 `loop` ranks in their place, for rows in this process's memory or on shard
-        nodes: the event loop that requests come from, which runs in another thread than this one. `on_close` is called
-        when the version is unloaded, after its replicas have ended. `hot` are copies of rows of shard nodes, used by
-        all replicas. Exported programs are only run with `trust_exported`. With `warming` it ranks recorded requests
-        before it is ready. Raises as `check_version`, and as `load_exported`.
+        Ranking replicas are threads; where rows are on cards they take turns over these. With `num_replicas` 0 `loop`
+        ranks in their place, for rows in this process's memory or on shard nodes: the event loop that requests come
+        from, which runs in another thread. `on_close` is called when the version is unloaded, after its replicas have
+        ended. `hot` are copies of rows of shard nodes, used by all replicas. Raises as `check_version` and
+        `load_exported`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
@@ -222,10 +221,7 @@ class ServedModel:
         self.dense_step = record.step
 
     def golden_differences(self, snapshot: Snapshot) -> dict[NumberFormat, float]:
-        """Return the largest difference from a golden score in each number format that this machine has. Blocks.
-
-        Formats that this model falls back from are left out. Raises GoldenMismatchError for a score that is not finite.
-        """
+        """Return the largest difference from a golden score in each number format of this machine. Blocks."""
         golden, entry, replicas = snapshot.golden(), snapshot.manifest.golden, cast("list[Replica]", self._replicas)
         if golden is None or entry is None:
             return {}
@@ -329,10 +325,7 @@ class CheckedVersion:
 def ranking_parts(
     snapshot: Snapshot, schema: RequestSchema, dtype: NumberFormat, *, trust_exported: bool = False
 ) -> RankingParts:
-    """Load the dense model of a snapshot in a number format; an exported program, which must be trusted, in its own.
-
-    Raises RankingModelError, and as `load_exported`.
-    """
+    """Load a dense model in a number format; a (trusted) exported program in its own. Raises RankingModelError."""
     model: RankingModel
     if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
         model = load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)

@@ -55,8 +55,7 @@ def key_hash(model: str, key: str) -> int:
 class ServedVersions:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
-    `expected_models` are those that must be live; None if `expect` will say. `on_freed` is called with each version
-    that was freed, on a separate thread.
+    `expected_models` must be live; None if `expect` will say. `on_freed` is called with each version that was freed.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
@@ -90,10 +89,7 @@ class ServedVersions:
         self._end_canary(model, version)
 
     def retire(self, model: str, version: int) -> Generation[ServedModel]:
-        """Withdraw a version, be it live or the canary; its `retired` event is set once its last request has ended.
-
-        Raises GenerationNotFoundError if it is not here, or was withdrawn before.
-        """
+        """Withdraw a version; its `retired` event is set after its last request. Raises GenerationNotFoundError."""
         self._end_canary(model, version)
         return self.generations.retire(model, version)
 
@@ -102,9 +98,9 @@ class ServedVersions:
         return self.generations.live_versions().get(model)
 
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
-        """Send a share of a model's requests, above 0 and below 1, to a version; None ends the canary.
+        """Send a fraction `share` of a model's requests to a version, or end the canary with None.
 
-        Raises GenerationNotFoundError if the version is not here, or drains, CanaryShareError for another share.
+        Raises GenerationNotFoundError if the version is not here, or drains; CanaryShareError unless 0 < share < 1.
         """
         if version is None:
             self._end_canary(model, None)

@@ -111,12 +111,10 @@ class LocalRows:
 class ServingNode:
     """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
 
-    If no models are named in `agent_config`, those that are wanted at the start are the ones without which the process
-    is not ready. Without `local` rows they are on shard nodes, and `open_registry` opens the registry once more for
-    each version whose hot rows are copied here. `address` is where it is asked, HTTP; to be set before `load`.
-
-    Raises TlsConfigError if a file of `config.node_tls` can't be read or does not fit, HotRowsError if there are to be
-    hot rows, but all rows are local.
+    If no models are named in `agent_config`, the process is not ready without those that are wanted at the start.
+    Without `local` rows they are on shard nodes, and `open_registry` opens the registry once more for each version
+    whose hot rows are copied here. `address` is its HTTP address; to be set before `load`. Raises TlsConfigError, or
+    HotRowsError for hot rows with `local` rows.
     """
 
     def __init__(
@@ -179,8 +177,8 @@ class ServingNode:
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version, and put it beside the live one.
 
-        Raises NotReadyError if it is not published, or a shard has no node that has it ready; another ShardrankError
-        with status 503 or 504 if its shards can't be asked now, else if it must not be served.
+        Raises NotReadyError if it is not published or a shard lacks it, another ShardrankError with status 503 or 504
+        if its shards can't be asked now, else if it must not be served.
         """
         published = await self._fleet.version(model, version)
         if published is None:
@@ -274,10 +272,7 @@ class ServingNode:
         )
 
     async def _topology(self, model: str, version: int, num_shards: int | None) -> FleetRecord:
-        """Find how the fleet divides a version, over `num_shards` if that was said.
-
-        Raises NotReadyError unless each shard has a node with the version.
-        """
+        """Return how the fleet divides a version. Raises NotReadyError unless each shard has a node with it."""
         self.directory.update(await self._fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self._fleet.fleet() or self.directory.topology()

@@ -1,7 +1,4 @@
-"""gRPC on streams: heads, messages, statuses, deadlines, and calls of one message or of many.
-
-The format: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
-"""
+"""gRPC on streams (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md): messages, statuses, calls."""
 
 from __future__ import annotations
 
@@ -77,14 +74,7 @@ _NOT_COMPRESSED = b"\x00"
 
 
 class CallHead(NamedTuple):
-    """What is to be known of a call's headers.
-
-    Attributes:
-        timeout_s: how long the client waits; None if it does not say.
-        coding: of messages that are flagged as compressed.
-        refusal: why it is no call that can be served, and the HTTP status that says so; None if it is one.
-        trace_parent: the trace that it belongs to; None if it does not say.
-    """
+    """A call's headers; `coding` of compressed messages; why it can't be served, with the HTTP status, or None."""
 
     path: bytes
     timeout_s: float | None = None
@@ -139,7 +129,8 @@ OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status: int | None) -> bytes:
     """Encode the headers that end a call; `http_status` is None where it was sent before, `kind` "" for no error.
 
-    What was shed says when to come again, in milliseconds: https://github.com/grpc/proposal/blob/master/A6-client-retries.md.
+    What was shed says when to come again, in milliseconds:
+    https://github.com/grpc/proposal/blob/master/A6-client-retries.md.
     """
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
@@ -164,11 +155,7 @@ def grpc_message(details: str) -> str:
 
 
 class MessageReader:
-    """Puts the length-prefixed messages of one stream together, each of at most `max_bytes`.
-
-    Attributes:
-        missing: bytes of the message under way that have not come; 0 until its length is known.
-    """
+    """Joins length-prefixed messages of a stream, of `max_bytes` at most; `missing` bytes of one have not come."""
 
     __slots__ = ("_flag", "_max_bytes", "_parts", "_prefix", "missing")
 
@@ -184,10 +171,10 @@ class MessageReader:
         return not self._prefix and not self.missing
 
     def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
-        """Take bytes up to the end of a message.
+        """Read up to the end of a message.
 
-        Returns a message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other
-        bytes. Raises BodyTooLargeError for one that is longer than the limit, whether it has come or not.
+        Returns its flag (0 plain, 1 compressed) and bytes, or None, and the bytes after it. Raises BodyTooLargeError as
+        soon as its length has come.
         """
         if not self.missing:
             needs = PREFIX_BYTES - len(self._prefix)
@@ -245,13 +232,13 @@ async def plain_message(
 
 @dataclass(frozen=True, slots=True)
 class GrpcMethod:
-    """What answers the calls of one path.
+    """Answers the calls of one path.
 
     Attributes:
-        answer: gives the bytes of the one answer; or None once it has written those of a streamed call.
+        answer: returns the bytes of the one answer; or None once it has written those of a streamed call.
         scope: what a token has to allow; None if anybody may call it.
         worth_s: work that a completed call makes good.
-        is_streamed: whether a call may have several messages, in either direction, and go on for ever.
+        is_streamed: whether a call may have several messages, in either direction.
     """
 
     answer: Callable[[GrpcCall], Awaitable[bytes | None]]
@@ -280,10 +267,7 @@ def streamed(
 
 @dataclass(slots=True)
 class GrpcMethods:
-    """The methods of a server by path, such as `/shardrank.v1.RankingService/Rank`, and their calls under way.
-
-    A call's one message must be complete within `receive_timeout_s`; without `tokens` everybody may do everything.
-    """
+    """The methods of a server by path, such as `/shardrank.v1.RankingService/Rank`, and their calls under way."""
 
     by_path: Mapping[bytes, GrpcMethod]
     receive_timeout_s: float

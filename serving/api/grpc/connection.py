@@ -67,14 +67,9 @@ class Exchange(Protocol):
 
 @dataclass(slots=True)
 class _Stream:
-    """What a stream may send and take.
+    """What a stream may send and receive, in bytes; `send_window` is negative if the peer made it smaller.
 
-    Attributes:
-        send_window: bytes of data that the peer still takes; negative if it made its windows smaller.
-        receive_window: bytes of data that the peer may still send.
-        has_all: whether the peer has sent everything.
-        unsent, trailers: data that the peer's windows hold back, and the header block that is sent after them.
-        waits_since: when it last could send something of them.
+    The peer's windows hold back `unsent` data, and the header block `trailers` after it, since `waits_since`.
     """
 
     exchange: Exchange
@@ -92,9 +87,8 @@ class Connection:
     Attributes:
         streams: those that are neither answered nor dropped, by id.
         can_read: whether there is more to read of what was fed already.
-        is_refusing: whether further streams are passed over; the peer was told that they will be.
-        is_over: whether everything was said, and only the peer's close is waited for.
-        failure: what it ended with; None if nothing was wrong.
+        is_refusing: whether further streams are passed over, as the peer was told.
+        is_over: whether only the peer's close is waited for.
     """
 
     def __init__(
@@ -167,10 +161,10 @@ class Connection:
             self._out.append(wire.window_update(stream_id, size))
 
     def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
-        """Send a header block, data, and a header block that ends the stream; what is empty is left out.
+        """Send a header block, data, and a header block that ends the stream, without those that are empty.
 
-        What the peer's windows do not take is sent when they do; then the exchange is told, and until then no further
-        data may be sent on the stream. Nothing is sent on one that is over. Returns whether all of it was sent.
+        What the peer's windows hold back is sent later, then the exchange is `drained`; until then no further data may
+        be sent on the stream. Returns whether all of it was sent.
         """
         stream, size = self.streams.get(stream_id), len(body)
         if stream is None:
@@ -210,20 +204,17 @@ class Connection:
                 self._drop(stream_id)
 
     def ask_to_go(self) -> None:
-        """Have it end: streams that there are, or that come before the peer knows, are served.
+        """Let streams end that there are, or that come before the peer knows; idempotent.
 
         In two steps (RFC 9113, section 6.8): the peer is told to open no further stream, then, once a ping shows that
-        it knows, which one is the last. It is over when that one is answered. A second time changes nothing.
+        it knows, which one is the last.
         """
         if self._asked_to_go is None and not self.is_over:
             self._asked_to_go = self._clock()
             self._out.append(wire.goaway(wire.MAX_STREAM_ID, ErrorCode.NO_ERROR) + wire.frame(wire.PING, 0, 0, _GOING))
 
     def tick(self, num_held: int, num_taken: int) -> bool:
-        """Do what time asks for, every half of `patience_s` or so. Returns False if the connection is to be cut off.
-
-        The peer's host has `num_taken` of the bytes that were sent, and not yet `num_held`.
-        """
+        """Act on time; return False to cut it off. The peer has `num_taken` of the bytes sent, not yet `num_held`."""
         if self.is_over:
             return True
         now, limits = self._clock(), self.limits

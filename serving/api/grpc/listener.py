@@ -1,7 +1,4 @@
-"""HTTP/2 on sockets: a port, its connections, and how they share the event loop.
-
-Bytes are handed to a `Connection` as they come, and sent once a turn of the loop. Nothing here knows gRPC.
-"""
+"""HTTP/2 on sockets: a port, its connections, and how they share the event loop. Nothing here knows gRPC."""
 
 from __future__ import annotations
 
@@ -253,9 +250,8 @@ class Http2Protocol(Accepted, asyncio.Protocol):
 class Http2Listener(Front[Http2Protocol]):
     """Listens, and keeps the connections. Belongs to one event loop.
 
-    `make_exchange` makes what serves a stream, of a connection and the request that it got; what it raises is a defect.
-    A connection that causes more than `max_idle_work_s` of work without a call that is completed is ended.
-    `note` is told the kind of each connection that is refused.
+    `make_exchange` makes what serves a stream. A connection that causes more than `max_idle_work_s` of work without a
+    call that is completed is ended. `note` is called with the kind of each refusal.
     """
 
     def __init__(

@@ -57,10 +57,7 @@ class TooManyWatchesError(ServingError, kind="too_many_watches", http_status=429
 
 
 class GrpcServer:
-    """A gRPC listener over one service.
-
-    Without `tokens` everybody may do everything; the context `tls` offers `h2`.
-    """
+    """A gRPC listener over one service; without `tokens` everybody may do everything; the context `tls` offers `h2`."""
 
     def __init__(
         self,

@@ -95,12 +95,11 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may take.
+    """What one connection may use.
 
     Attributes:
-        max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1). Whoever reads it refuses more.
+        max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1); whoever reads it refuses more.
         stream_window, connection_window: bytes that a peer may send unasked.
-        frame_size: longest payload that it is asked to send.
         patience_s: for the peer's first frames, and for any frame after a ping, which it is sent at this interval.
             A stream whose data it does not let go on for twice as long is dropped.
         idle_s, age_s: time without a stream, and time at all, after which it is asked to go.
@@ -179,13 +178,10 @@ def unpadded(flags: int, payload: bytes) -> bytes:
 
 
 class HeaderList(NamedTuple):
-    """The headers of one block.
+    """The headers of one block, and their bytes as RFC 9113 counts them (section 10.5.1).
 
-    Attributes:
-        headers: in their order.
-        size: bytes that they take, as RFC 9113 counts them (section 10.5.1).
-        problem: why a request with them is malformed (sections 8.2 and 8.3); None if it is right.
-        num_spelled: those that the block spells out, which take longer to read than those of the table.
+    `problem` is why a request with them is malformed (sections 8.2 and 8.3), or None; `num_spelled` of them are spelled
+    out in the block, and took longer to read.
     """
 
     headers: list[Header]
