@@ -6,14 +6,11 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import cache, partial
-from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,7 +22,7 @@ from serving.api.http_server import Answering, listening_beside
 from serving.errors import MethodNotAllowedError, NoSuchRouteError
 from serving.limits import RequestLimits
 from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, check_library, make_observations
-from serving.observe.watch import NODE_FAMILIES, Sample, collected, node_samples, version_samples
+from serving.observe.watch import NODE_FAMILIES, Sample, StateCollector, node_samples, version_samples
 from shard_node.engine.base import CardsUse
 from shard_node.errors import CardError, MissingCertificateError
 from shard_node.generation import Generation
@@ -50,7 +47,8 @@ class NodeMetrics:
         self.replica = ""
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(_NodeState(node, self, wall_clock))
+        self._node, self._wall_clock = node, wall_clock
+        registry.register(StateCollector(self._samples, NODE_FAMILIES))
         self._seconds = Histogram(
             "shardrank_node_request_seconds",
             "Time from a whole request to its answer, an error too.",
@@ -105,17 +103,6 @@ class NodeMetrics:
         make_observations(self._kept)
         return generate_latest(self._registry)
 
-
-class _NodeState(Collector):
-    """What the node holds at this moment."""
-
-    def __init__(self, node: ShardNode, metrics: NodeMetrics, wall_clock: Callable[[], float]) -> None:
-        self._node, self._metrics, self._wall_clock = node, metrics, wall_clock
-
-    def collect(self) -> Iterable[Metric]:
-        """Collect all families; what has been freed is not told any more."""
-        return collected(self._samples(), NODE_FAMILIES)
-
     def _samples(self) -> Iterator[Sample]:
         failed: list[Generation[LoadedTables]] = []
 
@@ -127,10 +114,12 @@ class _NodeState(Collector):
                 return None
 
         info, now = self._node.info(cards_of), self._wall_clock()
-        models, replica, shard = {one.model for one in info.versions}, self._metrics.replica, info.identity.shard_index
-        told = (node_samples(model, replica, info, now) for model in models)
-        faults = (("cards_failed", (one.model, str(one.version), str(shard), replica), 1.0) for one in failed)
-        return chain(version_samples(self._node.generations.all()), *told, faults)
+        yield from version_samples(self._node.generations.all())
+        for model in {served.model for served in info.versions}:
+            yield from node_samples(model, self.replica, info, now)
+        for one in failed:
+            shard = str(info.identity.shard_index)
+            yield "cards_failed", (one.model, str(one.version), shard, self.replica), 1.0
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,18 +38,6 @@ class Shared(NamedTuple):
 
     context: Tensor
     owner: Tensor
-
-
-class Product(Protocol):
-    """Multiplies rows by weights that were made ready."""
-
-    def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        """Give x W^T + bias, [..., out]; max(0, .) of it with `relu`."""
-        ...
-
-    def plus(self, x: Tensor, more: Tensor, relu: bool) -> Tensor:
-        """Give x W^T + more, [N, out], where `more` has a row of its own for each of x; it may be written."""
-        ...
 
 
 class PlainProduct:
@@ -149,6 +137,10 @@ class Int8Product:
         if more is not None:
             y.add_(more)
         return F.relu_(y) if relu else y
+
+
+Product: TypeAlias = PlainProduct | PackedProduct | Int8Product
+"""Returns x W^T + bias, [..., out], of weights that were made ready, or `plus` a row for each of x."""
 
 
 def can_pack(weight: Tensor) -> bool:

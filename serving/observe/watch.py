@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -144,6 +143,19 @@ class NodeWatch:
             await self.refresh()
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
+    def samples(self) -> Iterator[Sample]:
+        """Yield samples of the shard nodes, as they last reported, and of the versions that are here now."""
+        now, degraded, generations = self.wall_clock(), self.degraded(), self.versions.generations
+        for model, replica, info in self.nodes():
+            yield from node_samples(model, replica, info, now)
+        yield from version_samples(generations.all())
+        # All as of one moment: a scrape during a flip must not find a model without a live version.
+        for model, version in generations.live_versions().items():
+            yield "live_version", (model,), version
+            yield "degraded", (model,), float(model in degraded)
+            if (choice := self.versions.canary(model)) is not None:
+                yield "canary_share", (model, str(choice.version)), choice.share
+
     async def _refresh(self, model: str) -> None:
         told = self._told.get(model, _Told())
         try:
@@ -194,16 +206,24 @@ def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: 
     )
 
 
-def collected(samples: Iterable[Sample], names: Collection[str] = (*_GAUGES, *_COUNTERS)) -> Iterable[Metric]:
-    """Make the families of these names, with samples of theirs."""
-    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-    for kind, described in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-        for name, (told, labels) in described.items():
-            if name in names:
-                families[name] = kind(f"shardrank_{name}", told, labels=labels)
-    for name, values, value in samples:
-        families[name].add_metric(values, value)
-    return families.values()
+class StateCollector(Collector):
+    """Makes the families of these names of what `samples` returns at the moment; what was freed is in none of them."""
+
+    def __init__(
+        self, samples: Callable[[], Iterable[Sample]], names: Collection[str] = (*_GAUGES, *_COUNTERS)
+    ) -> None:
+        self._samples, self._names = samples, names
+
+    def collect(self) -> Iterable[Metric]:
+        """Collect all families."""
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for kind, described in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (text, labels) in described.items():
+                if name in self._names:
+                    families[name] = kind(f"shardrank_{name}", text, labels=labels)
+        for name, values, value in self._samples():
+            families[name].add_metric(values, value)
+        return families.values()
 
 
 def version_samples(generations: Iterable[Generation[Any]]) -> Iterator[Sample]:
@@ -240,26 +260,3 @@ def node_samples(model: str, replica: str, info: NodeInfo, now: float) -> Iterat
             yield "delta_lag", node, one.delta_lag
             if (seconds := staleness_s(one, now)) is not None:
                 yield "delta_staleness_seconds", node, seconds
-
-
-class StateCollector(Collector):
-    """Metrics of the shard nodes, as they last told and each for itself, and of the versions that are here now."""
-
-    def __init__(self, watch: NodeWatch) -> None:
-        self._watch = watch
-
-    def collect(self) -> Iterable[Metric]:
-        """Collect all families; what has been freed is not told any more."""
-        now, nodes = self._watch.wall_clock(), self._watch.nodes()
-        told = chain.from_iterable(node_samples(model, replica, info, now) for model, replica, info in nodes)
-        return collected(chain(told, self._of_versions()))
-
-    def _of_versions(self) -> Iterator[Sample]:
-        degraded, versions = self._watch.degraded(), self._watch.versions
-        yield from version_samples(versions.generations.all())
-        # All as of one moment: a scrape during a flip must not find a model without a live version.
-        for model, version in versions.generations.live_versions().items():
-            yield "live_version", (model,), version
-            yield "degraded", (model,), float(model in degraded)
-            if (choice := versions.canary(model)) is not None:
-                yield "canary_share", (model, str(choice.version)), choice.share

@@ -84,7 +84,7 @@ class RankingService(ServedVersions):
         self.clock = clock
         self.wall_clock = wall_clock
         self.watch = NodeWatch(self, max_staleness_s, wall_clock)
-        self.metrics = ServingMetrics(StateCollector(self.watch))
+        self.metrics = ServingMetrics(StateCollector(self.watch.samples))
         self.tracer: Tracer | None = None
         self.untaken = UntakenAnswers(self.limits.max_untaken_floats)
         self.buffers = ByteBudget(self.limits.max_buffered_bytes, self.metrics.buffer_refused)

@@ -16,25 +16,20 @@ from pydantic import ConfigDict, Field, model_validator
 from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot, VerifiedFiles
-from loader.snapshot.tables import Frozen
 from router.hot_keeper import HotKeepers
-from router.hot_rows import HotRowsConfig
 from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
-from router.plan_file import PlanFile
 from router.replicas import ReplicaSource, ReplicatedShard
 from serving.errors import ServingError
-from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
-from serving.versions.warming import Warming
+from serving.versions.served_model import LoadOptions, ServedModel, ShardsFactory
 from shard_node.buckets import Sharding
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shard_node.wire.tls import TlsClientConfig, client_context
+from shard_node.wire.tls import client_context
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +37,7 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 
 
-class ModelSource(Frozen):
+class ModelSource(LoadOptions):
     """Which version to serve, and where its rows are.
 
     Attributes:
@@ -51,14 +46,8 @@ class ModelSource(Frozen):
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
         cards: of each shard.
         sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as on all nodes.
-        plan: in place of these, and of what the snapshot carries, if that is for as many shards.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
         card_set: the cards that take the rows of this process; None to pool on the CPU.
-        card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
-        num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
-            loop that requests come from: not for rows that a disk or a card may have to be waited for.
-        trust_exported: run exported programs, which are code; without, a version that has one is refused.
-        warming: recorded requests that it ranks before it is ready; None for none.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -66,23 +55,12 @@ class ModelSource(Frozen):
     snapshot: Path
     rows_here: bool = True
     shards: tuple[tuple[Address, ...], ...] = ()
-    node_tls: TlsClientConfig | None = None
     local_shards: int = Field(default=1, ge=1, le=64)
     cards: int = Field(default=1, ge=1, le=64)
     sharding: Sharding = "hash"
     replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
-    plan: PlanFile | None = None
     memory_budget_bytes: int | None = Field(default=None, ge=0)
     card_set: CardSet | None = None
-    card_graphs: bool = True
-    verify: bool = True
-    num_replicas: int = Field(default=1, ge=0, le=64)
-    dtype: DtypeChoice = "auto"
-    wire_dtype: WireDtypeChoice = "auto"
-    hot_rows: HotRowsConfig | None = None
-    replica_policy: ReplicaPolicy = ReplicaPolicy()
-    trust_exported: bool = False
-    warming: Warming | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -153,18 +131,13 @@ def load_served_model(
             snapshot,
             plan,
             shards,
+            source,
             limits=service.limits,
-            num_replicas=source.num_replicas,
-            dtype=source.dtype,
-            wire_dtype=source.wire_dtype,
-            card_graphs=source.card_graphs,
             metrics=service.metrics,
             clock=clock,
             on_close=closing.close,
             loop=loop,
             hot=hot,
-            trust_exported=source.trust_exported,
-            warming=source.warming,
         )
     except BaseException:
         closing.close()

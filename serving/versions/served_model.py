@@ -12,16 +12,19 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from loader.registry.fleet import DenseStep
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ExportedModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import Frozen
 from router.feature_schema import FeatureSchema
-from router.hot_rows import HotRows
+from router.hot_rows import HotRows, HotRowsConfig
 from router.id_mapping import IdMapper, RejectedIds
-from router.outliers import ReplicaEvents
+from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import Plan
+from router.plan_file import PlanFile
 from router.router import Router
 from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
 from serving.description import ModelInfo
@@ -49,6 +52,7 @@ from shard_node.access_counts import AccessCounts
 from shard_node.answer import HALVES
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
+from shard_node.wire.tls import TlsClientConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,34 @@ INFO_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 GOLDEN_TIMEOUT_S = 30.0
 DELTA_TRIES = 3
+
+
+class LoadOptions(Frozen):
+    """How versions are loaded, checked and ranked.
+
+    Attributes:
+        verify: check every file's SHA-256.
+        num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
+            loop that requests come from: not for rows that a disk or a card may have to be waited for.
+        card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
+        node_tls: for shard nodes at TCP addresses; None for plain text.
+        plan: how rows are divided, in place of what the fleet's record and the snapshot say.
+        hot_rows: copies of each version's hottest rows in this process; None for none.
+        trust_exported: run exported programs, which are code; without, a version that has one is refused.
+        warming: recorded requests that a version ranks before it is ready; None for none.
+    """
+
+    verify: bool = True
+    num_replicas: int = Field(default=1, ge=0, le=64)
+    dtype: DtypeChoice = "auto"
+    wire_dtype: WireDtypeChoice = "auto"
+    card_graphs: bool = True
+    node_tls: TlsClientConfig | None = None
+    plan: PlanFile | None = None
+    hot_rows: HotRowsConfig | None = None
+    replica_policy: ReplicaPolicy = ReplicaPolicy()
+    trust_exported: bool = False
+    warming: Warming | None = None
 
 
 class ServedModel:
@@ -95,19 +127,14 @@ class ServedModel:
         snapshot: Snapshot,
         plan: Plan,
         shards: ShardsFactory,
+        options: LoadOptions,
         *,
         limits: RequestLimits | None = None,
-        num_replicas: int = 1,
-        dtype: DtypeChoice = "auto",
-        wire_dtype: WireDtypeChoice = "auto",
-        card_graphs: bool = True,
         metrics: ServingMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
         hot: HotRows | None = None,
-        trust_exported: bool = False,
-        warming: Warming | None = None,
     ) -> ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
@@ -119,7 +146,7 @@ class ServedModel:
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
-        parts = ranking_parts(snapshot, schema, "float32", trust_exported=trust_exported)
+        parts = ranking_parts(snapshot, schema, "float32", trust_exported=options.trust_exported)
         is_none, mapper = schema.features.is_none, IdMapper.of_snapshot(snapshot, schema.features)
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
         nodes: dict[ShardNode, None] = {}
@@ -128,24 +155,25 @@ class ServedModel:
             connected = shards(metrics.replica_events(spec.model))
             nodes.update(dict.fromkeys(shard.node for shard in connected if isinstance(shard, LocalShard)))
             router = Router(schema.features, mapper, plan, connected, hot=hot)
-            scorer = _scorer(connected, snapshot, number, limits, card_graphs)
+            scorer = _scorer(connected, snapshot, number, limits, options.card_graphs)
             if scorer is None:
                 return Ranking(parts, router, connected, metrics, counter, clock)
             return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
 
         # What ranks on the loop of the APIs is checked on a thread, so that the loop goes on meanwhile.
-        checked_with = batcher if num_replicas else Batcher(limits, clock)
-        replicas = _started(f"rank-{spec.model}-{snapshot.version}", num_replicas or 1, checked_with, ranking, clock)
+        checked_with = batcher if options.num_replicas else Batcher(limits, clock)
+        name = f"rank-{spec.model}-{snapshot.version}"
+        replicas = _started(name, options.num_replicas or 1, checked_with, ranking, clock)
         try:
-            checked = check_version(snapshot, parts, replicas, dtype, wire_dtype, clock)
-            if warming is not None:
-                metrics.warmed(spec.model, snapshot.version, warming.warm(replicas, clock))
+            checked = check_version(snapshot, parts, replicas, options.dtype, options.wire_dtype, clock)
+            if options.warming is not None:
+                metrics.warmed(spec.model, snapshot.version, options.warming.warm(replicas, clock))
         except BaseException:
             _stop(checked_with, replicas)
             raise
         # The same list: whoever empties it lets go of all that know each other by it.
         takers = cast("list[Replica | LoopReplica]", replicas)
-        if num_replicas == 0:
+        if options.num_replicas == 0:
             assert loop is not None
             found = replicas[0].ranking.parts
             try:
