@@ -66,12 +66,7 @@ async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes 
 
 
 async def expand(
-    body: Buffer,
-    max_body_bytes: int,
-    held: MessageBytes,
-    spent: Callable[[float], object],
-    places: asyncio.Semaphore,
-    clock: Callable[[], float] = time.thread_time,
+    body: Buffer, max_body_bytes: int, held: MessageBytes, spent: Callable[[float], object], places: asyncio.Semaphore
 ) -> bytes:
     """Decompress gzip (RFC 1952) or deflate (RFC 1950) without holding the event loop up.
 
@@ -81,55 +76,45 @@ async def expand(
         held: has the body, then what it became: each piece is charged before the next one is made.
         spent: called with the seconds beyond those that as many bytes usually take: blocks that hold nothing cost most.
         places: limits the bodies that are decompressed at a time.
-        clock: seconds of processor time of this thread.
 
     Raises BodyTooLargeError, BufferFullError without room, MalformedRequestError for what is neither or incomplete.
     """
-    async with places:
-        expanded = await _expanded(body, max_body_bytes, held, spent, clock)
-    held.refund(len(body))
-    return expanded
-
-
-async def _expanded(
-    body: Buffer,
-    max_body_bytes: int,
-    held: MessageBytes,
-    spent: Callable[[float], object],
-    clock: Callable[[], float],
-) -> bytes:
     stream, view = zlib.decompressobj(_GZIP_OR_ZLIB), memoryview(body)
     pieces: list[bytes] = []
     taken = made = 0
     took_s = 0.0
-    try:
-        while not stream.eof:
-            left: Buffer = stream.unconsumed_tail
-            if not left:
-                left = view[taken : taken + COMPRESSED_PIECE_BYTES]
-                taken += len(left)
-            began = clock()
-            try:
-                piece = stream.decompress(left, min(PIECE_BYTES, max_body_bytes + 1 - made))
-            except zlib.error as error:
-                raise MalformedRequestError("", f"the body is neither gzip nor deflate: {error}") from error
-            finally:
-                took_s += clock() - began
-            held.charge(len(piece))
-            pieces.append(piece)
-            made += len(piece)
-            if made > max_body_bytes:
-                unit = "bytes in the body once it is decompressed"
-                raise BodyTooLargeError("", "max_body_bytes", max_body_bytes, f"at least {made}", unit)
-            if not (piece or left or stream.eof):
-                raise MalformedRequestError("", "the compressed body ends before it is complete")
-            if not stream.eof:
-                await asyncio.sleep(0)
-    finally:
-        spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
-    if rest := len(stream.unused_data) + len(view) - taken:
-        raise MalformedRequestError("", f"{rest} bytes follow the compressed body")
-    return b"".join(pieces)
+    async with places:
+        try:
+            while not stream.eof:
+                left: Buffer = stream.unconsumed_tail
+                if not left:
+                    left = view[taken : taken + COMPRESSED_PIECE_BYTES]
+                    taken += len(left)
+                # Processor time of this thread.
+                began = time.thread_time()
+                try:
+                    piece = stream.decompress(left, min(PIECE_BYTES, max_body_bytes + 1 - made))
+                except zlib.error as error:
+                    raise MalformedRequestError("", f"the body is neither gzip nor deflate: {error}") from error
+                finally:
+                    took_s += time.thread_time() - began
+                held.charge(len(piece))
+                pieces.append(piece)
+                made += len(piece)
+                if made > max_body_bytes:
+                    unit = "bytes in the body once it is decompressed"
+                    raise BodyTooLargeError("", "max_body_bytes", max_body_bytes, f"at least {made}", unit)
+                if not (piece or left or stream.eof):
+                    raise MalformedRequestError("", "the compressed body ends before it is complete")
+                if not stream.eof:
+                    await asyncio.sleep(0)
+        finally:
+            spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
+        if rest := len(stream.unused_data) + len(view) - taken:
+            raise MalformedRequestError("", f"{rest} bytes follow the compressed body")
+        expanded = b"".join(pieces)
+    held.refund(len(body))
+    return expanded
 
 
 def error_reply(path: str, request_id: str, error: ShardrankError) -> HttpReply:

@@ -115,10 +115,13 @@ class HttpApp:
             codec, codings = _codec(match, headers)
 
             async def body() -> bytes:
-                coding = headers.get(b"content-encoding")
-                is_plain = coding is None or _is_identity(coding, codings)
+                coding = _text(headers.get(b"content-encoding")).lower() or "identity"
+                if coding != "identity" and coding not in codings:
+                    others = f", or coded as {' or '.join(codings)}" if codings else ""
+                    says = f"{coding[:40]!r} is not supported; send the body as it is{others}"
+                    raise InvalidFieldError("content-encoding", says)
                 data = await read_body(receive, "max_body_bytes", max_bytes, headers.get(b"content-length"))
-                if is_plain:
+                if coding == "identity":
                     return data
                 return await expand(data, max_bytes, gate.bytes, gate.spent, self._service.expanding)
 
@@ -165,17 +168,6 @@ def _codec(match: re.Match[str], headers: Headers) -> tuple[Codec, tuple[str, ..
     if content_type == PROTOBUF or content_type.partition(b";")[0].strip().lower() == PROTOBUF:
         return MessageCodec(method, model), ()
     return JsonCodec(method, model), ()
-
-
-def _is_identity(stated: bytes, allowed: tuple[str, ...]) -> bool:
-    """Say whether a body is as it is, or else compressed in one of the ways that are allowed."""
-    coding = _text(stated).lower()
-    if coding in ("identity", ""):
-        return True
-    if coding not in allowed:
-        others = f", or coded as {' or '.join(allowed)}" if allowed else ""
-        raise InvalidFieldError("content-encoding", f"{coding[:40]!r} is not supported; send the body as it is{others}")
-    return False
 
 
 def _text(value: bytes | None) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import cache, partial
 
@@ -41,13 +41,13 @@ PATHS = ("/healthz", "/readyz", "/metrics")
 class NodeMetrics:
     """Counts and times of one shard node, at the address `replica`. Implements `RequestWatch`; thread-safe."""
 
-    def __init__(self, node: ShardNode, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, node: ShardNode) -> None:
         check_library()
         self.limits, self.clock, self.metrics = RequestLimits(), time.monotonic, self
         self.replica = ""
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self._node, self._wall_clock = node, wall_clock
+        self._node = node
         registry.register(StateCollector(self._samples, NODE_FAMILIES))
         self._seconds = Histogram(
             "shardrank_node_request_seconds",
@@ -113,7 +113,7 @@ class NodeMetrics:
                 failed.append(one)
                 return None
 
-        info, now = self._node.info(cards_of), self._wall_clock()
+        info, now = self._node.info(cards_of), time.time()
         yield from version_samples(self._node.generations.all())
         for model in {served.model for served in info.versions}:
             yield from node_samples(model, self.replica, info, now)

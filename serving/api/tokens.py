@@ -150,24 +150,20 @@ def add_token(path: Path, entry: TokenEntry) -> None:
         raise TokensFileError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
     text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
     try:
-        _replace(path, text.encode())
+        # Made with mode 0600.
+        descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                if path.exists():
+                    # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
+                    owner = path.stat()
+                    os.fchown(descriptor, owner.st_uid, owner.st_gid)
+                file.write(text)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(beside, path)
+        except BaseException:
+            os.unlink(beside)
+            raise
     except OSError as error:
         raise TokensFileError(f"{path}: can't be written: {error.strerror or error}") from None
-
-
-def _replace(path: Path, text: bytes) -> None:
-    # Made with mode 0600.
-    descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            if path.exists():
-                # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
-                owner = path.stat()
-                os.fchown(descriptor, owner.st_uid, owner.st_gid)
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise

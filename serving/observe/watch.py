@@ -118,8 +118,15 @@ class NodeWatch:
         for model, limit_s in self._max_staleness_s.items():
             versions = [one for _, info in self._told.get(model, _Told()).nodes for one in info.versions]
             told = [one for one in versions if (one.model, one.version) == (model, live.get(model))]
-            if told and (reason := degraded_reason(told, limit_s, now)):
-                reasons[model] = reason
+            ages = [age for one in told if (age := staleness_s(one, now)) is not None]
+            if len(ages) < len(told):
+                lacking = f"{len(told) - len(ages)} of {len(told)} nodes with version {live[model]}"
+                reasons[model] = f"{lacking} have not looked for deltas"
+            elif late := sum(age > limit_s for age in ages):
+                reasons[model] = (
+                    f"rows of version {live[model]} are {max(ages):.1f} s behind on {late} of {len(ages)} nodes; "
+                    f"max_staleness_s = {limit_s:g}"
+                )
         return reasons
 
     def begin_shutdown(self) -> None:
@@ -189,21 +196,6 @@ def staleness_s(told: ServedVersion, now: float) -> float | None:
     while nothing is published, and grows while the registry can't be reached.
     """
     return None if told.delta_fresh_at is None else max(0.0, now - told.delta_fresh_at)
-
-
-def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: float) -> str:
-    """Say why a version's rows are older than they may be, by what each node told of it; "" if they are not."""
-    version = told[0].version
-    ages = [age for one in told if (age := staleness_s(one, now)) is not None]
-    if len(ages) < len(told):
-        return f"{len(told) - len(ages)} of {len(told)} nodes with version {version} have not looked for deltas"
-    if max(ages) <= max_staleness_s:
-        return ""
-    late = sum(age > max_staleness_s for age in ages)
-    return (
-        f"rows of version {version} are {max(ages):.1f} s behind on {late} of {len(ages)} nodes; "
-        f"max_staleness_s = {max_staleness_s:g}"
-    )
 
 
 class StateCollector(Collector):

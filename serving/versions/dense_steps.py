@@ -35,14 +35,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
 """Between two such tries, doubled each time."""
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedStep:
-    """A step that is not taken, and why."""
-
-    record: DenseStep
-    reason: str
-
-
 @dataclass(slots=True)
 class _Unread:
     """A step whose file could not be read: until when it is tried, and when next. In seconds of the clock."""
@@ -61,13 +53,13 @@ class DenseSteps:
     that there is no room for, or no node to check it with, for as long as it is the newest.
 
     Attributes:
-        refused: by model and version, what was refused since the last step that was taken.
+        refused: by model and version, the step that was refused since the last one that was taken, and why.
     """
 
     def __init__(
         self, fleet: FleetRegistry, store: Store, metrics: ServingMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.refused: dict[tuple[str, int], RefusedStep] = {}
+        self.refused: dict[tuple[str, int], tuple[DenseStep, str]] = {}
         self._unread: dict[tuple[str, int], _Unread] = {}
         self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
@@ -94,7 +86,7 @@ class DenseSteps:
 
     def _is_refused(self, record: DenseStep) -> bool:
         before = self.refused.get((record.model, record.version))
-        return before is not None and before.record == record
+        return before is not None and before[0] == record
 
     def _is_read_later(self, record: DenseStep, *, failed: bool = False) -> bool:
         """Tell whether a step is tried at a later time; one whose file could not be read now, for a while."""
@@ -130,7 +122,7 @@ class DenseSteps:
                 logger.warning("dense step %d of %s %d can't be taken yet: %s", record.step, *key, error)
                 return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")
-            self.refused[key] = RefusedStep(record, reason)
+            self.refused[key] = record, reason
             self._metrics.dense_refused(*key)
             logger.error("%s %d goes on with dense step %d: %s", *key, served.dense_step, reason)
             return False

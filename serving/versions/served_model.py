@@ -21,7 +21,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Frozen
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows, HotRowsConfig
-from router.id_mapping import IdMapper, RejectedIds
+from router.id_mapping import IdMapper
 from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import Plan
 from router.plan_file import PlanFile
@@ -50,7 +50,7 @@ from serving.rank.replica import LoopReplica, Replica
 from serving.versions.warming import Warming
 from shard_node.access_counts import AccessCounts
 from shard_node.answer import HALVES
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import KeyedBags
 from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
 from shard_node.wire.tls import TlsClientConfig
 
@@ -517,20 +517,18 @@ class _GoldenCheck:
                 else:
                     expected = exported
                     scores, rejected, *_ = await ranking.score(batch, deadline)
-                largest = max(largest, self.batch_difference(scores, expected, rejected))
+                if len(rejected):
+                    feature = self.parts.schema.features.features[int(rejected.feature[0])].name
+                    golden_id = f"golden id {int(rejected.id[0])} of feature {feature!r}"
+                    raise GoldenMismatchError(f"{self.name}: {golden_id} has no row")
+                differences = np.abs(scores - expected)
+                if not np.isfinite(differences).all():
+                    raise GoldenMismatchError(f"{self.name}: a golden request got a score that is not finite")
+                largest = max(largest, float(differences.max()))
                 await asyncio.sleep(clock() - began)
             return largest
 
         return _on_all([replica], check)[0]
-
-    def batch_difference(self, scores: Float32Array, expected: Float32Array, rejected: RejectedIds) -> float:
-        if len(rejected):
-            feature = self.parts.schema.features.features[int(rejected.feature[0])].name
-            raise GoldenMismatchError(f"{self.name}: golden id {int(rejected.id[0])} of feature {feature!r} has no row")
-        differences = np.abs(scores - expected)
-        if not np.isfinite(differences).all():
-            raise GoldenMismatchError(f"{self.name}: a golden request got a score that is not finite")
-        return float(differences.max())
 
     def has_deltas(self) -> bool:
         (told,) = _on_all(self.replicas[:1], Ranking.nodes)

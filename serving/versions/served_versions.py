@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import isfinite
+from typing import NamedTuple
 
 import xxhash
 
@@ -23,24 +23,15 @@ from shard_node.generation import Generation, Generations, Lease
 _RANGE = 1 << 64
 
 
-@dataclass(frozen=True, slots=True)
-class CanaryChoice:
-    """The canary of one model: its version, its share of the requests that ask for none. Made by `of`."""
+class CanaryChoice(NamedTuple):
+    """The canary of one model: its version, and its fraction of the requests that ask for none, 0 < share < 1."""
 
     version: int
     share: float
-    bound: int
-
-    @classmethod
-    def of(cls, version: int, share: float) -> CanaryChoice:
-        """Check a share. Raises CanaryShareError if it is not above 0 and below 1."""
-        if not (isfinite(share) and 0.0 < share < 1.0):
-            raise CanaryShareError(f"share: {share} is not above 0 and below 1")
-        return cls(version, share, int(share * _RANGE))
 
     def takes(self, model: str, key: str) -> bool:
-        """Tell whether a request with this key goes to the canary."""
-        return key_hash(model, key) < self.bound
+        """Return whether a request with this key goes to the canary."""
+        return key_hash(model, key) < int(self.share * _RANGE)
 
 
 def key_hash(model: str, key: str) -> int:
@@ -105,7 +96,9 @@ class ServedVersions:
         if version is None:
             self._end_canary(model, None)
             return
-        choice = CanaryChoice.of(version, share)
+        if not (isfinite(share) and 0.0 < share < 1.0):
+            raise CanaryShareError(f"share: {share} is not above 0 and below 1")
+        choice = CanaryChoice(version, share)
         with self.generations.lease(model, version), self._lock:
             self._canaries = {**self._canaries, model: choice}
 

@@ -226,7 +226,7 @@ class ServingNode:
                 "stats": served.counter.stats(),
                 "hot": self._hot_reports.get(key),
                 "dense_step": served.dense_step,
-                "dense_refused": "" if (refused := self._dense.refused.get(key)) is None else refused.reason,
+                "dense_refused": "" if (refused := self._dense.refused.get(key)) is None else refused[1],
             }
             found.append(report.model_copy(update=told))
         return found

@@ -420,18 +420,17 @@ class Connection:
         weight = len(block) // BLOCK_BYTES_OF_A_FRAME + max(0, found.num_spelled - SPELLED_HEADERS)
         if weight:
             self._control_frame(weight)
-        if is_request:
-            self._on_request(stream_id, found, flags)
+        has_all = bool(flags & END_STREAM)
+        if not is_request:
+            # Trailers.
+            stream = self.streams.get(stream_id)
+            self._control_frame()
+            if stream is not None and (stream.has_all or not has_all or found.problem is not None):
+                self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
+            elif stream is not None:
+                stream.has_all = True
+                stream.exchange.ended()
             return
-        stream = self.streams.get(stream_id)
-        self._control_frame()
-        if stream is not None and (stream.has_all or not flags & END_STREAM or found.problem is not None):
-            self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
-        elif stream is not None:
-            stream.has_all = True
-            stream.exchange.ended()
-
-    def _on_request(self, stream_id: int, headers: wire.HeaderList, flags: int) -> None:
         self.last_stream_id = stream_id
         if self.is_refusing:
             self._control_frame()
@@ -440,8 +439,7 @@ class Connection:
             self._out.append(wire.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
         else:
             assert self._open_stream is not None
-            exchange = self._open_stream(stream_id, headers)
-            has_all = bool(flags & END_STREAM)
+            exchange = self._open_stream(stream_id, found)
             self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window, has_all)
             if has_all:
                 exchange.ended()

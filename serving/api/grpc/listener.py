@@ -187,11 +187,20 @@ class Http2Protocol(Accepted, asyncio.Protocol):
 
     def _changed(self) -> None:
         """Have sent at the end of the loop's turn what there is: a batch's answers are ready together."""
-        if self.connection.is_over:
-            self._linger()
-        elif not self._will_flush:
-            self._will_flush = True
-            self.loop.call_soon(self.flush)
+        if not self.connection.is_over:
+            if not self._will_flush:
+                self._will_flush = True
+                self.loop.call_soon(self.flush)
+        # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
+        elif not self._is_lingering and not self._transport.is_closing():
+            self._is_lingering = True
+            self.flush()
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            if not self.connection.is_refusing:
+                # It broke a rule: whatever else it sends is its own to keep.
+                self._transport.pause_reading()
+            self.loop.call_later(LINGER_S, self._end_linger, self._num_held())
 
     def _open_stream(self, stream_id: int, headers: HeaderList) -> Exchange:
         self._begun.append(stream_id)
@@ -201,18 +210,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
     def _resume(self) -> None:
         if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
             self._transport.resume_reading()
-
-    def _linger(self) -> None:
-        # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
-        if not self._is_lingering and not self._transport.is_closing():
-            self._is_lingering = True
-            self.flush()
-            if self._transport.can_write_eof():
-                self._transport.write_eof()
-            if not self.connection.is_refusing:
-                # It broke a rule: whatever else it sends is its own to keep.
-                self._transport.pause_reading()
-            self.loop.call_later(LINGER_S, self._end_linger, self._num_held())
 
     def _end_linger(self, before: int) -> None:
         if self._transport.is_closing():
