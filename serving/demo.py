@@ -343,7 +343,6 @@ async def _serving(
                 server = ServerConfig(host=config.host, http_port=ports.http, grpc_port=ports.grpc)
                 await stack.enter_async_context(running_server(service, server))
             else:
-                # The coordinator, the shard nodes and a serving process.
                 ready, total = itertools.count(1), config.shards + 2
                 bars("starting processes", 0, total)
                 # A registry of its own, gone with the demo: the store's may be that of a real fleet.
@@ -478,7 +477,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 async def _serve_on(console: Console, version: TrainedVersion, ranked: Ranked, at: Listening) -> None:
-    """Print how to ask, and serve until a signal."""
     console.print("\nStill serving. Ask it yourself, or press Ctrl-C:\n")
     model = version.trained.spec.model
     for line in ranked.films.request_lines(at.host, at.http_port, at.grpc_port, model, TIMEOUT_MS):

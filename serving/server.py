@@ -30,7 +30,6 @@ from shard_node.wire.tls import ReloadingContext, TlsConfig, server_context
 
 logger = logging.getLogger(__name__)
 
-# What is spoken, as TLS clients ask for it.
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
 
 
@@ -75,7 +74,16 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
     """Listen while the block runs, then stop as `ServerConfig` says. Raises ListenError if a port can't be bound."""
     tokens, ssl = _protection(service, config, "http")
     app = HttpApp(service, tokens)
-    http = HttpServer(service, config.drain_timeout_s, app, buffers=service.buffers, ssl=ssl, refuse=app.refuse)
+    http = HttpServer(
+        service.limits,
+        service.clock,
+        service.metrics.failed,
+        config.drain_timeout_s,
+        app,
+        buffers=service.buffers,
+        ssl=ssl,
+        refuse=app.refuse,
+    )
     grpc = GrpcServer(service, *_protection(service, config, "grpc"))
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
@@ -122,17 +130,11 @@ async def serve(
 
     Alone, it listens at once and says that it is not ready until the model is loaded. Beside other workers, at ports
     that it shares with them, it listens only then: requests that reach it earlier would be answered by nobody else.
-    Until then its own probe port tells how it is.
+    Until then `probe_port`, a private HTTP port on loopback, tells how it is.
 
-    Args:
-        service: closed at the end.
-        config: where to listen.
-        load: installs the models.
-        on_ready: called with the ports, once the models are loaded.
-        probe_port: a private HTTP port on loopback, for a worker that shares its ports.
-        on_listening: called with the ports before `load` is.
-        leave: called once it has been cancelled, before anything else: it still answers requests then.
-        open_registry: opens the registry of its fleet once more, for the page at the admin port; None without a fleet.
+    `load` installs the models; `on_listening` and `on_ready` are called with the ports before it and after it; `leave`
+    once it has been cancelled, before anything else: it still answers requests then. `open_registry` opens the registry
+    of its fleet once more, for the page at the admin port; None without a fleet.
 
     Raises ListenError if a port can't be bound, CardError once the cards have failed, and as `load`.
     """

@@ -282,14 +282,12 @@ class _Documents:
             title="shardrank", version=API_VERSION, description=description, redirect_slashes=False, **options
         )
         for page in self.app.routes:
-            # The framework's own, which describe the API.
             if isinstance(page, Route):
                 page.app = self._guarded(page.app)
         for kind in (ShardrankError, HTTPException, Exception):
             self.app.add_exception_handler(kind, _failed)
 
     def add_models(self) -> None:
-        """Add the paths that describe models."""
         service = self._service
 
         def models(model: str, version: str) -> ModelsDocument:
@@ -312,7 +310,6 @@ class _Documents:
         add(f"{_MODEL}/access-counts", counts, what, takes_body=True, right="admin", response_class=Response)
 
     def add_inference(self) -> None:
-        """Add the paths of the Open Inference Protocol."""
         service = self._service
 
         def model_ready(model: str, version: str) -> Response:
@@ -367,7 +364,6 @@ class _Documents:
             return HealthDocument()
 
         async def readyz(request: Request, response: Response) -> ReadyDocument:
-            # Rows that lag don't change the status.
             problems, degraded, tokens = watch.problems(), watch.degraded(), self._tokens
             response.status_code = 503 if problems else 200
             if tokens is not None and not tokens.allows(request.headers.get("authorization"), "describe"):

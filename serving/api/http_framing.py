@@ -94,10 +94,8 @@ def without_upgrade(head: bytes) -> bytes:
 class ChunkReader:
     """Takes a chunked body apart, and drops extensions and trailers: at most `max_framing_bytes` of them.
 
-    Attributes:
-        is_complete: whether the body and what belongs to it has come to its end.
-        is_interrupted: whether `feed` stopped because it took long; it is to be called again, with nothing more.
-        rest: bytes that are not read yet: behind the end, those of the next request.
+    `is_interrupted` says that `feed` took long, and is to be called again without data. `rest` is not read yet: behind
+    the end, it is the next request's.
     """
 
     def __init__(self, max_framing_bytes: int) -> None:

@@ -34,7 +34,7 @@ from serving.api.http_framing import (
 from serving.api.listening import (
     TURN_S,
     Accepted,
-    CountsFailures,
+    CountFailure,
     Front,
     forget_unsent,
     poll_socket,
@@ -180,8 +180,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._take()
         if self._protocol is not None:
             self._protocol.resume_writing()
-
-    # What the application calls, by `scope["state"]["gate"]`.
 
     def time_remaining(self) -> None:
         """Say that an HTTP client sets no deadline here."""
@@ -412,12 +410,10 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self.answered(None)
 
     def _give_way(self, error: ShardrankError) -> None:
-        """Refuse a request that is not complete."""
         if self.bytes.held and self._phase in ("body", "chunks"):
             self._refuse_rest(error)
 
     def _give(self, data: Buffer) -> None:
-        """Feed the protocol behind, but for what is dropped."""
         if self._is_dropped:
             if self._phase == "complete":
                 self._await_next()
@@ -520,7 +516,7 @@ class Gates(Front[Gate]):
         self,
         new_protocol: NewProtocol,
         limits: RequestLimits,
-        metrics: CountsFailures,
+        failed: CountFailure,
         buffers: ByteBudget,
         clock: Callable[[], float],
         ssl: tls.SSLContext | None = None,
@@ -528,7 +524,7 @@ class Gates(Front[Gate]):
     ) -> None:
         super().__init__(buffers, limits.max_connections, limits.receive_timeout_s, ssl)
         self.limits, self.clock, self.refuse = limits, clock, refuse
-        self.new_protocol, self._metrics = new_protocol, metrics
+        self.new_protocol, self._failed = new_protocol, failed
         self.is_draining = False
         self.state = ServerState()
         self._waiting: tuple[dict[Gate, float], ...] = ({}, {}, {}, {}, {})
@@ -562,7 +558,7 @@ class Gates(Front[Gate]):
         """Count what was refused, or ended. It is logged with others of its second, but TLS logs its own."""
         if not kind.startswith("tls_"):
             self._ended[kind] += 1
-        self._metrics.failed("http", "connection", kind)
+        self._failed("http", "connection", kind)
 
     def tell(self) -> None:
         """Log what was noted since the last time, in one line."""

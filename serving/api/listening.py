@@ -9,8 +9,8 @@ import select
 import socket
 import ssl as tls
 import struct
-from collections.abc import Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeAlias, TypeVar
 
 from serving.api.dealing import Dealer, Place
 from serving.errors import ListenError, OverloadedError
@@ -26,10 +26,11 @@ MAX_HANDSHAKES = 256
 LAST_HANDSHAKE_S = 1.0
 """How long handshakes may take that are under way when a front stops."""
 UNFINISHED = "tls_unfinished"
-"""Kind of a handshake whose peer has left, or was too slow."""
 # When no more files can be opened, those who wait are left in the queue for so long.
 _EXHAUSTED_PAUSE_S = 0.1
 _NO_LINGER = struct.pack("ii", 1, 0)
+CountFailure: TypeAlias = Callable[[str, str, str], object]
+"""Counts what a connection is refused or ended for: API, method, kind."""
 
 
 def forget_unsent(connection: socket.socket) -> None:
@@ -44,13 +45,6 @@ def poll_socket(connection: socket.socket | None, events: int) -> int:
     poller = select.poll()
     poller.register(connection.fileno(), events)
     return sum(ready for _, ready in poller.poll(0))
-
-
-class CountsFailures(Protocol):
-    """Counts what connections are refused or ended for."""
-
-    def failed(self, api: str, method: str, kind: str) -> None:
-        """Count one."""
 
 
 class Accepted(asyncio.BaseProtocol):
@@ -211,7 +205,6 @@ class Front(abc.ABC, Generic[Made]):
             self._dealer.count(len(self.open))
 
     def _take_in(self, connection: socket.socket) -> None:
-        """Refuse a connection before it costs anything, or have it made."""
         try:
             address: str = connection.getpeername()[0]
             connection.setblocking(False)

@@ -43,7 +43,6 @@ class NodeMetrics:
 
     def __init__(self, node: ShardNode) -> None:
         check_library()
-        self.limits, self.clock, self.metrics = RequestLimits(), time.monotonic, self
         self.replica = ""
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -134,7 +133,9 @@ async def running_node_port(
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
     app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
     answering = nullcontext(Answering(partial(answer_whole, app)))
-    async with listening_beside(metrics, answering, address.host, address.port, context) as port:
+    async with listening_beside(
+        RequestLimits(), time.monotonic, metrics.failed, answering, address.host, address.port, context
+    ) as port:
         host = f"[{address.host}]" if ":" in address.host else address.host
         yield metrics, f"{'http' if tls is None else 'https'}://{host}:{port}/metrics"
 

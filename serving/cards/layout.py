@@ -124,7 +124,6 @@ class CardLayout:
         areas: of the output: the candidates' matrix, the context's, one for each sequence, then scratch.
         sequences: (flat index, name, dim) of each sequence feature.
         sums, products: what is to be done with scratch before the model runs. Empty where no table is divided.
-        pooled_products: those of `products` that are pooled.
         num_keys: of the bags that are pooled: features; where tables are divided, lookups.
         values_per_id: int64 [features], values that are pooled for an id.
     """

@@ -213,7 +213,6 @@ class CardBatch:
         )
 
     def _views(self) -> None:
-        """Make tensors over the buffers; they live as long as these."""
         card, layout, most, slot = self._card, self._layout, self.most, self._slot
         starts, total = layout.output_places(most)
         out = self._out = card.tensor(slot.out, 0, (total,), layout.dtype)
@@ -421,7 +420,6 @@ class CardRanking(Ranking):
             began = self._clock()
             if not self.scorer.warm_beside(model, most):
                 return
-            # Others are scored meanwhile.
             await asyncio.sleep(self._clock() - began)
 
     def offer(self, parts: RankingParts) -> None:

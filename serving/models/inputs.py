@@ -45,12 +45,10 @@ def rounded_rows(count: int) -> int:
 
 @dataclass(frozen=True)
 class SideShapes:
-    """The columns of one side's matrix.
+    """The columns of one side's matrix, `width` of which carry something.
 
-    Attributes:
-        features, dims: the side's pooled features, in the order of `spec.features`, and the embedding_dim of each.
-        offsets: first column of each.
-        width, padded_width: all columns that carry something; all columns.
+    `features` are the side's pooled ones, in the order of `spec.features`, `dims` and `offsets` their embedding_dims
+    and first columns.
     """
 
     features: tuple[str, ...]
@@ -89,11 +87,9 @@ class SideShapes:
 
 @dataclass(frozen=True)
 class InputShapes:
-    """Where each input of a model is. Derived from its description.
+    """Where each input of a model is.
 
-    Attributes:
-        features, dims: the pooled features of both sides, in the order of `spec.features`, and their embedding_dims.
-        sequence_dims: embedding_dim of each feature with pooling none.
+    `features` and `dims` are the pooled ones of both sides, in the order of `spec.features`, and their embedding_dims.
     """
 
     context: SideShapes
@@ -207,11 +203,8 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writ", c
 class Run:
     """Lookups for pooled features, of one side and embedding_dim, that are neighbours in block and columns.
 
-    Attributes:
-        block, first, count: the group of tables, the first of the lookups, how many they are.
-        side, column: where they go: the matrix, and its first column.
-        dim, width: columns of their rows, and of what they become: more by their `projections`, the names of the parts.
-        adds: whether they are added to what other parts have brought.
+    They are `count` lookups from `first` on, in the group `block`, with `dim` columns. They go to `width` columns of
+    the side's matrix from `column` on, projected if there are `projections` (names of parts), added if it `adds`.
     """
 
     block: int

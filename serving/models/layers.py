@@ -47,7 +47,7 @@ class PlainProduct:
         self._weight = weight
 
     def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        """Give the product."""
+        """Return the product."""
         y = F.linear(x, self._weight, bias)
         return F.relu_(y) if relu else y
 
@@ -68,7 +68,7 @@ class PackedProduct:
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        """Give the product."""
+        """Return the product."""
         found: Tensor = self._linear(x, self._weight, bias, "relu" if relu else "none", _NO_SCALARS, "")
         return found
 
@@ -108,7 +108,7 @@ class Int8Product:
         self._codes = (weight / self._scales[:, None]).round_().to(torch.int8).t()
 
     def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        """Give the product."""
+        """Return the product."""
         if x.shape[0] <= INT8_ROWS:
             return self._product(x, bias, relu).to(x.dtype, copy=True)
         return torch.cat([self._product(rows, bias, relu).to(x.dtype, copy=True) for rows in torch.split(x, INT8_ROWS)])
@@ -185,8 +185,6 @@ def gains_by_int8(in_features: int, out_features: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A layer made ready: None for a side that has no columns."""
-
     context: Product | None
     rows: Product | None
     bias: Tensor | None

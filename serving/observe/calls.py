@@ -27,7 +27,6 @@ BEFORE_BATCH = ("receive", "decode", "parse", "queue")
 IN_BATCH = ("merge", "map", "split", "shard_wait", "add", "rank", "answer")
 AFTER_BATCH = ("hand_back", "encode")
 STAGES = BEFORE_BATCH + IN_BATCH + AFTER_BATCH
-"""All stages of a request, in order."""
 
 _SERVER_FAULT = 500
 
@@ -133,7 +132,6 @@ def outcome_of(error: BaseException) -> Outcome | None:
     # its replicas can bring that about.)
     if isinstance(error, OverloadedError) or not isinstance(error, Exception):
         return None
-    # What is no ShardrankError is a defect of ours.
     is_fault = not isinstance(error, ShardrankError) or error.http_status >= _SERVER_FAULT
     return "error" if is_fault else None
 
@@ -143,8 +141,8 @@ class InferenceTotals:
     """Sums over rank requests, whatever API they came by.
 
     Attributes:
-        succeeded, succeeded_s: requests that were answered, from arrival to answer: `queue_s` waiting for a replica,
-            `input_s` joined with others, `infer_s` looked up and scored, `output_s` checked and sorted.
+        succeeded_s: from arrival to answer: `queue_s` waiting for a replica, `input_s` joined with others, `infer_s`
+            looked up and scored, `output_s` checked and sorted.
         batches: in which they were: each adds its fraction of its batch.
         failed, failed_s: requests that were not answered, after their version was chosen.
         last: when the last one ended, monotonic seconds; None if there was none.
@@ -170,7 +168,6 @@ class VersionCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Calls by latency.
         self._answered, self._failed = ([0] * (len(LATENCY_BOUNDS_MS) + 1) for _ in range(2))
         self._score_count = 0
         self._score_sum = self._score_square_sum = 0.0
@@ -178,7 +175,6 @@ class VersionCounter:
 
     def ended(self, call: Call, outcome: Outcome | None, now: float) -> None:
         """Count a call that ended now: `ok` if it was answered, else with what `outcome_of` says."""
-        # Bounds are upper ones, and inclusive.
         bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * (now - call.leased))
         seconds, batch, totals = now - call.began, call.batch, self._totals
         with self._lock:

@@ -267,7 +267,6 @@ class ServingMetrics:
                 metric.remove(model, str(version))
 
     def _make_observations(self) -> None:
-        """Put what is kept into the histograms: whoever reads one calls it before."""
         make_observations(self._kept)
         self._gauges["buffered_bytes"].set(self.buffered_bytes())
 

@@ -1,11 +1,10 @@
 """What waits: requests of one model version for a ranking replica, and lookups for room for their answers.
 
 A request goes at once to a replica that is idle. While all are busy requests wait, and the next free replica takes as
-many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it.
-
-Nothing waits in vain: by the times of the batches before (`BatchPace`) a request is refused at once if what
-waits before it takes too long, and dropped, before any work is done for it, as soon as its deadline can't be met. No
-estimate keeps a replica idle: an empty queue takes whatever comes, and what is left of a queue is tried.
+many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it. By the
+times of the batches before (`BatchPace`) a request is refused at once if it would be late, and dropped, before any work
+is done for it, as soon as its deadline can't be met. No estimate keeps a replica idle: an empty queue takes whatever
+comes, and what is left of a queue is tried.
 """
 
 from __future__ import annotations
@@ -72,10 +71,8 @@ class _Batch(NamedTuple):
 class BatchPace:
     """The time of a full batch, by the last batches but the slowest, and those in flight. Not thread-safe.
 
-    Until more batches ended than are left out, nothing is expected to take any time.
-
     Attributes:
-        full_s: seconds that a full batch takes.
+        full_s: seconds that a full batch takes; 0 until more batches ended than are left out.
         at_once: how many were in flight at a time: with so many replicas busy, as much is done meanwhile.
         free_since: when the last batch ended if others waited then, else None.
     """
@@ -118,11 +115,10 @@ class BatchPace:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """One admitted request.
+    """One admitted request, until `deadline` (monotonic seconds).
 
     Attributes:
         lease: on the version that answers; `finish` releases it.
-        deadline: monotonic seconds.
         future: gets the answer or the error; None once nobody waits: what a future holds on to would hold the frames of
             an error's traceback, and these the future.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
@@ -168,7 +164,6 @@ class Batcher:
         self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[Pending] = deque()
-        # The sum of shares of what waits.
         self._share = 0.0
         # The longest time that a request was given since some moment, and in the `REMEMBERED_S` before that.
         self._since, self._longest_s, self._longest_before_s = -inf, 0.0, 0.0
@@ -209,7 +204,6 @@ class Batcher:
             try:
                 raise refusal
             finally:
-                # As in `answer`.
                 del refusal
         while wake is not None and not _wake(wake):
             with self._lock:

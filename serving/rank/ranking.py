@@ -45,7 +45,6 @@ Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
 
 # Segments of this many elements are cut out one by one: 0.35 us each; working positions out takes 1.7 ns an element.
 LONG_SEGMENT = 200
-# So few runs are copied as blocks.
 FEW_RUNS = 4
 
 
@@ -209,11 +208,8 @@ def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_ca
 class RankingParts:
     """What replicas of one version share, only read.
 
-    Attributes:
-        models: the dense model, as it serves, on each device.
-        forms: of the answers of shards.
-        dense_step: of its weights; 0 for those of the snapshot.
-        min_sequence: the delta that every row must be of, or a later one, to be scored with these weights.
+    Rows must be of the delta `min_sequence`, or a later one, to be scored with these weights, which are of `dense_step`
+    (0 for those of the snapshot).
     """
 
     version: int

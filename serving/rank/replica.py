@@ -1,8 +1,7 @@
 """Ranking replicas: each takes one batch at a time from a version's queue and hands out its answers.
 
 A `Replica` is a thread with its own event loop and its own connections to the shards. It scores with one intra-op
-thread; more replicas, not more threads each, use more cores. PyTorch and the lookup engine release the interpreter's
-lock while they compute, so the event loop of the APIs goes on meanwhile.
+thread; more replicas, not more threads each, use more cores.
 
 A `LoopReplica` has no thread: for rows in this process's memory or on shard nodes, batches are scored on the event loop
 of the APIs. No thread has to be woken, and none fights for the interpreter's lock. What arrives while a batch is scored
@@ -57,7 +56,6 @@ class _OnLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether it still takes work."""
         return self.failure is None and not self._loop.is_closed()
 
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
@@ -189,7 +187,6 @@ class LoopReplica(_OnLoop):
         try:
             closed = asyncio.run_coroutine_threadsafe(closing, self._loop)
         except RuntimeError:
-            # The loop was closed, and with it all that belonged to it.
             closing.close()
             return
         ends = self._clock() + STOP_TIMEOUT_S

@@ -1,8 +1,6 @@
 """The ranking service, and the one road of a call that ranks or looks up: admit, lease, parse, rank, encode.
 
-A request is parsed under a lease on the version that will answer it (docs/decisions/version-leases.md). From `wait`
-on the lease is the service's: it ends when nothing uses the version for this request any more, which may be after the
-caller was told that the deadline has passed.
+A request is parsed under a lease on the version that will answer it (docs/decisions/version-leases.md).
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 CLOSE_GRACE_S = 5.0
 MAX_EXPANDING = 2
-"""Bodies that are decompressed at a time."""
 
 
 class RankingService(ServedVersions):
@@ -283,7 +280,6 @@ async def answer(
     try:
         body = await receive()
         unparsed, request, lease = _parsed(service, codec, call, body)
-        # A long request's bytes are not needed while it waits.
         del body
         deadline = call.began + request.timeout_s
         if (remaining_s := client.time_remaining()) is not None:
@@ -344,12 +340,10 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Ans
 def _parsed(
     service: RankingService, codec: Codec, call: Call, body: Buffer
 ) -> tuple[Unparsed, Request, Lease[ServedModel]]:
-    """Admit a call whose request is complete, choose its version, and parse it."""
     call.received = service.clock()
     service.admit(call)
     unparsed = codec.read(body, service.limits)
     lease = service.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
-    # It counts for that version from now on.
     generation = call.generation = lease.generation
     call.pinned = unparsed.version is not None
     call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter

@@ -115,7 +115,6 @@ def films_description(interactions: Interactions, options: FilmsOptions | None =
 
 
 def _film_tables(interactions: Interactions, options: FilmsOptions) -> dict[str, dict[str, Any]]:
-    """Describe each table, by name, without what `options` say of every table or of one."""
     users, films = interactions.users, interactions.films
     count, words = users.ids.size, len(set(users.occupations))
     integers, strings = {"kind": "vocabulary"}, {"kind": "vocabulary", "id_type": "string"}
@@ -203,12 +202,9 @@ def with_bucketing(spec: ModelSpec, bucketing: Bucketing) -> ModelSpec:
 
 @dataclass(frozen=True, eq=False)
 class FilmsDataset:
-    """Interactions, split.
+    """Interactions, split; `labels` are float32 [n], 1 where the rating is at least 4.
 
-    Attributes:
-        labels: float32 [n], 1 where the rating is at least 4.
-        train, test: int64, positions of the samples.
-        fold: int64 [n], the fold of each training sample, `NO_FOLD` for a test sample.
+    `train` and `test` are int64, positions of samples; `fold` is int64 [n], `NO_FOLD` for a test sample.
     """
 
     interactions: Interactions

@@ -172,7 +172,6 @@ def generate_interactions(
 
 
 def _pairs(num_ratings: int, num_users: int, num_films: int, draw: np.random.Generator) -> tuple[Int64Array, ...]:
-    """Draws different (user, film) pairs; some users rate more, some films are rated more."""
     activity = draw.gamma(1.5, size=num_users)
     popularity = 1.0 / (10.0 + draw.permutation(num_films))
     pairs = np.zeros(0, np.int64)

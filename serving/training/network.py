@@ -40,9 +40,7 @@ _REQUESTS_PER_SCORING = 256
 class TrainedModel:
     """What training hands over: float32 rows by stored table, the ranking model's tensors by name, ids in row order.
 
-    Attributes:
-        row_classes: of each table that is divided by popularity.
-        access_counts: of stored tables, how often each row was looked up in training.
+    `access_counts` say of stored tables how often each row was looked up in training.
     """
 
     spec: ModelSpec
@@ -55,11 +53,9 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBatch:
-    """R requests with N candidates, as tensors.
+    """R requests with N candidates; `candidates` are int64 [N], positions among those of all requests.
 
-    Attributes:
-        bags: by feature, rows int64 [nnz] and offsets int64 [R + 1], or [N + 1] for a candidate feature.
-        candidates: int64 [N], positions of the candidates among those of all requests.
+    `bags` are by feature rows int64 [nnz] and offsets int64 [R + 1], or [N + 1] for a candidate feature.
     """
 
     bags: Mapping[str, tuple[Tensor, Tensor]]
@@ -239,7 +235,6 @@ class RankingNetwork(nn.Module):
 
 
 def _key(table: str) -> str:
-    """Name a parameter, which has no dots."""
     return table.replace(".", "/")
 
 

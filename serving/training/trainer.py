@@ -51,9 +51,7 @@ from serving.training.network import (
 from shard_node.bags import Float32Array, Int64Array
 
 DEFAULT_EPOCHS = 12
-# A request has some 17 samples.
 REQUESTS_PER_BATCH = 48
-# The highest; it rises to it and falls to zero.
 LEARNING_RATE = 0.01
 DENSE_WEIGHT_DECAY = 0.3
 TABLE_WEIGHT_DECAY = 1.5
@@ -78,16 +76,13 @@ def train(
 ) -> TrainedModel:
     """Train a model that `films_spec` describes on the dataset's training part, which is seen `epochs` times.
 
-    The seed is that of the rows and weights at the beginning, the order of batches, and dropout. Every stored table is
-    trained: a model whose tables are divided by popularity needs their `row_classes`.
-
-    Raises RankingModelError if the description's dense model is not valid.
+    The seed is that of the rows and weights at the beginning, the order of batches, and dropout. A model whose tables
+    are divided by popularity needs their `row_classes`. Raises RankingModelError if the dense model is not valid.
     """
     vocabularies = films_vocabularies(dataset.interactions, spec)
     labelled = training_requests(dataset, spec)
     batches = RequestBatches(spec, vocabularies, labelled.requests)
     labels, draw = torch.from_numpy(labelled.labels), np.random.default_rng(seed)
-    # The caller's random state is left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = RankingNetwork(spec, row_classes=row_classes).train()

@@ -32,7 +32,6 @@ LOOK_S: Final = 0.25
 READ_FOR_S: Final = 30.0
 """For so long a step is tried again whose file can't be read: on a shared file system it may be seen late."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
-"""Between two such tries, doubled each time."""
 
 
 @dataclass(slots=True)
@@ -48,12 +47,9 @@ class _Unread:
 class DenseSteps:
     """Brings each served version the newest dense weights of its own. Belongs to the event loop of the registry.
 
-    A step that must not answer is refused once, by name, in the log, metrics and what the process announces; what
-    answered before goes on. One whose file can't be read is tried again for `READ_FOR_S` before it is refused, and one
-    that there is no room for, or no node to check it with, for as long as it is the newest.
-
-    Attributes:
-        refused: by model and version, the step that was refused since the last one that was taken, and why.
+    A step that must not answer is refused once (`refused`, by model and version, with why), in the log, metrics and
+    what the process announces; what answered before goes on. One whose file can't be read is tried again for
+    `READ_FOR_S` before it is refused, and one without room, or node to check it with, for as long as it is the newest.
     """
 
     def __init__(
@@ -158,7 +154,6 @@ class DenseSteps:
             await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
 
     def _take(self, served: ServedModel, record: DenseStep, max_drift: float) -> None:
-        # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
         tensors = read_step(self._store, record)
         # What is served, though the store may have another one in its place by now.

@@ -305,8 +305,6 @@ def _started(
 def _on_loop(
     make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
 ) -> LoopReplica:
-    """Start a replica on a loop that runs in another thread. Blocks until it is connected to its shards."""
-
     async def connect() -> Ranking:
         ranking = make()
         try:
@@ -558,7 +556,6 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
             golden.context_dense[first:end],
             golden.candidate_dense[candidates],
         )
-        # In the model's own order of its outputs.
         expected = [golden.scores, *(golden.outputs[name] for name in schema.features.spec.dense_model.outputs)]
         yield batch, np.stack([one[candidates] for one in expected])
 

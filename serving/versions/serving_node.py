@@ -63,7 +63,6 @@ LIVE_POLL_S = 0.05
 LOOK_S = 0.2
 """Between two looks at which nodes there are; each is up to a quarter earlier or later."""
 OPENED = 0.5
-"""Share of a load's progress that opening and checking files is."""
 
 
 class ServingConfig(LoadOptions):
@@ -353,7 +352,6 @@ class ServingNode:
             return served
 
     def _tell_hot(self, status: HotStatus) -> None:
-        """Count what a version's hot rows answered, on its keeper's thread."""
         self._service.metrics.hot_rows(status)
         key = status.model, status.version
         before = self._hot_reports.get(key, HotReport())

@@ -232,13 +232,10 @@ async def plain_message(
 
 @dataclass(frozen=True, slots=True)
 class GrpcMethod:
-    """Answers the calls of one path.
+    """Answers the calls of one path; a streamed one may have several messages, in either direction.
 
-    Attributes:
-        answer: returns the bytes of the one answer; or None once it has written those of a streamed call.
-        scope: what a token has to allow; None if anybody may call it.
-        worth_s: work that a completed call makes good.
-        is_streamed: whether a call may have several messages, in either direction.
+    `answer` returns the bytes of the one answer; or None once it has written those of a streamed call. `worth_s` is the
+    work that a completed call makes good.
     """
 
     answer: Callable[[GrpcCall], Awaitable[bytes | None]]
@@ -464,7 +461,6 @@ class GrpcCall:
         self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
 
     def _end(self, code: grpc.StatusCode, details: str, kind: str = "", http_status: int = 200) -> None:
-        """End the call with a status; nothing more of it is kept."""
         self._ignores_more = True
         self._messages.clear()
         self._reader.clear()
@@ -504,7 +500,6 @@ class GrpcCall:
         self._wake()
 
     async def _wait(self) -> None:
-        """Until there is a message, an error, or the end."""
         if not self._messages and not self._has_all:
             self._waiter = self.connection.loop.create_future()
             await self._waiter

@@ -86,7 +86,6 @@ class Connection:
 
     Attributes:
         streams: those that are neither answered nor dropped, by id.
-        can_read: whether there is more to read of what was fed already.
         is_refusing: whether further streams are passed over, as the peer was told.
         is_over: whether only the peer's close is waited for.
     """
@@ -119,14 +118,12 @@ class Connection:
         self._received = 0
         # Of the header block that goes on in the next frame: its bytes, stream and flags.
         self._block: tuple[bytes, int, int] | None = None
-        # What the peer takes.
         self._blocked: dict[int, _Stream] = {}
         self._window = self._new_window = wire.DEFAULT_WINDOW
         self._frame_size = wire.DEFAULT_FRAME_SIZE
         self._sent_at = self._held_at = 0.0
         # What goes out before the next header block; None as long as the peer has not made the table smaller.
         self._table_size: bytes | None = None
-        # How it is kept.
         self._made = self._idle_since = self._pinged = clock()
         self._asked_to_go: float | None = None
         self._told_last_stream_id = wire.MAX_STREAM_ID
@@ -258,8 +255,6 @@ class Connection:
     def _was_useful(self, count: int) -> None:
         self._control_frames = max(0, self._control_frames - count)
 
-    # What comes in.
-
     def _read(self, until: float) -> None:
         data, clock, at = self._buffer, self._clock, 0
         if not self._has_preface:
@@ -353,7 +348,6 @@ class Connection:
                 self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.FLOW_CONTROL_ERROR)
                 stream = None
             elif flags & PADDED:
-                # Nobody else takes the padding.
                 self.grant(stream_id, padding + 1)
         if stream is None:
             # The peer may not know yet that the stream is over: what was on the way then is little.
@@ -365,7 +359,6 @@ class Connection:
         return at if size else self._pass_on(data, at)
 
     def _pass_on(self, data: bytes, at: int) -> int:
-        """Pass on what there is of a payload. Returns where it stopped."""
         stop = min(len(data), at + self._left)
         self._left -= stop - at
         content_end = stop - max(0, self._padding - self._left)
@@ -391,7 +384,6 @@ class Connection:
         if kind == wire.SETTINGS:
             weight += size // SETTINGS_BYTES_OF_A_FRAME + len(self.streams) // STREAMS_OF_A_FRAME
         elif kind == wire.WINDOW_UPDATE and not stream_id:
-            # It is offered to all who wait.
             weight += len(self._blocked) // STREAMS_OF_A_FRAME
         self._control_frame(weight)
         if kind == wire.WINDOW_UPDATE:
@@ -443,8 +435,6 @@ class Connection:
             self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window, has_all)
             if has_all:
                 exchange.ended()
-
-    # What goes out.
 
     def _on_window_update(self, stream_id: int, increment: int) -> None:
         code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR

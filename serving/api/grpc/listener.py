@@ -36,7 +36,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         self.loop, self.clock = listener.loop, listener.clock
         self.connection = Connection(listener.limits, listener.clock, self._open_stream)
         self.listener = listener
-        # Streams that came, and are to begin.
         self._begun: list[int] = []
         # To be told once the answers of streams are sent.
         self._untaken: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
@@ -51,7 +50,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the settings."""
-        # Uvloop's are none of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
         self.has_connected = True
         self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
@@ -181,7 +179,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
                     callback()
 
     def _give_way(self, error: BufferFullError) -> None:
-        """Refuse the calls whose messages are not complete."""
         for stream in list(self.connection.streams.values()):
             stream.exchange.give_way(error)
 
@@ -229,7 +226,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         try:
             (in_kernel,) = struct.unpack("i", fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)))
         except (OSError, AttributeError):
-            # It was closed in this turn of the loop.
             return 0
         return self._transport.get_write_buffer_size() + int(in_kernel)
 

@@ -234,7 +234,6 @@ class Health:
                 if changed is None:
                     changed = self._changed = asyncio.get_running_loop().create_future()
                 yield self._message(name)
-                # Others wait for the same; one that is cancelled takes nothing from them.
                 await asyncio.shield(changed)
         raise MalformedRequestError("", "the call has no request message")
 
@@ -269,7 +268,6 @@ def reflection_methods() -> dict[bytes, GrpcMethod]:
 
 
 def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
-    """Return the same file in another package."""
     text = text_format.MessageToString(file).replace(file.package, package)
     moved = text_format.Parse(text, FileDescriptorProto())
     moved.name = f"{package.replace('.', '/')}/reflection.proto"

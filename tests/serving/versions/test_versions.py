@@ -233,4 +233,4 @@ def test_the_hash_is_the_same_in_every_process_and_release():
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 1.5, math.nan, math.inf])
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(CanaryShareError, match="not above 0 and below 1"):
-        CanaryChoice(2, share)
+        RankingService().set_canary("films", 2, share)
