@@ -71,10 +71,8 @@ def following_model(model: ApiModel, service: RankingService, position: DeltaPos
     tables = load_tables(snapshot, plan.partition(0), plan.digest)
     node.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
     node.flip(MODEL, snapshot.version)
-    options = LoadOptions(dtype="float32")
-    return ServedModel.load(
-        snapshot, plan, lambda on_retry: [LocalShard(node)], options, metrics=service.metrics, on_close=node.close
-    )
+    options, shards = LoadOptions(dtype="float32"), [LocalShard(node)]
+    return ServedModel.load(snapshot, plan, lambda _: shards, options, metrics=service.metrics, on_close=node.close)
 
 
 def delta_metric(text: str, name: str) -> float:
