@@ -86,8 +86,7 @@ class DemoReport(Frozen):
         auc_item_mean: of scoring each film by its mean training label.
         max_score_diff: largest difference of a served score from the float32 model's.
         scores_identical: whether HTTP and gRPC gave the same bits for every candidate.
-        requests: sent over both APIs, warm-up included.
-        errors: of these, not answered with a score for each candidate.
+        requests: sent over both APIs, warm-up included; `errors` were not answered with a score for each candidate.
         float32_bytes: the snapshot's rows unquantised.
     """
 
@@ -122,13 +121,9 @@ class DemoReport(Frozen):
 
 @dataclass(slots=True, eq=False)
 class Answers:
-    """What came back over one API.
+    """What came back over one API: float32 [N] scores of all requests' candidates, NaN where a request failed.
 
-    Attributes:
-        scores: float32 [N], all requests' candidates one after the other; NaN where a request failed.
-        latencies_ms: of the answered requests, the client's packing included, warm-up left out.
-        requests: sent, warm-up included; `errors` of them failed.
-        versions: that the answers named.
+    Latencies have the client's packing, but no warm-up; `requests` and `errors` have it.
     """
 
     scores: Float32Array
@@ -168,10 +163,7 @@ async def rank_all(
     warmup_requests: int,
     progress: Progress = no_progress,
 ) -> Answers:
-    """Rank every request (arguments of `AsyncClient.rank`) once, after a warm-up with the first ones.
-
-    An answer with another number of scores than `num_candidates` counts as failed.
-    """
+    """Rank every request (arguments of `AsyncClient.rank`) once, after a warm-up with the first ones."""
     answers = Answers(np.full(sum(num_candidates), np.nan, np.float32))
     schedule = [(index % len(num_candidates), False) for index in range(warmup_requests)]
     schedule += [(index, True) for index in range(len(num_candidates))]
@@ -266,22 +258,29 @@ class Ranked:
 def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Path | None) -> int:
     """Run the demo. Returns the exit code: 0, or 1 if a request failed.
 
-    With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal.
-
-    Raises:
-        ShardrankError: if a stage fails. A port that is taken, a device that can't be used or a file that can't be
-            written is told before the work.
+    With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal. Raises
+    ShardrankError if a stage fails; for a port, a device or a file that can't be used, before the work.
     """
     with ExitStack() as stack:
         ports = stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, workers=1))
         if json_file is not None:
-            _check_writable(json_file)
+            # An older report stays as it is until there is a new one.
+            try:
+                json_file.open("a").close()
+            except OSError as error:
+                folder = json_file.parent
+                problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
+                raise InternalError(f"--json {json_file}: {problem}") from error
         DeviceChoice.parse(config.device)
         # Shard nodes open cards of their own, and later.
         card_set = CardSet.open(config.device, config.cards) if config.local else None
         store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
         seconds: dict[str, float] = {}
-        on_stage = partial(_lap, seconds, time.monotonic())
+        began = time.monotonic()
+
+        def on_stage(stage: str) -> None:
+            seconds[stage] = round(time.monotonic() - began - sum(seconds.values()), 3)
+
         with progress_bars() as bars:
             interactions = read_interactions(config.movielens, config.ratings, config.seed)
             on_stage("read")
@@ -319,22 +318,6 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
             return 130
 
 
-def _lap(seconds: dict[str, float], began: float, stage: str) -> None:
-    """Note how long a stage took; stage follow each other."""
-    seconds[stage] = round(time.monotonic() - began - sum(seconds.values()), 3)
-
-
-def _check_writable(json_file: Path) -> None:
-    """Raise InternalError. An older report stays as it is until there is a new one."""
-    try:
-        with json_file.open("a"):
-            pass
-    except OSError as error:
-        folder = json_file.parent
-        problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
-        raise InternalError(f"--json {json_file}: {problem}") from error
-
-
 @asynccontextmanager
 async def _serving(
     config: DemoConfig, ports: WorkerPorts, card_set: CardSet | None, folder: Path
@@ -357,7 +340,6 @@ async def _serving(
                 server = ServerConfig(host=config.host, http_port=ports.http, grpc_port=ports.grpc)
                 await stack.enter_async_context(running_server(service, server))
             else:
-                # The coordinator, the shard nodes and a serving process.
                 ready, total = itertools.count(1), config.shards + 2
                 bars("starting processes", 0, total)
                 # A registry of its own, gone with the demo: the store's may be that of a real fleet.
@@ -461,18 +443,13 @@ def _show(console: Console, ranked: Ranked, report: DemoReport, json_file: Path 
     console.print(table_of(f"Films for {who}", ("#", "film", "genres", "#score"), rows))
     liked = "; ".join(data.films.titles[film] for film in films.history[:LIKED_SHOWN]) or "nothing yet"
     console.print(f"  liked lately: {liked}\n", markup=False, highlight=False)
-    _print_report(console, report)
-    if json_file is not None:
-        json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-
-
-def _print_report(console: Console, report: DemoReport) -> None:
     quality = (
-        ("each film's mean label", _number(report.auc_item_mean, 4)),
-        ("the float32 model, in this process", _number(report.auc_fp32, 4)),
-        ("the running server, int8 rows", _number(report.auc_served, 4)),
+        ("each film's mean label", report.auc_item_mean),
+        ("the float32 model, in this process", report.auc_fp32),
+        ("the running server, int8 rows", report.auc_served),
     )
-    console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), quality))
+    cells = [(name, _number(value, 4)) for name, value in quality]
+    console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), cells))
     if report.max_score_diff is not None:
         same = "the same bits" if report.scores_identical else "DIFFERENT scores"
         console.print(f"  largest difference of a score: {report.max_score_diff:.4f}; HTTP and gRPC gave {same}\n")
@@ -488,6 +465,8 @@ def _print_report(console: Console, report: DemoReport) -> None:
     )
     for example in report.error_examples:
         console.print(f"  error: {example}", markup=False, highlight=False)
+    if json_file is not None:
+        json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -495,7 +474,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 async def _serve_on(console: Console, version: TrainedVersion, ranked: Ranked, at: Listening) -> None:
-    """Print how to ask, and serve until a signal."""
     console.print("\nStill serving. Ask it yourself, or press Ctrl-C:\n")
     model = version.trained.spec.model
     for line in ranked.films.request_lines(at.host, at.http_port, at.grpc_port, model, TIMEOUT_MS):

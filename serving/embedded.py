@@ -27,10 +27,7 @@ from shard_node.cuda.card_set import CardOptions, CardSet
 
 
 class Ranker:
-    """One model version in this process. Requests, answers, limits and errors are those of the HTTP API.
-
-    Thread-safe: requests from several threads are joined into batches. Made by `open`.
-    """
+    """A model version in this process, with the HTTP API's requests, answers, limits and errors. Thread-safe."""
 
     def __init__(self, service: RankingService, model: str) -> None:
         self._service = service
@@ -96,11 +93,7 @@ class Ranker:
         return self._service.describe(self._model)
 
     def rank(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Ranks one request: the body of `POST /v1/models/{model}:rank`, and of its answer, as plain Python values.
-
-        Raises:
-            ShardrankError: an InvalidRequestError names the field, the value and what is allowed.
-        """
+        """Rank one request: the body of `POST /v1/models/{model}:rank`, and of its answer. Raises ShardrankError."""
         return self._answer("rank", request)
 
     def lookup(self, request: Mapping[str, Any]) -> dict[str, Any]:

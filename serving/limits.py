@@ -13,12 +13,10 @@ MAX_ID = 2**63 - 1
 
 
 class RequestLimits(Frozen):
-    """What one request, one connection and one process may take.
+    """What one request, one connection and one process may use; docs/api.md has a table.
 
     With the defaults no single message should take more than 50 ms to read or refuse, JSON of its full limit 100 ms:
     the slowest of 173 that were made to be slow took 29 ms and 59 ms (2026-11-22). While one is read, others wait.
-
-    docs/api.md has a table of what each of them counts.
     """
 
     max_body_bytes: int = Field(default=16 * 2**20, ge=1, le=2**30)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, ParamSpec
+from typing import Any, Literal
 
 import uvloop
 from pydantic import Field
@@ -30,16 +30,13 @@ from shard_node.wire.tls import TlsConfig, TlsContext, server_context
 
 logger = logging.getLogger(__name__)
 
-# What is spoken, as TLS clients ask for it.
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
-Arguments = ParamSpec("Arguments")
 
 
 class ServerConfig(Frozen):
     """Where a serving process listens.
 
     Attributes:
-        host: address for both.
         http_port, grpc_port: 0 takes a free one.
         admin_port: for probes, metrics and the status page, which a thread of its own answers; 0 takes a free one, None
             has none.
@@ -77,7 +74,16 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
     """Listen while the block runs, then stop as `ServerConfig` says. Raises ConfigError if a port can't be bound."""
     tokens, ssl = _protection(service, config, "http")
     app = HttpApp(service, tokens)
-    http = HttpServer(service, config.drain_timeout_s, app, buffers=service.buffers, ssl=ssl, refuse=app.refuse)
+    http = HttpServer(
+        service.limits,
+        service.clock,
+        service.metrics.failed,
+        config.drain_timeout_s,
+        app,
+        buffers=service.buffers,
+        ssl=ssl,
+        refuse=app.refuse,
+    )
     grpc = GrpcServer(service, *_protection(service, config, "grpc"))
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
@@ -124,22 +130,13 @@ async def serve(
 
     Alone, it listens at once and says that it is not ready until the model is loaded. Beside other workers, at ports
     that it shares with them, it listens only then: requests that reach it earlier would be answered by nobody else.
-    Until then its own probe port tells how it is.
+    Until then `probe_port`, a private HTTP port on loopback, tells how it is.
 
-    Args:
-        service: closed at the end.
-        config: where to listen.
-        load: installs the models.
-        on_ready: told the ports, once the models are loaded.
-        probe_port: a private HTTP port on loopback, for a worker that shares its ports.
-        on_listening: told the ports before `load` is called.
-        leave: called once it has been cancelled, before anything else: it still answers requests then.
-        open_registry: opens the registry of its fleet once more, for the page at the admin port; None without a fleet.
+    `load` installs the models; `on_listening` and `on_ready` are called with the ports before it and after it; `leave`
+    once it has been cancelled, before anything else: it still answers requests then. `open_registry` opens the registry
+    of its fleet once more, for the page at the admin port; None without a fleet.
 
-    Raises:
-        ConfigError: if a port can't be bound.
-        CardError: the cards have failed; only a new process can use them.
-        ShardrankError: whatever `load` raises.
+    Raises ConfigError if a port can't be bound, CardError once the cards have failed, and as `load`.
     """
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -176,17 +173,11 @@ async def serve(
         await asyncio.to_thread(service.close)
 
 
-def _until_signalled(program: Callable[Arguments, Awaitable[None]]) -> Callable[Arguments, None]:
+def serve_until_signalled(*args: Any, **kwargs: Any) -> None:
+    """Serve as `serve` does, with its arguments and errors, until the process receives SIGTERM or SIGINT."""
     # A second signal ends the process with status 1: a load that is under way can't be interrupted, and whoever asks
     # twice does not want to wait for it.
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        try:
-            run_until_signalled(lambda: program(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)
-        except StopRequestedError as stop:
-            logger.info("stopped by %s", stop)
-
-    return run
-
-
-serve_until_signalled = _until_signalled(serve)
-"""Serves as `serve` does, with its arguments and errors, until the process is asked to end."""
+    try:
+        run_until_signalled(lambda: serve(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)
+    except StopRequestedError as stop:
+        logger.info("stopped by %s", stop)

@@ -46,12 +46,7 @@ class HttpReply(NamedTuple):
 
 
 async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes | None = None) -> bytes:
-    """Read a whole body of at most `max_bytes`, the limit of that name; `stated` is the header `Content-Length`.
-
-    Raises:
-        InvalidRequestError: before anything is read if its length says so, else as soon as too much has come; if the
-            client leaves meanwhile.
-    """
+    """Read a body of `max_bytes` at most; `stated` is `Content-Length`. Raises InvalidRequestError."""
     unit = "bytes in the body"
     if stated is not None and stated.isdigit() and int(stated[:_LENGTH_DIGITS]) > max_bytes:
         raise limit_exceeded("", limit, max_bytes, int(stated[:_LENGTH_DIGITS]), unit, kind="body_too_large")
@@ -73,77 +68,58 @@ async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes 
 
 
 async def expand(
-    body: Buffer,
-    max_body_bytes: int,
-    held: MessageBytes,
-    spent: Callable[[float], object],
-    places: asyncio.Semaphore,
-    clock: Callable[[], float] = time.thread_time,
+    body: Buffer, max_body_bytes: int, held: MessageBytes, spent: Callable[[float], object], places: asyncio.Semaphore
 ) -> bytes:
-    """Decompress a body without holding the event loop up: what goes in and what comes out are both bounded at once.
+    """Decompress gzip (RFC 1952) or deflate (RFC 1950) without holding the event loop up.
 
     Args:
-        body: gzip (RFC 1952) or deflate (RFC 1950).
+        body: what is decompressed.
         max_body_bytes: the longest that it may become; no more is made.
-        held: has the body, and then instead of it what it became: each piece is charged before the next one is made.
-        spent: is told the seconds beyond those that as many bytes usually take: blocks that hold nothing cost most.
-        places: of bodies that are decompressed at a time.
-        clock: seconds of processor time of this thread.
+        held: has the body, then what it became: each piece is charged before the next one is made.
+        spent: called with the seconds beyond those that as many bytes usually take: blocks that hold nothing cost most.
+        places: limits the bodies that are decompressed at a time.
 
-    Raises:
-        InvalidRequestError: if it becomes longer.
-        OverloadedError: if there is no room for it.
-        InvalidRequestError: if it is neither, incomplete, or followed by something else.
+    Raises InvalidRequestError for what is too long, neither or incomplete, OverloadedError without room.
     """
-    async with places:
-        expanded = await _expanded(body, max_body_bytes, held, spent, clock)
-    held.refund(len(body))
-    return expanded
-
-
-async def _expanded(
-    body: Buffer,
-    max_body_bytes: int,
-    held: MessageBytes,
-    spent: Callable[[float], object],
-    clock: Callable[[], float],
-) -> bytes:
     stream, view = zlib.decompressobj(_GZIP_OR_ZLIB), memoryview(body)
     pieces: list[bytes] = []
     taken = made = 0
     took_s = 0.0
-    try:
-        while not stream.eof:
-            left: Buffer = stream.unconsumed_tail
-            if not left:
-                left = view[taken : taken + COMPRESSED_PIECE_BYTES]
-                taken += len(left)
-            began = clock()
-            try:
-                piece = stream.decompress(left, min(PIECE_BYTES, max_body_bytes + 1 - made))
-            except zlib.error as error:
-                raise InvalidRequestError(
-                    "", f"the body is neither gzip nor deflate: {error}", kind="malformed"
-                ) from error
-            finally:
-                took_s += clock() - began
-            held.charge(len(piece))
-            pieces.append(piece)
-            made += len(piece)
-            if made > max_body_bytes:
-                unit = "bytes in the body once it is decompressed"
-                raise limit_exceeded(
-                    "", "max_body_bytes", max_body_bytes, f"at least {made}", unit, kind="body_too_large"
-                )
-            if not (piece or left or stream.eof):
-                raise InvalidRequestError("", "the compressed body ends before it is complete", kind="malformed")
-            if not stream.eof:
-                await asyncio.sleep(0)
-    finally:
-        spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
-    if rest := len(stream.unused_data) + len(view) - taken:
-        raise InvalidRequestError("", f"{rest} bytes follow the compressed body", kind="malformed")
-    return b"".join(pieces)
+    async with places:
+        try:
+            while not stream.eof:
+                left: Buffer = stream.unconsumed_tail
+                if not left:
+                    left = view[taken : taken + COMPRESSED_PIECE_BYTES]
+                    taken += len(left)
+                # Processor time of this thread.
+                began = time.thread_time()
+                try:
+                    piece = stream.decompress(left, min(PIECE_BYTES, max_body_bytes + 1 - made))
+                except zlib.error as error:
+                    problem = f"the body is neither gzip nor deflate: {error}"
+                    raise InvalidRequestError("", problem, kind="malformed") from error
+                finally:
+                    took_s += time.thread_time() - began
+                held.charge(len(piece))
+                pieces.append(piece)
+                made += len(piece)
+                if made > max_body_bytes:
+                    unit = "bytes in the body once it is decompressed"
+                    raise limit_exceeded(
+                        "", "max_body_bytes", max_body_bytes, f"at least {made}", unit, kind="body_too_large"
+                    )
+                if not (piece or left or stream.eof):
+                    raise InvalidRequestError("", "the compressed body ends before it is complete", kind="malformed")
+                if not stream.eof:
+                    await asyncio.sleep(0)
+        finally:
+            spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
+        if rest := len(stream.unused_data) + len(view) - taken:
+            raise InvalidRequestError("", f"{rest} bytes follow the compressed body", kind="malformed")
+        expanded = b"".join(pieces)
+    held.refund(len(body))
+    return expanded
 
 
 def error_reply(path: str, request_id: str, error: ShardrankError) -> HttpReply:

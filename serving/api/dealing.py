@@ -1,9 +1,8 @@
 """Dealing connections out evenly over worker processes that share a port.
 
-The kernel chooses a worker for each connection by chance, and now and then gives nearly all of them to one. A worker
-that accepts a connection while another has fewer hands it on, by its descriptor, over a Unix socket (unix(7),
-SCM_RIGHTS); limits, TLS and everything else are the receiver's. Counts are in a file that all map; each number in it is
-written by one worker only, so that nothing has to be locked.
+The kernel chooses a worker for each connection by chance, now and then nearly always the same. A worker that accepts a
+connection while another has fewer hands it on, by its descriptor, over a Unix socket (unix(7), SCM_RIGHTS). Counts are
+in a file that all map; each number in it is written by one worker only, so that nothing has to be locked.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import numpy as np
 from loader.errors import ConfigError
 
 WORKER_VARIABLE = "SHARDRANK_WORKER"
-"""Environment variable that tells a worker its place."""
 LAST_HANDED_S = 0.02
 """How long a worker that stops still takes what others hand it, who did not know it yet."""
 _TAKES_A_TURN = 16
@@ -49,16 +47,7 @@ class Place(NamedTuple):
 
 
 class Dealer:
-    """Gives a worker's new connections to whoever has fewest, and takes those that others give. Belongs to one loop.
-
-    Args:
-        place: of this worker.
-        port: that the workers share.
-        take: is handed connections of others, as accepted.
-
-    Raises:
-        ConfigError: the folder can't be used.
-    """
+    """Hands connections to the worker with the fewest, and others' to `take`, on one event loop. Raises ConfigError."""
 
     def __init__(self, place: Place, port: int, take: Callable[[socket.socket], None]) -> None:
         self._place, self._take = place, take

@@ -75,7 +75,7 @@ class _IndexBody(msgspec.Struct):
     ready: bool = False
 
 
-def _say_no_defaults(schema: dict[str, Any]) -> None:
+def _drop_defaults(schema: dict[str, Any]) -> None:
     # None stands for what is absent; null itself is refused but for weights.
     for one in schema["properties"].values():
         one.pop("default", None)
@@ -84,7 +84,7 @@ def _say_no_defaults(schema: dict[str, Any]) -> None:
 class _RequestBody(BaseModel):
     """A part of a request, for the OpenAPI page: what reads requests is `serving.formats`."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_say_no_defaults)
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_drop_defaults)
 
 
 Id: TypeAlias = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] | str
@@ -225,16 +225,16 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+async def _answered_elsewhere(request: Request) -> Response:
+    # What only looks like the path comes here, such as one that ends with a line feed.
+    raise HTTPException(HTTPStatus.NOT_FOUND)
+
+
 class _Described(APIRoute):
     """A route that is described here, and answered by `serving.api.http`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Answer what only looks like the path, such as one that ends with a line feed."""
         return _answered_elsewhere
-
-
-async def _answered_elsewhere(request: Request) -> Response:
-    raise HTTPException(HTTPStatus.NOT_FOUND)
 
 
 _ranking = APIRouter(route_class=_Described)
@@ -282,14 +282,12 @@ class _Documents:
             title="shardrank", version=API_VERSION, description=description, redirect_slashes=False, **options
         )
         for page in self.app.routes:
-            # The framework's own, which describe the API.
             if isinstance(page, Route):
                 page.app = self._guarded(page.app)
         for kind in (ShardrankError, HTTPException, Exception):
             self.app.add_exception_handler(kind, _failed)
 
     def add_models(self) -> None:
-        """Add the paths that describe models."""
         service = self._service
 
         def models(model: str, version: str) -> ModelsDocument:
@@ -312,7 +310,6 @@ class _Documents:
         add(f"{_MODEL}/access-counts", counts, what, takes_body=True, right="admin", response_class=Response)
 
     def add_inference(self) -> None:
-        """Add the paths of the Open Inference Protocol."""
         service = self._service
 
         def model_ready(model: str, version: str) -> Response:
@@ -367,7 +364,6 @@ class _Documents:
             return HealthDocument()
 
         async def readyz(request: Request, response: Response) -> ReadyDocument:
-            # Rows that lag don't change the status.
             problems, degraded, tokens = watch.problems(), watch.degraded(), self._tokens
             response.status_code = 503 if problems else 200
             if tokens is not None and not tokens.allows(request.headers.get("authorization"), "describe"):
@@ -435,11 +431,7 @@ class _Documents:
         takes_body: bool = False,
         **options: Any,
     ) -> None:
-        """Add a path whose calls are counted, as `counted` of an API.
-
-        `tell` answers a model and a version, "" where the path names none, or with `takes_body` a request. A probe is
-        never shed.
-        """
+        """Add a path whose calls are counted. `tell` gets a model and a version, or, with `takes_body`, a request."""
 
         async def endpoint(request: Request) -> Any:
             model = request.path_params.get("model", "")
@@ -493,11 +485,7 @@ def server_metadata(service: RankingService, model: str = "", version: str = "")
 
 
 def model_metadata(service: RankingService, model: str, version: str) -> Document:
-    """Return inputs and outputs of a model version; the live one for "".
-
-    Raises NotFoundError and UnavailableError as `RankingService.lease`, InvalidRequestError for a version that is no
-    positive integer, and InvalidRequestError if the model can't be called by this protocol.
-    """
+    """Return inputs and outputs of a version ("": the live one). Raises NotFoundError, InvalidRequestError."""
     schema = _schema(service, model, version)
     return {
         "name": model,

@@ -38,11 +38,7 @@ Headers = dict[bytes, bytes]
 
 
 class HttpApp:
-    """The HTTP API of a service, behind gates; without `tokens` everybody may do everything.
-
-    Attributes:
-        documents: the application for all other paths, which describes these ones too.
-    """
+    """The HTTP API of a service, behind gates; `documents` has all other paths. Without `tokens` all is allowed."""
 
     def __init__(self, service: RankingService, tokens: Tokens | None = None) -> None:
         self._service = service
@@ -56,7 +52,7 @@ class HttpApp:
     def refuse(self, head: bytes) -> HttpReply | None:
         """Refuse a request that would wait in vain, by its head: for much less work than a call of this application.
 
-        That comes before its token is looked at: it says nothing of what is served.
+        Its token is not checked: the refusal says nothing of what is served.
         """
         verb, target, rest = head.split(b" ", 2)
         if verb != b"POST" or not rest.startswith(b"HTTP/1.1") or _MAY_BE_LAST.search(rest) is not None:
@@ -119,10 +115,13 @@ class HttpApp:
             codec, codings = _codec(match, headers)
 
             async def body() -> bytes:
-                coding = headers.get(b"content-encoding")
-                is_plain = coding is None or _is_identity(coding, codings)
+                coding = _text(headers.get(b"content-encoding")).lower() or "identity"
+                if coding != "identity" and coding not in codings:
+                    others = f", or coded as {' or '.join(codings)}" if codings else ""
+                    says = f"{coding[:40]!r} is not supported; send the body as it is{others}"
+                    raise InvalidRequestError("content-encoding", says, kind="invalid_field")
                 data = await read_body(receive, "max_body_bytes", max_bytes, headers.get(b"content-length"))
-                if is_plain:
+                if coding == "identity":
                     return data
                 return await expand(data, max_bytes, gate.bytes, gate.spent, self._service.expanding)
 
@@ -169,21 +168,6 @@ def _codec(match: re.Match[str], headers: Headers) -> tuple[Codec, tuple[str, ..
     if content_type == PROTOBUF or content_type.partition(b";")[0].strip().lower() == PROTOBUF:
         return MessageCodec(method, model), ()
     return JsonCodec(method, model), ()
-
-
-def _is_identity(stated: bytes, allowed: tuple[str, ...]) -> bool:
-    """Say whether a body is as it is, or else compressed in one of the ways that are allowed."""
-    coding = _text(stated).lower()
-    if coding in ("identity", ""):
-        return True
-    if coding not in allowed:
-        others = f", or coded as {' or '.join(allowed)}" if allowed else ""
-        raise InvalidRequestError(
-            "content-encoding",
-            f"{coding[:40]!r} is not supported; send the body as it is{others}",
-            kind="invalid_field",
-        )
-    return False
 
 
 def _text(value: bytes | None) -> str:

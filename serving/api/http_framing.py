@@ -42,15 +42,11 @@ Refuse: TypeAlias = Callable[[bytes], HttpReply | None]
 
 
 def read_head(data: bytes, end: int) -> tuple[int, bool, bool]:
-    """Check a request's head, and say where its body ends.
+    """Check a request's head, and return where its body ends.
 
-    `data` begins with the head; at `end` stand the two line ends that end it. Returns the bytes of a body that is not
-    chunked, whether it is, and whether another protocol is asked for, see `without_upgrade`.
-
-    Raises:
-        InvalidRequestError: a character that no head has, a line that another does not end as it should, a folded
-            header; no Host, or two; a length that is none, or given twice; a transfer coding but `chunked`; for
-            CONNECT, whose body would have no end.
+    `data` begins with the head, up to the two line ends at `end`. Returns the bytes of a body that is not chunked,
+    whether it is, and whether another protocol is asked for, see `without_upgrade`. Raises InvalidRequestError,
+    also for CONNECT, whose body would have no end.
     """
     head = _HEAD.match(data)
     if head is None:
@@ -98,10 +94,8 @@ def without_upgrade(head: bytes) -> bytes:
 class ChunkReader:
     """Takes a chunked body apart, and drops extensions and trailers: at most `max_framing_bytes` of them.
 
-    Attributes:
-        is_complete: whether the body and what belongs to it has come to its end.
-        is_interrupted: whether `feed` stopped because it took long; it is to be called again, with nothing more.
-        rest: bytes that are not read yet: behind the end, those of the next request.
+    `is_interrupted` says that `feed` took long, and is to be called again without data. `rest` is not read yet: behind
+    the end, it is the next request's.
     """
 
     def __init__(self, max_framing_bytes: int) -> None:
@@ -112,11 +106,7 @@ class ChunkReader:
         self.rest = b""
 
     def feed(self, data: bytes, may_go_on: Callable[[], bool]) -> bytes:
-        """Read on, and return what has come of the body; among many small chunks, `may_go_on` is asked.
-
-        Raises:
-            InvalidRequestError: the chunks are not as they should be; more extensions and trailers than the limit.
-        """
+        """Read on, and return what came of the body; `may_go_on` bounds small chunks. Raises InvalidRequestError."""
         if self.rest:
             data, self.rest = self.rest + data, b""
         self.is_interrupted = False
@@ -147,20 +137,16 @@ class ChunkReader:
                 self.is_interrupted = True
                 break
         if self._in_trailers:
-            at = self._skip_trailers(data, at)
+            while not self.is_complete and (trailer := _TRAILER.match(data, at)) is not None:
+                self.is_complete = trailer.end() - at == len(b"\r\n")
+                self._framing_bytes += trailer.end() - at
+                at = trailer.end()
+            if not self.is_complete and data.find(b"\n", at) >= 0:
+                raise InvalidRequestError("", "not HTTP/1.1: a header behind the body is malformed", kind="malformed")
         self.rest = data[at:]
         if self._framing_bytes + (0 if self.is_complete or self.is_interrupted else len(self.rest)) > self._max:
             raise header_too_large(self._max)
         return b"".join(parts)
-
-    def _skip_trailers(self, data: bytes, at: int) -> int:
-        while not self.is_complete and (line := _TRAILER.match(data, at)) is not None:
-            self.is_complete = line.end() - at == len(b"\r\n")
-            self._framing_bytes += line.end() - at
-            at = line.end()
-        if not self.is_complete and data.find(b"\n", at) >= 0:
-            raise InvalidRequestError("", "not HTTP/1.1: a header behind the body is malformed", kind="malformed")
-        return at
 
 
 def header_too_large(max_header_bytes: int) -> InvalidRequestError:

@@ -34,7 +34,7 @@ from serving.api.http_framing import (
 from serving.api.listening import (
     TURN_S,
     Accepted,
-    CountsFailures,
+    CountFailure,
     Front,
     forget_unsent,
     poll_socket,
@@ -179,8 +179,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._take()
         if self._protocol is not None:
             self._protocol.resume_writing()
-
-    # What the application calls, by `scope["state"]["gate"]`.
 
     def time_remaining(self) -> None:
         """Say that an HTTP client sets no deadline here."""
@@ -344,7 +342,12 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         body_end = body_at + length
         if (is_chunked or len(data) < body_end) and not self.has_begun:
             self._begin_receiving(now)
-        self._is_dropped = self._refuse_unread(data[:body_at])
+        self._is_dropped = False
+        # A peer that takes no answers gets no more of them. The body of what is refused by its head is dropped.
+        if not gates.is_draining and self not in gates.unread and (reply := gates.refuse(data[:body_at])) is not None:
+            self._is_dropped = True
+            self._transport.write(whole_answer(reply, gates.state.default_headers, is_last=False))
+            self.answered(self._protocol)
         if not is_chunked:
             self._charge_body(min(len(data), body_end) - body_at)
         if is_chunked:
@@ -365,16 +368,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
                 data, self._held = data[:body_end], data[body_end:]
             self._complete()
             self._give(data)
-
-    def _refuse_unread(self, head: bytes) -> bool:
-        """Answer what the application would only refuse; its body is dropped as it comes. Returns whether it is so."""
-        gates = self._gates
-        # A peer that takes no answers gets no more of them.
-        if gates.is_draining or self in gates.unread or (reply := gates.refuse(head)) is None:
-            return False
-        self._transport.write(whole_answer(reply, gates.state.default_headers, is_last=False))
-        self.answered(self._protocol)
-        return True
 
     def _take_chunks(self, data: bytes) -> None:
         """Take chunks apart, and give on what they hold as one."""
@@ -416,12 +409,10 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self.answered(None)
 
     def _give_way(self, error: ShardrankError) -> None:
-        """Refuse a request that is not complete."""
         if self.bytes.held and self._phase in ("body", "chunks"):
             self._refuse_rest(error)
 
     def _give(self, data: Buffer) -> None:
-        """Feed the protocol behind, but for what is dropped."""
         if self._is_dropped:
             if self._phase == "complete":
                 self._await_next()
@@ -524,7 +515,7 @@ class Gates(Front[Gate]):
         self,
         new_protocol: NewProtocol,
         limits: RequestLimits,
-        metrics: CountsFailures,
+        failed: CountFailure,
         buffers: ByteBudget,
         clock: Callable[[], float],
         ssl: tls.SSLContext | None = None,
@@ -532,7 +523,7 @@ class Gates(Front[Gate]):
     ) -> None:
         super().__init__(buffers, limits.max_connections, limits.receive_timeout_s, ssl)
         self.limits, self.clock, self.refuse = limits, clock, refuse
-        self.new_protocol, self._metrics = new_protocol, metrics
+        self.new_protocol, self._failed = new_protocol, failed
         self.is_draining = False
         self.state = ServerState()
         self._waiting: tuple[dict[Gate, float], ...] = ({}, {}, {}, {}, {})
@@ -566,7 +557,7 @@ class Gates(Front[Gate]):
         """Count what was refused, or ended. It is logged with others of its second, but TLS logs its own."""
         if not kind.startswith("tls_"):
             self._ended[kind] += 1
-        self._metrics.failed("http", "connection", kind)
+        self._failed("http", "connection", kind)
 
     def tell(self) -> None:
         """Log what was noted since the last time, in one line."""

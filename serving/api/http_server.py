@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import uvicorn
 import uvloop
@@ -24,7 +24,7 @@ from serving.api.documents import create_probes
 from serving.api.http import answer_whole
 from serving.api.http_framing import Refuse
 from serving.api.http_gate import Gate, Gates
-from serving.api.listening import CountsFailures
+from serving.api.listening import CountFailure
 from serving.api.tokens import Tokens
 from serving.dashboard.board import run_board
 from serving.dashboard.sources import Source
@@ -46,30 +46,11 @@ _SWEEP_S = 0.5
 _SECOND_S = 1.0
 
 
-class Fronted(Protocol):
-    """What a listener has to know of what is behind it."""
-
-    @property
-    def limits(self) -> RequestLimits:
-        """Of connections and requests."""
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Give monotonic seconds."""
-
-    @property
-    def metrics(self) -> CountsFailures:
-        """What counts connections that were refused."""
-
-
 class _Wire(asyncio.Transport):
-    """The transport that a gate shows to the protocol behind it."""
-
     def __init__(self, gate: Gate, transport: asyncio.Transport) -> None:
         super().__init__()
         self._gate = gate
         self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
-        # Each answer passes here several times.
         self.write = gate.write  # type: ignore[method-assign]
         self.pause_reading = partial(gate.pause, "protocol")  # type: ignore[method-assign]
         self.resume_reading = partial(gate.resume, "protocol")  # type: ignore[method-assign]
@@ -95,15 +76,16 @@ def behind_gate(
 
 
 class HttpServer:
-    """An HTTP listener: `app` answers for a service.
+    """An HTTP listener: `app` answers what `refuse` has let pass by its head; `failed` counts refused connections.
 
-    Requests in flight may take `drain_timeout_s` once it is stopped. `buffers` has room for what connections send; None
-    for a few of the largest messages. `refuse` is asked for each request before `app` is.
+    Requests in flight may take `drain_timeout_s` once it is stopped.
     """
 
     def __init__(
         self,
-        service: Fronted,
+        limits: RequestLimits,
+        clock: Callable[[], float],
+        failed: CountFailure,
         drain_timeout_s: float,
         app: ASGIApp,
         *,
@@ -111,7 +93,6 @@ class HttpServer:
         ssl: tls.SSLContext | None = None,
         refuse: Refuse = lambda head: None,
     ) -> None:
-        limits = service.limits
         config = uvicorn.Config(
             app,
             interface="asgi3",
@@ -125,7 +106,7 @@ class HttpServer:
         )
         config.load()
         buffers = buffers or ByteBudget(LARGEST_MESSAGES * limits.max_body_bytes)
-        self._gates = Gates(partial(behind_gate, config), limits, service.metrics, buffers, service.clock, ssl, refuse)
+        self._gates = Gates(partial(behind_gate, config), limits, failed, buffers, clock, ssl, refuse)
         self._drain_timeout_s = drain_timeout_s
         self._ticking: asyncio.Task[None] | None = None
 
@@ -145,13 +126,6 @@ class HttpServer:
         """Take in what has connected, then nothing more; end idle connections, and wait for requests in flight."""
         self.begin_drain()
         await self._gates.stop_listening(self._drain_timeout_s)
-        await self._drain()
-        if self._ticking is not None:
-            self._ticking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticking
-
-    async def _drain(self) -> None:
         gates = self._gates
         for gate in list(gates.open):
             if gate.is_between_requests() and not gate.may_bring_request():
@@ -170,6 +144,10 @@ class HttpServer:
         await gates.all_closed(LAST_REQUEST_S)
         for gate in list(gates.open):
             gate.drop()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
 
     async def _tick(self) -> None:
         """Sweep, and keep the date that answers have; nobody else does."""
@@ -185,7 +163,7 @@ class HttpServer:
 
 
 class Answering(NamedTuple):
-    """An application, and what ends its streams, which would go on for as long as they may."""
+    """An application, and what ends its endless streams."""
 
     app: ASGIApp
     end_streams: Callable[[], None] = lambda: None
@@ -201,10 +179,7 @@ async def running_admin(
     ssl: tls.SSLContext | None = None,
     page: Callable[[], Source] | None = None,
 ) -> AsyncIterator[int]:
-    """Serve probes and metrics while the block runs, and give the port. Raises ConfigError, or what `page` raises.
-
-    `page` opens what the status page shows, on the thread that answers; None for no such page.
-    """
+    """Serve probes, metrics and a page while the block runs, and yield the port. Raises ConfigError, or as `page`."""
 
     @contextlib.asynccontextmanager
     async def probes() -> AsyncIterator[Answering]:
@@ -214,22 +189,25 @@ async def running_admin(
             answer = partial(answer_whole, app)
             yield Answering(answer) if board is None else Answering(answer, board.close)
 
-    async with listening_beside(service, probes(), host, port, ssl) as bound:
+    async with listening_beside(
+        service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl
+    ) as bound:
         yield bound
 
 
 @contextlib.asynccontextmanager
 async def listening_beside(
-    service: Fronted,
+    limits: RequestLimits,
+    clock: Callable[[], float],
+    failed: CountFailure,
     opening: contextlib.AbstractAsyncContextManager[Answering],
     host: str,
     port: int,
     ssl: tls.SSLContext | None,
 ) -> AsyncIterator[int]:
-    """Have an application answer operators while the block runs, and give the port.
+    """Let an application answer on a separate thread while the block runs, and yield the port. Raises ConfigError.
 
-    On a thread with an event loop of its own, so that full batches keep nobody waiting who only asks. The application
-    is opened there. Raises ConfigError, or what opening it raises.
+    So full batches keep nobody waiting who only asks. It is opened there.
     """
     loop, stop = uvloop.new_event_loop(), asyncio.Event()
     bound: concurrent.futures.Future[int] = concurrent.futures.Future()
@@ -239,7 +217,7 @@ async def listening_beside(
     async def listen() -> None:
         try:
             async with opening as answering:
-                server = HttpServer(service, ADMIN_DRAIN_TIMEOUT_S, answering.app, ssl=ssl)
+                server = HttpServer(limits, clock, failed, ADMIN_DRAIN_TIMEOUT_S, answering.app, ssl=ssl)
                 bound.set_result(await server.start(host, port))
                 await stop.wait()
                 answering.end_streams()

@@ -9,8 +9,8 @@ import select
 import socket
 import ssl as tls
 import struct
-from collections.abc import Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeAlias, TypeVar
 
 from loader.errors import ConfigError, OverloadedError
 from serving.api.dealing import Dealer, Place
@@ -26,10 +26,11 @@ MAX_HANDSHAKES = 256
 LAST_HANDSHAKE_S = 1.0
 """How long handshakes may take that are under way when a front stops."""
 UNFINISHED = "tls_unfinished"
-"""Kind of a handshake whose peer has left, or was too slow."""
 # When no more files can be opened, those who wait are left in the queue for so long.
 _EXHAUSTED_PAUSE_S = 0.1
 _NO_LINGER = struct.pack("ii", 1, 0)
+CountFailure: TypeAlias = Callable[[str, str, str], object]
+"""Counts what a connection is refused or ended for: API, method, kind."""
 
 
 def forget_unsent(connection: socket.socket) -> None:
@@ -46,20 +47,8 @@ def poll_socket(connection: socket.socket | None, events: int) -> int:
     return sum(ready for _, ready in poller.poll(0))
 
 
-class CountsFailures(Protocol):
-    """Counts what connections are refused or ended for."""
-
-    def failed(self, api: str, method: str, kind: str) -> None:
-        """Count one."""
-
-
 class Accepted(asyncio.BaseProtocol):
-    """One connection of a listener.
-
-    Attributes:
-        address: whose it is.
-        has_connected: whether there is a transport: with TLS, once hands are shaken.
-    """
+    """One connection of a listener; it has connected once it has a transport: with TLS, after the handshake."""
 
     address = ""
     has_connected = False
@@ -73,14 +62,10 @@ Made = TypeVar("Made", bound=Accepted)
 
 
 class Front(abc.ABC, Generic[Made]):
-    """Takes connections as far as limits allow, and shakes hands with each if it speaks TLS.
+    """Accepts connections as far as limits allow, and shakes hands with each if it speaks TLS.
 
     At most `MAX_HANDSHAKES` are under way; one more ends the oldest: honest ones take milliseconds. One that fails is
-    noted by the kind of its error.
-
-    Attributes:
-        buffers: bytes that connections may make the process hold.
-        open: connections, from when they are accepted until they are lost.
+    noted by the kind of its error. Connections are `open` from when they are accepted until they are lost.
     """
 
     def __init__(
@@ -149,10 +134,7 @@ class Front(abc.ABC, Generic[Made]):
                 await asyncio.wait_for(self._all_closed.wait(), timeout_s)
 
     def listen(self, host: str, port: int, api: str, place: Place | None = None) -> int:
-        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ConfigError.
-
-        Processes that have a `place` share their connections evenly.
-        """
+        """Listen, on a free port for 0, shared by processes with a `place`. Returns the port. Raises ConfigError."""
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -223,7 +205,6 @@ class Front(abc.ABC, Generic[Made]):
             self._dealer.count(len(self.open))
 
     def _take_in(self, connection: socket.socket) -> None:
-        """Refuse a connection before it costs anything, or have it made."""
         try:
             address: str = connection.getpeername()[0]
             connection.setblocking(False)

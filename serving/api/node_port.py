@@ -6,14 +6,11 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import cache, partial
-from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,7 +22,7 @@ from serving.api.http_server import Answering, listening_beside
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
 from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, check_library, make_observations
-from serving.observe.watch import NODE_FAMILIES, Sample, collected, node_samples, version_samples
+from serving.observe.watch import NODE_FAMILIES, Sample, StateCollector, node_samples, version_samples
 from shard_node.engine.base import CardsUse
 from shard_node.errors import CardError, TlsHandshakeError
 from shard_node.generation import Generation
@@ -42,20 +39,15 @@ PATHS = ("/healthz", "/readyz", "/metrics")
 
 
 class NodeMetrics:
-    """Counts and times of one shard node. Implements `RequestWatch`; thread-safe.
+    """Counts and times of one shard node, at the address `replica`. Implements `RequestWatch`; thread-safe."""
 
-    Attributes:
-        limits, clock, metrics: for the listener that tells them.
-        replica: the node's address, as serving processes know it.
-    """
-
-    def __init__(self, node: ShardNode, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, node: ShardNode) -> None:
         check_library()
-        self.limits, self.clock, self.metrics = RequestLimits(), time.monotonic, self
         self.replica = ""
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(_NodeState(node, self, wall_clock))
+        self._node = node
+        registry.register(StateCollector(self._samples, NODE_FAMILIES))
         self._seconds = Histogram(
             "shardrank_node_request_seconds",
             "Time from a whole request to its answer, an error too.",
@@ -110,17 +102,6 @@ class NodeMetrics:
         make_observations(self._kept)
         return generate_latest(self._registry)
 
-
-class _NodeState(Collector):
-    """What the node holds at this moment."""
-
-    def __init__(self, node: ShardNode, metrics: NodeMetrics, wall_clock: Callable[[], float]) -> None:
-        self._node, self._metrics, self._wall_clock = node, metrics, wall_clock
-
-    def collect(self) -> Iterable[Metric]:
-        """Collect all families; what has been freed is not told any more."""
-        return collected(self._samples(), NODE_FAMILIES)
-
     def _samples(self) -> Iterator[Sample]:
         failed: list[Generation[LoadedTables]] = []
 
@@ -131,27 +112,30 @@ class _NodeState(Collector):
                 failed.append(one)
                 return None
 
-        info, now = self._node.info(cards_of), self._wall_clock()
-        models, replica, shard = {one.model for one in info.versions}, self._metrics.replica, info.identity.shard_index
-        told = (node_samples(model, replica, info, now) for model in models)
-        faults = (("cards_failed", (one.model, str(one.version), str(shard), replica), 1.0) for one in failed)
-        return chain(version_samples(self._node.generations.all()), *told, faults)
+        info, now = self._node.info(cards_of), time.time()
+        yield from version_samples(self._node.generations.all())
+        for model in {served.model for served in info.versions}:
+            yield from node_samples(model, self.replica, info, now)
+        for one in failed:
+            shard = str(info.identity.shard_index)
+            yield "cards_failed", (one.model, str(one.version), shard, self.replica), 1.0
 
 
 @asynccontextmanager
 async def running_node_port(
     node: ShardNode, address: Address, tls: TlsConfig | None = None
 ) -> AsyncIterator[tuple[NodeMetrics, str]]:
-    """Serve probes and metrics of a node while the block runs; give what counts, and the URL of metrics.
+    """Serve probes and metrics of a node while the block runs; yield what counts, and the URL. Raises ConfigError.
 
-    Where clients must show certificates, probes need none, since a kubelet has none, and are told no names without.
-    Raises ConfigError.
+    Where clients must show certificates, probes need none, since a kubelet has none, and name nothing without one.
     """
     metrics = NodeMetrics(node)
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
     app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
     answering = nullcontext(Answering(partial(answer_whole, app)))
-    async with listening_beside(metrics, answering, address.host, address.port, context) as port:
+    async with listening_beside(
+        RequestLimits(), time.monotonic, metrics.failed, answering, address.host, address.port, context
+    ) as port:
         host = f"[{address.host}]" if ":" in address.host else address.host
         yield metrics, f"{'http' if tls is None else 'https'}://{host}:{port}/metrics"
 

@@ -64,10 +64,9 @@ class TokenFile(Frozen):
 
 
 class Tokens:
-    """The tokens of a file, which is read again when it changes; `note` is told the kind of each refusal.
+    """The tokens of a file, which is read again when it changes; `note` is called with the kind of each refusal.
 
-    May be asked from any thread. Raises ConfigError if the file can't be read; later that keeps the tokens of
-    before, and logs one warning.
+    Thread-safe. Raises ConfigError if the file can't be read; later that keeps the tokens, and logs one warning.
     """
 
     def __init__(
@@ -83,13 +82,9 @@ class Tokens:
         self._note = note
 
     def check(self, authorization: str | None, scope: Scope) -> str:
-        """Let a request pass that needs a scope, and give the name of its token.
+        """Return the name of a request's token, from the header or metadata `authorization`.
 
-        `authorization` is the value of the header or metadata of that name; None without one.
-
-        Raises:
-            UnauthenticatedError: no token, or one that is not known.
-            PermissionDeniedError: its scope is too narrow.
+        Raises UnauthenticatedError for no token, or an unknown one; PermissionDeniedError if its scope is too narrow.
         """
         found = self._find(authorization, scope)
         if isinstance(found, ShardrankError):
@@ -144,10 +139,7 @@ def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
 
 
 def add_token(path: Path, entry: TokenEntry) -> None:
-    """Write an entry into a file, which is made if it is not there: whole or not at all, for its owner alone.
-
-    Raises ConfigError if the file can't be read or written, or has that name already.
-    """
+    """Write an entry into a file, atomically, for its owner alone. Raises ConfigError, also for a name it has."""
     # Where a link leads to, not the link, is replaced.
     path = path.resolve()
     before = read_tokens(path).tokens if path.exists() else ()
@@ -157,24 +149,20 @@ def add_token(path: Path, entry: TokenEntry) -> None:
         raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
     text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
     try:
-        _replace(path, text.encode())
+        # Made with mode 0600.
+        descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                if path.exists():
+                    # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
+                    owner = path.stat()
+                    os.fchown(descriptor, owner.st_uid, owner.st_gid)
+                file.write(text)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(beside, path)
+        except BaseException:
+            os.unlink(beside)
+            raise
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from None
-
-
-def _replace(path: Path, text: bytes) -> None:
-    # Made with mode 0600.
-    descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            if path.exists():
-                # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
-                owner = path.stat()
-                os.fchown(descriptor, owner.st_uid, owner.st_gid)
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise

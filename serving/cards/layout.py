@@ -39,10 +39,7 @@ MIN_VALUES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class BatchClass:
-    """Sizes that batches are rounded up to, so that a few sets of buffers and graphs serve all of them.
-
-    Candidates, which the dense model multiplies, go in steps of a quarter; the others in powers of four and of two.
-    """
+    """Sizes that batches are rounded up to: candidates in steps of a quarter, others by powers of four and of two."""
 
     num_candidates: int
     num_requests: int
@@ -84,13 +81,6 @@ class Area(NamedTuple):
         return counts[self.rows]
 
 
-class OutputPlaces(NamedTuple):
-    """Where each area of the output begins, in elements."""
-
-    areas: tuple[int, ...]
-    total: int
-
-
 class Extra(NamedTuple):
     """What is sent along with the ids: each candidate's request, int64 [N], dense inputs float32 [R, Kc] and [N, Kd].
 
@@ -104,7 +94,7 @@ class Extra(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A run that is pooled into scratch, and then written, or added, to its columns of another area."""
+    """A run that is pooled into the area `source`, at `column`, and then written or added to the area `target`."""
 
     run: Run
     source: int
@@ -182,21 +172,19 @@ class CardLayout:
         if not self._is_divided:
             return mapped.bags
         if self._has_mean_of_parts:
-            mapped = replace(mapped, bags=self._with_means_as_weights(mapped.bags))
+            lengths = mapped.bags.lengths
+            divisors = np.where(np.repeat(self._is_mean_of_parts, mapped.bags.bags_per_key), np.maximum(lengths, 1), 1)
+            weights = np.repeat((1 / divisors).astype(np.float32), lengths)
+            if mapped.bags.weights is not None:
+                weights *= mapped.bags.weights
+            mapped = replace(mapped, bags=mapped.bags.with_values(mapped.bags.values, weights))
         return router.look_ups(mapped).rows
 
-    def _with_means_as_weights(self, bags: KeyedBags) -> KeyedBags:
-        lengths = bags.lengths
-        divisors = np.where(np.repeat(self._is_mean_of_parts, bags.bags_per_key), np.maximum(lengths, 1), 1)
-        weights = np.repeat((1 / divisors).astype(np.float32), lengths)
-        return bags.with_values(bags.values, weights if bags.weights is None else weights * bags.weights)
-
     def combine(self, areas: Sequence[Tensor], projections: Mapping[str, Tensor]) -> None:
-        """Make what is in scratch into inputs: of a whole class, and the same however often it is done.
+        """Write what is in scratch into the inputs of a whole class; idempotent.
 
-        Args:
-            areas: matrices [rows of the class, width], on one device.
-            projections: float32 [columns, embedding_dim] by part, there too.
+        Areas are matrices [rows of the class, width], projections float32 [columns, embedding_dim] by part; all on one
+        device.
         """
         for run, source, column, target in self.sums:
             rows = areas[source]
@@ -212,18 +200,18 @@ class CardLayout:
 
     def runs(self, most: BatchClass) -> OutputRuns:
         """Say where the bags go: one run for each lookup."""
-        places = self.output_places(most)
-        starts = np.array(places.areas, np.int64)[self._areas] + self._columns
+        areas, total = self.output_places(most)
+        starts = np.array(areas, np.int64)[self._areas] + self._columns
         steps = np.array([area.width for area in self.areas], np.int64)[self._areas]
         # Slices of a feature's table pool the same bags.
         keys = self._features if self.num_keys < self._features.size else None
-        return OutputRuns(self._tables, self._modes, starts, steps, OUT_DTYPES[self.dtype], places.total, keys)
+        return OutputRuns(self._tables, self._modes, starts, steps, OUT_DTYPES[self.dtype], total, keys)
 
-    def output_places(self, most: BatchClass) -> OutputPlaces:
-        """Place the areas of the output for the largest batch of a class."""
+    def output_places(self, most: BatchClass) -> tuple[list[int], int]:
+        """Return where each area of the output begins for the largest batch of a class, and the end, in elements."""
         sizes = [_round_up(area.count(most) * area.width, ALIGNED_ELEMENTS) for area in self.areas]
         *starts, total = accumulate(sizes, initial=0)
-        return OutputPlaces(tuple(starts), total)
+        return starts, total
 
     def extra_bytes(self, most: BatchClass) -> int:
         """Count the bytes that are sent along with the largest batch of a class."""

@@ -59,12 +59,7 @@ class CardModel:
 class CardBatch:
     """Buffers for batches of one class, one at a time; once captured, graphs. Belongs to the thread of its lane.
 
-    Attributes:
-        num_uses: batches so far.
-        can_capture: whether its work may be recorded; False once that failed.
-
-    Raises:
-        MemoryBudgetError: the card or the host has no room; nothing is kept then.
+    Raises MemoryBudgetError if the card or the host has no room; nothing is kept then.
     """
 
     def __init__(self, lane: Lane, model: CardModel, most: BatchClass) -> None:
@@ -106,9 +101,9 @@ class CardBatch:
         return self._ranking is not None
 
     def fill(self, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> None:
-        """Pack a batch, whose bags have rows for ids, into pinned memory. Nothing of the last one may be under way.
+        """Pack a batch, whose bags have rows for ids, into pinned memory. Raises InvalidBagsError for a wrong row.
 
-        `pooled` is what the layout makes of the bags. Raises InvalidBagsError for a row outside its table.
+        `pooled` is what the layout makes of the bags. Nothing of the last batch may be under way.
         """
         self._slot.fill(pooled)
         num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
@@ -124,10 +119,7 @@ class CardBatch:
             np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
 
     def run_empty(self) -> None:
-        """Run the work of the whole class without a batch, by its graphs if there are any.
-
-        Raises MemoryBudgetError if the dense model has no room.
-        """
+        """Run the work of the whole class without a batch. Raises MemoryBudgetError if the dense model has no room."""
         num_keys = self._layout.num_keys
         nothing = np.zeros(0, np.int64)
         keys = np.arange(num_keys, dtype=np.int32)
@@ -137,11 +129,10 @@ class CardBatch:
         self._lane.stream.synchronize()
 
     def capture(self) -> None:
-        """Record its work as graphs, after it has run once.
+        """Record its work as graphs, after it has run once. Raises CardError, MemoryBudgetError.
 
         Two of them, so that row writes, which wait for lookups, do not wait for the dense model too. Sequences are laid
-        out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError if
-        it can't be recorded; batches are scored as before.
+        out as long as a batch has them, so a model with some has only the first.
         """
         try:
             ranking = None if self._layout.sequences else self._card.capture(self._lane.stream, self._rank)
@@ -152,10 +143,7 @@ class CardBatch:
         self._ranking = ranking
 
     def score(self, batch: MergedBatch) -> Float32Array:
-        """Score what was filled in: float32 [N], a copy. Blocks, without the interpreter lock.
-
-        Raises MemoryBudgetError if the dense model's work has no room.
-        """
+        """Score what was filled in: float32 [N], a copy. Blocks, without the GIL. Raises MemoryBudgetError."""
         self._put(batch)
         self._lane.stream.synchronize()
         self.num_uses += 1
@@ -184,21 +172,19 @@ class CardBatch:
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
                 self._layout.combine(self._areas, self._projections)
-                self._score(self._inputs if batch is None else self._inputs_of(batch))
+                inputs = self._inputs if batch is None else self._inputs_of(batch)
+                shapes, num_candidates = self._layout.shapes, inputs.candidates.shape[0]
+                if shapes.context.dense_width:
+                    inputs.context[:, shapes.context.dense_columns].copy_(self._extra.context_dense)
+                if shapes.candidate.dense_width:
+                    target = inputs.candidates[:, shapes.candidate.dense_columns]
+                    target.copy_(self._extra.candidate_dense[:num_candidates])
+                torch.sigmoid(self._model(inputs), out=self._scores_on_card[:num_candidates])
         except torch.OutOfMemoryError as error:
             raise MemoryBudgetError(
                 f"card {self._card.number} has no room for the dense model's work on {count} candidates: {error}"
             ) from error
         self._card.copy_to_host(self._down, 0, self._scores.address, FLOAT_BYTES * count, self._lane.stream)
-
-    def _score(self, inputs: RankingInputs) -> None:
-        shapes, num_candidates = self._layout.shapes, inputs.candidates.shape[0]
-        if shapes.context.dense_width:
-            inputs.context[:, shapes.context.dense_columns].copy_(self._extra.context_dense)
-        if shapes.candidate.dense_width:
-            target = inputs.candidates[:, shapes.candidate.dense_columns]
-            target.copy_(self._extra.candidate_dense[:num_candidates])
-        torch.sigmoid(self._model(inputs), out=self._scores_on_card[:num_candidates])
 
     def _inputs_of(self, batch: MergedBatch) -> RankingInputs:
         """Lay ragged rows side by side, [R, longest, D], ending in zeros."""
@@ -222,19 +208,18 @@ class CardBatch:
         )
 
     def _views(self) -> None:
-        """Make tensors over the buffers; they live as long as these."""
         card, layout, most, slot = self._card, self._layout, self.most, self._slot
-        output, candidates = layout.output_places(most), most.num_candidates
-        out = self._out = card.tensor(slot.out, 0, (output.total,), layout.dtype)
+        starts, total = layout.output_places(most)
+        out = self._out = card.tensor(slot.out, 0, (total,), layout.dtype)
         self._areas = [
             out[first : first + area.count(most) * area.width].view(area.count(most), area.width)
-            for first, area in zip(output.areas, layout.areas, strict=True)
+            for first, area in zip(starts, layout.areas, strict=True)
         ]
         columns, context, *others = self._areas
         self._sequence_rows = others[: len(layout.sequences)]
         sent = card.tensor(slot.batch, slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
         self._extra = layout.extra(most, sent)
-        self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
+        self._scores_on_card = card.tensor(self._scores, 0, (most.num_candidates,), torch.float32)
         self._inputs = RankingInputs(context, columns, {}, self._extra.owner)
 
 
@@ -242,12 +227,7 @@ class CardBatch:
 class CardScorer:
     """Scores batches on one card. Belongs to one thread; the least recently used buffers go first.
 
-    Attributes:
-        lane: of the engine; closed by `close`, which then calls `on_close`.
-        limits: a batch beyond them gets buffers, but no graph.
-        max_batches, max_bytes: how many classes' buffers are kept, and of what size together.
-        use_graphs: whether work that is the same for all batches of a class is recorded.
-        failed_captures: classes that could not be recorded.
+    `limits` bound the batches that get graphs; `max_batches` and `max_bytes` the classes whose buffers are kept.
     """
 
     engine: CardEngine
@@ -271,10 +251,9 @@ class CardScorer:
         return [most for _, most in self._batches]
 
     def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> CardBatch:
-        """Find or make the buffers for a batch, and pack it with bags of all features that have rows for ids.
+        """Find or make the buffers for a batch, and fill them; arguments as of `CardBatch.fill`.
 
-        `pooled` is what the model's layout makes of the bags. Raises InvalidBagsError for a row outside its table,
-        MemoryBudgetError where a batch of that size has no room.
+        Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
         """
         most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], pooled.num_values)
         found = self._batches.get((model, most)) or self._make_room_for(model, most)
@@ -285,7 +264,7 @@ class CardScorer:
         return found
 
     def warm(self, model: CardModel, context_values: float, candidate_values: float) -> None:
-        """Make buffers and graphs for all classes of one request, and let go of those of other models.
+        """Make buffers and graphs for all classes of one request, and free those of other models.
 
         Arguments are how many values are usually pooled for a request's context, and for one candidate. Raises
         MemoryBudgetError if not even the smallest class has room.
@@ -392,11 +371,7 @@ class CardScorer:
 def scorer_on_card(
     shards: Sequence[Shard], model: str, version: int, replica: int, limits: RequestLimits, use_graphs: bool = True
 ) -> CardScorer | None:
-    """Make a scorer for one replica of a version, if its rows are all in this process and on cards; else None.
-
-    The rows are leased until it is closed. Replicas, by number, take turns over the cards. Raises
-    GenerationNotFoundError if the rows are not here.
-    """
+    """Make a scorer for one replica, by number, of a version with all rows on cards of this process; else None."""
     if len(shards) != 1 or not isinstance(shards[0], LocalShard):
         return None
     with ExitStack() as undo:
@@ -411,8 +386,7 @@ def scorer_on_card(
 class CardRanking(Ranking):
     """Ranks batches on one card. Belongs to the event loop, and thread, of its replica.
 
-    The stage `lookup` is the host's share of a batch: ids to rows, and packing. The stage `rank` is the time from there
-    until the scores are back: pooling and the dense model. The scorer is closed by `close`.
+    The stage `lookup` is the host's part of a batch: ids to rows, and packing; `rank` is pooling and the dense model.
     """
 
     def __init__(
@@ -441,7 +415,6 @@ class CardRanking(Ranking):
             began = self._clock()
             if not self.scorer.warm_beside(model, most):
                 return
-            # Others are scored meanwhile.
             await asyncio.sleep(self._clock() - began)
 
     def offer(self, parts: RankingParts) -> None:
@@ -469,9 +442,14 @@ class CardRanking(Ranking):
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
-        model = self._on_card(self.parts)
-        context_values, candidate_values = usual_values(model.layout, self.parts, golden)
-        self.scorer.warm(model, context_values, candidate_values)
+        model, features = self._on_card(self.parts), self.parts.schema.features
+        # Values that are pooled for one request's context, and for one candidate, on average.
+        ids, num_requests, num_candidates = model.layout.values_per_id, 1, 1
+        if golden is not None:
+            ids = ids * np.array([golden.lengths[one.name].sum(dtype=np.int64) for one in features.features])
+            num_requests, num_candidates = golden.num_candidates.size, int(golden.num_candidates.sum(dtype=np.int64))
+        context_ids, candidate_ids = ids[features.is_context].sum(), ids[~features.is_context].sum()
+        self.scorer.warm(model, float(context_ids / num_requests), float(candidate_ids / num_candidates))
 
     async def close(self) -> None:
         """Free the lane, give the rows back, and close the router."""
@@ -487,14 +465,3 @@ class CardRanking(Ranking):
             layout = CardLayout(features.spec, features, parts.assembler.dtype)
             found = self._models[parts] = CardModel(layout, parts.models.on(self.scorer.device))
         return found
-
-
-def usual_values(layout: CardLayout, parts: RankingParts, golden: GoldenRequests | None) -> tuple[float, float]:
-    """Count what is pooled for one request's context, and for one candidate, on average over golden requests."""
-    features, per_id = parts.schema.features, layout.values_per_id
-    is_context = features.is_context
-    if golden is None:
-        return float(per_id[is_context].sum()), float(per_id[~is_context].sum())
-    ids = per_id * np.array([golden.lengths[feature.name].sum(dtype=np.int64) for feature in features.features])
-    num_requests, num_candidates = golden.num_candidates.size, int(golden.num_candidates.sum(dtype=np.int64))
-    return float(ids[is_context].sum() / num_requests), float(ids[~is_context].sum() / num_candidates)

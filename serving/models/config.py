@@ -72,10 +72,7 @@ _ADAPTER: TypeAdapter[DenseModelConfig] = TypeAdapter(Annotated[DenseModelConfig
 
 
 def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
-    """Validate `spec.dense_model` and its fit with the model's features and dense inputs.
-
-    Raises RankingModelError, naming the model, the option, its value and what is allowed.
-    """
+    """Return `spec.dense_model`, checked against the model's features and dense inputs. Raises RankingModelError."""
     described = spec.dense_model
     if not isinstance(described, DenseModelSpec):
         raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r} is no built-in model")

@@ -45,13 +45,10 @@ def rounded_rows(count: int) -> int:
 
 @dataclass(frozen=True)
 class SideShapes:
-    """The columns of one side's matrix.
+    """The columns of one side's matrix, `width` of which carry something.
 
-    Attributes:
-        features, dims: the side's pooled features, in the order of `spec.features`, and the embedding_dim of each.
-        offsets: first column of each.
-        embedding_width, dense_width: columns of embeddings, then of dense inputs.
-        width, padded_width: all columns that carry something; all columns.
+    `features` are the side's pooled ones, in the order of `spec.features`, `dims` and `offsets` their embedding_dims
+    and first columns.
     """
 
     features: tuple[str, ...]
@@ -90,12 +87,9 @@ class SideShapes:
 
 @dataclass(frozen=True)
 class InputShapes:
-    """Where each input of a model lies. Derived from its description.
+    """Where each input of a model is.
 
-    Attributes:
-        context, candidate: the two matrices' columns.
-        features, dims: the pooled features of both sides, in the order of `spec.features`, and their embedding_dims.
-        sequence_dims: embedding_dim of each feature with pooling none.
+    `features` and `dims` are the pooled ones of both sides, in the order of `spec.features`, and their embedding_dims.
     """
 
     context: SideShapes
@@ -159,12 +153,8 @@ class SequenceInput:
 class RankingInputs:
     """A batch of N candidates of R requests.
 
-    Attributes:
-        context: [R, padded width of the context], what all candidates of a request share.
-        candidates: [N, padded width of the candidates].
-        sequences: the sequence features by name.
-        request_of_candidate: int64 [N], which of the R requests a candidate belongs to.
-        is_ordered: whether that is known to be ascending.
+    `context` is [R, padded width of the context], `candidates` [N, padded width of the candidates],
+    `request_of_candidate` int64 [N], ascending if `is_ordered`.
     """
 
     context: Tensor
@@ -213,11 +203,8 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writ", c
 class Run:
     """Lookups for pooled features, of one side and embedding_dim, that are neighbours in block and columns.
 
-    Attributes:
-        block, first, count: the group of tables, the first of the lookups, how many they are.
-        side, column: where they go: the matrix, and its first column.
-        dim, width: columns of their rows, and of what they become: more by their `projections`, the names of the parts.
-        adds: whether they are added to what other parts have brought.
+    They are `count` lookups from `first` on, in the group `block`, with `dim` columns. They go to `width` columns of
+    the side's matrix from `column` on, projected if there are `projections` (names of parts), added if it `adds`.
     """
 
     block: int
@@ -232,10 +219,7 @@ class Run:
 
 
 def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] | None = None) -> tuple[Run, ...]:
-    """Split the lookups for features, by flat index, in order, into the fewest runs: those that add come last.
-
-    By default they are the pooled ones. Rows of sequences begin in column 0.
-    """
+    """Split the lookups of features, by flat index (default: the pooled ones), into runs, those that add last."""
     shapes, lookups, projections = InputShapes.of(spec), schema.lookups, spec.projections()
     own = set(np.flatnonzero(~schema.is_none).tolist() if features is None else features)
     runs: list[Run] = []
@@ -261,7 +245,13 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] 
             adds=first_parts.setdefault(index, part) != part,
         )
         last = runs[-1] if runs else None
-        if last is not None and _are_neighbours(last, found):
+        if (
+            last is not None
+            and (last.block, last.side, last.adds, bool(last.projections), last.width)
+            == (found.block, found.side, found.adds, bool(found.projections), found.width)
+            and last.first + last.count == found.first
+            and last.column + last.count * last.width == found.column
+        ):
             runs[-1] = replace(last, count=last.count + 1, projections=last.projections + found.projections)
         else:
             runs.append(found)
@@ -282,15 +272,6 @@ def write_run(run: Run, rows: Tensor, matrix: Tensor, projections: Mapping[str, 
         target.add_(rows)
     else:
         target.copy_(rows)
-
-
-def _are_neighbours(run: Run, other: Run) -> bool:
-    same = (run.block, run.side, run.adds, bool(run.projections), run.width)
-    return (
-        same == (other.block, other.side, other.adds, bool(other.projections), other.width)
-        and run.first + run.count == other.first
-        and run.column + run.count * run.width == other.column
-    )
 
 
 class InputBuffer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,22 +34,10 @@ _NO_SCALARS: list[Any] = []
 
 
 class Shared(NamedTuple):
-    """What a layer reads of each request: context columns [R, Kc], and which request each row is of, int64 [N]."""
+    """What a layer reads of each request: context columns [R, Kc], and int64 [N], which request each row is of."""
 
     context: Tensor
     owner: Tensor
-
-
-class Product(Protocol):
-    """Multiplies rows by weights that were made ready."""
-
-    def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        """Give x W^T + bias, [..., out]; max(0, .) of it with `relu`."""
-        ...
-
-    def plus(self, x: Tensor, more: Tensor, relu: bool) -> Tensor:
-        """Give x W^T + more, [N, out], where `more` has a row of its own for each of x; it may be written."""
-        ...
 
 
 class PlainProduct:
@@ -59,7 +47,7 @@ class PlainProduct:
         self._weight = weight
 
     def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        """Give the product."""
+        """Return the product."""
         y = F.linear(x, self._weight, bias)
         return F.relu_(y) if relu else y
 
@@ -80,7 +68,7 @@ class PackedProduct:
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        """Give the product."""
+        """Return the product."""
         found: Tensor = self._linear(x, self._weight, bias, "relu" if relu else "none", _NO_SCALARS, "")
         return found
 
@@ -120,7 +108,7 @@ class Int8Product:
         self._codes = (weight / self._scales[:, None]).round_().to(torch.int8).t()
 
     def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        """Give the product."""
+        """Return the product."""
         if x.shape[0] <= INT8_ROWS:
             return self._product(x, bias, relu).to(x.dtype, copy=True)
         return torch.cat([self._product(rows, bias, relu).to(x.dtype, copy=True) for rows in torch.split(x, INT8_ROWS)])
@@ -131,10 +119,17 @@ class Int8Product:
         return torch.cat([self._product(rows, own, relu).to(x.dtype, copy=True) for rows, own in parts])
 
     def _product(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
-        """Give the product of INT8_ROWS rows at most, in float32 and in memory that the next one overwrites."""
+        """Return the product of INT8_ROWS rows at most, float32, in memory that the next one overwrites."""
         (rows, width), outputs = x.shape, self._scales.numel()
         scaled, codes = _SCRATCH.take(rows, width, torch.float32), _SCRATCH.take(rows, width, torch.int8)
-        largest = _largest(x).clamp_(min=SMALLEST_SCALED)
+        # The largest magnitude of each row, float32 [N, 1].
+        if x.dtype is torch.bfloat16:
+            # Without their signs, floats are in the order of their bits, and whole numbers are compared much faster.
+            bits = torch.bitwise_and(x.view(torch.int16), 0x7FFF, out=_SCRATCH.take(rows, width, torch.int16))
+            largest = bits.amax(1, keepdim=True).view(torch.bfloat16).float()
+        else:
+            largest = torch.abs(x, out=_SCRATCH.take(rows, width, torch.float32)).amax(1, keepdim=True)
+        largest.clamp_(min=SMALLEST_SCALED)
         codes.copy_(scaled.copy_(x).mul_(INT8_MOST / largest).round_())
         sums = torch._int_mm(codes, self._codes, out=_SCRATCH.take(rows, outputs, torch.int32))
         y = _SCRATCH.take(rows, outputs, torch.float32)
@@ -144,13 +139,8 @@ class Int8Product:
         return F.relu_(y) if relu else y
 
 
-def _largest(x: Tensor) -> Tensor:
-    """Find the largest magnitude of each row, float32 [N, 1]."""
-    if x.dtype is torch.bfloat16:
-        # Without their signs, floats are in the order of their bits, and whole numbers are compared much faster.
-        bits = torch.bitwise_and(x.view(torch.int16), 0x7FFF, out=_SCRATCH.take(x.shape[0], x.shape[1], torch.int16))
-        return bits.amax(1, keepdim=True).view(torch.bfloat16).float()
-    return torch.abs(x, out=_SCRATCH.take(x.shape[0], x.shape[1], torch.float32)).amax(1, keepdim=True)
+Product: TypeAlias = PlainProduct | PackedProduct | Int8Product
+"""Returns x W^T + bias, [..., out], of weights that were made ready, or `plus` a row for each of x."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -176,10 +166,7 @@ def bfloat16_is_native() -> bool:
 
 
 def int8_is_faster() -> bool:
-    """Tell whether this CPU counts in int8 faster than in its next best format, as far as that was measured.
-
-    It is with AVX-512 VNNI. Where bfloat16 has matrix units of its own (AMX) nothing was measured.
-    """
+    """Tell whether int8 is faster than the next best format: with AVX-512 VNNI, but without AMX."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_vnni") and not capabilities.get("amx_bf16"))
 
@@ -198,8 +185,6 @@ def gains_by_int8(in_features: int, out_features: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A layer made ready: None for a side that has no columns."""
-
     context: Product | None
     rows: Product | None
     bias: Tensor | None
@@ -209,9 +194,10 @@ class Linear(nn.Linear):
     """A linear layer that may read some columns once a request; `weight` [out, in] and `bias` [out] as PyTorch's.
 
     Args:
+        in_features, out_features, bias: as of PyTorch.
         context: the columns that `Shared.context` has, if it reads some.
         rows: the columns that its rows have; None for all, as they are.
-        outputs: which outputs it gives, and in which order; None for all, as they are.
+        outputs: which outputs it returns, and in which order; None for all, as they are.
 
     Attributes:
         is_exact: whether its product is made in float32 in every number format.
@@ -299,10 +285,9 @@ def _selected(tensor: Tensor, indices: Columns, dim: int) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """Linear layers with ReLU between them.
+    """Linear layers with ReLU between them; `sizes` has the output size of each, the first reads as `Linear` does.
 
-    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out]. `sizes` has the output size of each.
-    The first layer reads columns as `Linear` does.
+    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out].
     """
 
     def __init__(
@@ -342,13 +327,9 @@ class LogitHead(Mlp):
         self, input_width: int, hidden: Sequence[int], *, context: Columns | None = None, rows: Columns | None = None
     ) -> None:
         super().__init__(input_width, [*hidden, 1], relu_at_end=False, context=context, rows=rows)
-        self._last.is_exact = True
-
-    @property
-    def _last(self) -> Linear:
         last = self.layers[len(self.layers) - 1]
         assert isinstance(last, Linear)
-        return last
+        last.is_exact = True
 
     def forward(self, x: Tensor, shared: Shared | None = None) -> Tensor:
         """Map [N, columns] to float32 [N]."""
@@ -357,5 +338,5 @@ class LogitHead(Mlp):
             x, shared = self.layers[number](x, shared, True), None
         if shared is not None:
             shared = Shared(shared.context.float(), shared.owner)
-        logits: Tensor = self._last(x.float(), shared)
+        logits: Tensor = self.layers[hidden](x.float(), shared)
         return logits.squeeze(1)

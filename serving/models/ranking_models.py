@@ -99,9 +99,7 @@ class CandidateBlocks:
 class RankingModel(nn.Module):
     """A dense part: from a batch's inputs to one logit a candidate. What depends on the context is computed once.
 
-    Attributes:
-        projections: of parts that are narrower than their table, float32 [columns, embedding_dim]: what assembles the
-            inputs multiplies rows by them.
+    `projections` are those of parts that are narrower than their table, float32 [columns, embedding_dim].
     """
 
     def __init__(self, shapes: InputShapes) -> None:
@@ -127,7 +125,7 @@ class RankingModel(nn.Module):
     def pack(self, number_format: NumberFormat) -> None:
         """Make it ready to score, on the device that it is on; after that its weights must not change.
 
-        Of a model without a layer that gains by int8, `number_format` says afterwards what it is in instead.
+        `self.number_format` becomes another one for a model without a layer that gains by int8.
         """
         layers = [module for module in self.modules() if isinstance(module, Linear)]
         for layer in layers:
@@ -276,7 +274,6 @@ class CrossLayers(nn.Module):
         super().__init__()
         self.low_rank = low_rank
         order = np.concatenate([context, rows])
-
         sides = [(None, order) if layer else (context, rows) for layer in range(num_layers)]
         if low_rank is None:
             self.full = nn.ModuleList(Linear(width, width, context=c, rows=r, outputs=order) for c, r in sides)
@@ -446,22 +443,10 @@ def build_model(spec: ModelSpec) -> RankingModel:
 
 
 def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: NumberFormat = "float32") -> RankingModel:
-    """Load a model that is ready to score in a number format.
-
-    Raises RankingModelError, naming the tensors that are missing, unknown, not finite floats or of another shape.
-    """
+    """Load a model, ready to score in a number format. Raises RankingModelError, naming tensors that don't fit."""
     # On the meta device nothing is allocated or drawn at random before the tensors are known to fit.
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}
-    _check_tensors(spec, tensors, expected)
-    model = build_model(spec)
-    model.load_state_dict(dict(tensors), strict=True)
-    model.requires_grad_(False).eval()
-    model.pack(number_format)
-    return model
-
-
-def _check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     prefix = f"model {spec.model!r}: dense model {spec.dense_model.kind!r}"
     if missing := sorted(expected.keys() - tensors.keys()):
         raise RankingModelError(f"{prefix}: missing tensors: {missing}")
@@ -476,14 +461,19 @@ def _check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor], expected: Map
             raise RankingModelError(f"{prefix}: tensor {name!r} is {tensor.dtype}, expected floating point")
         if not bool(torch.isfinite(tensor).all()):
             raise RankingModelError(f"{prefix}: tensor {name!r} holds NaN or inf")
+    model = build_model(spec)
+    model.load_state_dict(dict(tensors), strict=True)
+    model.requires_grad_(False).eval()
+    model.pack(number_format)
+    return model
 
 
 def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberFormat:
-    """Choose the number format of the ranking model on a device.
+    """Choose the number format of the ranking model on a device. Raises RankingModelError for one that is not there.
 
     `auto` goes by what the processor has and nothing else, so that all processes of a fleet of equal machines choose
     the same: int8 where `int8_is_faster`, then bfloat16 where that is native, which GPUs of compute capability 8.0 and
-    above have. Raises RankingModelError if what is asked for is not there.
+    above have.
     """
     if choice == "float32":
         return "float32"
@@ -500,10 +490,7 @@ def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberForma
 
 
 def formats_to_try(wanted: NumberFormat) -> tuple[NumberFormat, ...]:
-    """List the number formats narrower than float32 that a version may serve in, the wanted one first.
-
-    Where golden requests do not bear the first out, the next one is tried.
-    """
+    """List the number formats narrower than float32 that a version may serve in, in the order they are tried."""
     if wanted == "int8":
         return ("int8", "bfloat16") if bfloat16_is_native() else ("int8",)
     return ("bfloat16",) if wanted == "bfloat16" else ()

@@ -26,7 +26,6 @@ BEFORE_BATCH = ("receive", "decode", "parse", "queue")
 IN_BATCH = ("merge", "map", "split", "shard_wait", "add", "rank", "answer")
 AFTER_BATCH = ("hand_back", "encode")
 STAGES = BEFORE_BATCH + IN_BATCH + AFTER_BATCH
-"""All stages of a request, in order."""
 
 _SERVER_FAULT = 500
 
@@ -35,11 +34,8 @@ _SERVER_FAULT = 500
 class Traced:
     """The span of a call or batch whose trace is sampled, before its times are all known.
 
-    Attributes:
-        sink: takes it.
-        context, parent: its own and its parent's, None for the first of a trace.
-        links: of a call the batches that it was in, of a batch its sampled calls.
-        lookup: of a batch, its lookup, which calls to shards are children of.
+    `links` are of a call its batches, of a batch its sampled calls; `lookup` is the span that calls to shards are
+    under.
     """
 
     sink: SpanSink
@@ -55,12 +51,9 @@ class BatchTimes:
 
     Attributes:
         num_candidates: in the batch; a lookup has none.
-        merge_s: its requests joined.
-        lookup, lookup_s: its rows looked up, by part and in all; on cards None, and ids mapped and packed.
-        rank_s: the dense model and its inputs.
-        answer_s: scores checked, counted and sorted, answers made.
+        merge_s, answer_s: requests joined; scores checked, counted and sorted, answers made.
+        lookup, lookup_s: rows looked up, by part and in all; on cards None, and ids mapped and packed.
         began, ended: from taking it to when the answers were there, monotonic seconds.
-        trace: its span; None if none of its requests is sampled.
     """
 
     num_requests: int = 1
@@ -92,12 +85,10 @@ class Call:
         model: name of the served model, once it is known; never what a client made up.
         version, counter, generation: of what answers it, once that is chosen: at `leased`.
         pinned: its client named the version, so no guard counts it.
-        deadline: when nobody waits any more.
         received, parsed: when its request had come in full; when it was arrays.
         queue_s, batch: seconds that it waited for a replica; the batch that it was in, once that is answered.
         answered, encoded: when the call went on with the answer; when that was bytes.
         admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
-        trace: its span; None if it is not sampled.
     """
 
     api: str
@@ -140,7 +131,6 @@ def outcome_of(error: BaseException) -> Outcome | None:
     # its replicas can bring that about.)
     if isinstance(error, OverloadedError) or not isinstance(error, Exception):
         return None
-    # What is no ShardrankError is a defect of ours.
     is_fault = not isinstance(error, ShardrankError) or error.http_status >= _SERVER_FAULT
     return "error" if is_fault else None
 
@@ -150,9 +140,9 @@ class InferenceTotals:
     """Sums over rank requests, whatever API they came by.
 
     Attributes:
-        succeeded, succeeded_s: requests that were answered, from arrival to answer: `queue_s` waiting for a replica,
-            `input_s` joined with others, `infer_s` looked up and scored, `output_s` checked and sorted.
-        batches: in which they were: each adds its share of its own.
+        succeeded_s: from arrival to answer: `queue_s` waiting for a replica, `input_s` joined with others, `infer_s`
+            looked up and scored, `output_s` checked and sorted.
+        batches: in which they were: each adds its fraction of its batch.
         failed, failed_s: requests that were not answered, after their version was chosen.
         last: when the last one ended, monotonic seconds; None if there was none.
     """
@@ -172,13 +162,11 @@ class InferenceTotals:
 class VersionCounter:
     """Counts of one version in this process; they only grow. Thread-safe.
 
-    By `stats` a canary is compared with the live version: requests that named their version are not in it. A request
-    counts for the version whose lease it took, also when it fails.
+    `stats`, which compares a canary with the live version, leaves out requests that named their version.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Calls by latency.
         self._answered, self._failed = ([0] * (len(LATENCY_BOUNDS_MS) + 1) for _ in range(2))
         self._score_count = 0
         self._score_sum = self._score_square_sum = 0.0
@@ -186,7 +174,6 @@ class VersionCounter:
 
     def ended(self, call: Call, outcome: Outcome | None, now: float) -> None:
         """Count a call that ended now: `ok` if it was answered, else with what `outcome_of` says."""
-        # Bounds are upper ones, and inclusive.
         bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * (now - call.leased))
         seconds, batch, totals = now - call.began, call.batch, self._totals
         with self._lock:

@@ -10,9 +10,8 @@ import asyncio
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
-from typing import TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -45,12 +44,73 @@ _LOOK = (0.5, 1.0, 1.5, 4.0)
 Kept: TypeAlias = deque[tuple[tuple[Histogram, ...], tuple[float, ...]]]
 
 
-class ServingMetrics:
-    """Counts and times of one service. Thread-safe.
+_VERSION, _TABLE = ("model", "version"), ("model", "table")
+_COUNTERS = {
+    "requests": ("Requests answered, with success or not.", ("api", "method", "model", "status")),
+    "errors": ("Requests refused or failed, by kind.", ("api", "method", "kind")),
+    "buffer_refusals": ("Messages refused because max_buffered_bytes are held, by cause.", ("cause",)),
+    "card_batches": (
+        "Batches ranked on cards, by how their work was put there: as a graph, or launch by launch.",
+        ("model", "how"),
+    ),
+    "version_requests": (
+        "Requests by the version that answered or failed them; ok or error.",
+        (*_VERSION, "outcome"),
+    ),
+    "trace_spans": ("Spans by what became of them.", ("outcome",)),
+    "shard_request_bytes": ("Bytes that shards behind sockets were asked with.", ("model",)),
+    "shard_answer_bytes": (
+        "Bytes that shards behind sockets answered with: rows as they are stored, float16 or float32 sums.",
+        ("model", "form"),
+    ),
+    "shard_retries": (
+        "Lookups that another replica was asked for as well: by the kind of the failure before, or late.",
+        ("model", "kind"),
+    ),
+    "shard_retries_denied": (
+        "Lookups that no other replica was asked for because the budget of hedges and retries was spent.",
+        ("model", "kind"),
+    ),
+    "replica_ejections": ("Replicas that were ejected, by why.", ("model", "shard", "reason")),
+    "dense_steps_refused": ("Sets of dense weights that must not answer.", _VERSION),
+    "recorded_requests": ("Requests chosen to be recorded: written, or dropped.", ("outcome",)),
+    "recorded_bytes": ("Bytes of recorded requests that were written.", ()),
+    "warmed_requests": ("Recorded requests that versions ranked before they were ready.", _VERSION),
+    "hot_lookups": ("Rows that were looked up where hot rows are held.", _TABLE),
+    "hot_hits": ("How many of these were hot.", _TABLE),
+}
+# Help, labels, and how the values of several workers become one.
+_GAUGES: dict[str, tuple[str, tuple[str, ...], Literal["livesum", "livemax", "livemin"]]] = {
+    "requests_in_flight": ("Requests being handled.", (), "livesum"),
+    "buffered_bytes": ("Bytes of messages that are held.", (), "livesum"),
+    "replicas_ejected": (
+        "Replicas that are ejected or not yet let in again, counted by each router.",
+        ("model", "shard"),
+        "livesum",
+    ),
+    "dtype_fallback": (
+        "1 if the dense model serves in float32 because bfloat16 missed the golden tolerance.",
+        _VERSION,
+        "livemax",
+    ),
+    "wire_fallback": (
+        "1 if shards answer with float32 sums because float16 ones missed the golden tolerance.",
+        _VERSION,
+        "livemax",
+    ),
+    "dense_step": ("The newest set of dense weights that answers; 0 for the snapshot's own.", _VERSION, "livemin"),
+    "hot_rows": ("Rows held.", _VERSION, "livesum"),
+    "hot_bytes": ("Bytes of rows held and their index.", _VERSION, "livesum"),
+    "hot_sequence": ("Last delta applied to them.", _VERSION, "livemin"),
+}
+_STAGE_HELP = (
+    "Time by stage. Merge, lookup and its parts, rank and answer are counted once per batch, all others once "
+    "per request."
+)
 
-    Args:
-        state: read when the metrics are. With several workers on one port it is that of the worker that answers.
-    """
+
+class ServingMetrics:
+    """Counts and times of one service; `state` is read when they are. Thread-safe."""
 
     def __init__(self, state: Collector | None = None) -> None:
         check_library()
@@ -61,68 +121,40 @@ class ServingMetrics:
         ProcessCollector(registry=registry)
         if state is not None:
             registry.register(state)
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        counters = {
+            name: Counter(f"shardrank_{name}", text, labels, registry=registry)
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: Gauge(f"shardrank_{name}", text, labels, registry=registry, multiprocess_mode=mode)
+            for name, (text, labels, mode) in _GAUGES.items()
+        }
         histogram = partial(Histogram, registry=registry)
-        requests = counter(
-            "shardrank_requests", "Requests answered, with success or not.", ("api", "method", "model", "status")
-        )
-        errors = counter("shardrank_errors", "Requests refused or failed, by kind.", ("api", "method", "kind"))
-        stages = histogram(
-            "shardrank_stage_seconds",
-            "Time by stage. Merge, lookup and its parts, rank and answer are counted once per batch, all others once "
-            "per request.",
-            ("model", "stage", "method"),
-            buckets=_SECONDS,
-        )
+        stages = histogram("shardrank_stage_seconds", _STAGE_HELP, ("model", "stage", "method"), buckets=_SECONDS)
         batch_requests = histogram(
             "shardrank_batch_requests", "Requests in a batch.", ("model",), buckets=_BATCH_REQUESTS
         )
         batch_candidates = histogram(
             "shardrank_batch_candidates", "Candidates in a batch.", ("model",), buckets=_BATCH_CANDIDATES
         )
-        self.in_flight = gauge("shardrank_requests_in_flight", "Requests being handled.", multiprocess_mode="livesum")
-        self._buffered = gauge(
-            "shardrank_buffered_bytes", "Bytes of messages that are held.", multiprocess_mode="livesum"
-        )
-        self._buffer_refusals = counter(
-            "shardrank_buffer_refusals", "Messages refused because max_buffered_bytes are held, by cause.", ("cause",)
-        )
+        self._counters = counters
+        self.in_flight = self._gauges["requests_in_flight"]
         self.buffered_bytes: Callable[[], int] = lambda: 0
-        self._replicas = _ReplicaMetrics(registry)
-        self._card_batches = counter(
-            "shardrank_card_batches",
-            "Batches ranked on cards, by how their work was put there: as a graph, or launch by launch.",
-            ("model", "how"),
-        )
-        self._fallbacks = gauge(
-            "shardrank_dtype_fallback",
-            "1 if the dense model serves in float32 because bfloat16 missed the golden tolerance.",
-            ("model", "version"),
-            multiprocess_mode="livemax",
-        )
-        self._wire_fallbacks = gauge(
-            "shardrank_wire_fallback",
-            "1 if shards answer with float32 sums because float16 ones missed the golden tolerance.",
-            ("model", "version"),
-            multiprocess_mode="livemax",
-        )
-        self._dense = _DenseMetrics(registry)
-        self._version_requests = counter(
-            "shardrank_version_requests",
-            "Requests by the version that answered or failed them; ok or error.",
-            ("model", "version", "outcome"),
-        )
-        self._spans = counter("shardrank_trace_spans", "Spans by what became of them.", ("outcome",))
-        self._of_wire = _wire_counters(registry)
-        self._hot = _HotMetrics(registry)
-        self._recorded = _RecordedMetrics(registry)
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
-        self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
-        self._of_error = cache(errors.labels)
+        self._of_status, self._of_error = cache(counters["requests"].labels), cache(counters["errors"].labels)
+        self._of_outcome = cache(counters["version_requests"].labels)
         self._of_stages = cache(
             lambda names, model, method: tuple(stages.labels(model, stage, method) for stage in names)
         )
         self._sizes = cache(lambda model: (batch_requests.labels(model), batch_candidates.labels(model)))
+        # By model, in the order of `LookupTimes.wire_bytes`.
+        answer_bytes = counters["shard_answer_bytes"]
+        self._of_wire = cache(
+            lambda model: (
+                counters["shard_request_bytes"].labels(model),
+                *(answer_bytes.labels(model, form) for form in WIRE_FORMS),
+            )
+        )
         # Observations that are not in their histograms yet. Made one by one, between work that needs the processor's
         # caches, each costs three times what it costs after another one. Thread-safe: both ends of a deque are.
         self._kept: Kept = deque()
@@ -168,48 +200,60 @@ class ServingMetrics:
 
     def buffer_refused(self, cause: str) -> None:
         """Count a message that was refused because no more bytes may be held."""
-        self._buffer_refusals.labels(cause).inc()
+        self._counters["buffer_refusals"].labels(cause).inc()
 
     def spans_ended(self, outcome: TraceOutcome, count: int) -> None:
-        """Count spans that were exported or failed to be, and calls that were refused a trace."""
-        self._spans.labels(outcome).inc(count)
+        """Count spans of traces that were exported, failed to be, were dropped (no room or time), or refused."""
+        self._counters["trace_spans"].labels(outcome).inc(count)
 
     def replica_events(self, model: str) -> ReplicaEvents:
         """Return what counts hedges, retries and ejections of one of a model's routers."""
-        return self._replicas.events(model)
+        counters, ejected = self._counters, self._gauges["replicas_ejected"]
+        return ReplicaEvents(
+            retried=lambda kind: counters["shard_retries"].labels(model, kind).inc(),
+            denied=lambda kind: counters["shard_retries_denied"].labels(model, kind).inc(),
+            ejected=lambda shard, reason: counters["replica_ejections"].labels(model, str(shard), reason).inc(),
+            out=lambda shard, more: ejected.labels(model, str(shard)).inc(more),
+        )
 
     def card_batch(self, model: str, *, is_graph: bool) -> None:
         """Count a batch that was ranked on a card."""
-        self._card_batches.labels(model, "graph" if is_graph else "launches").inc()
+        self._counters["card_batches"].labels(model, "graph" if is_graph else "launches").inc()
 
     def dtype_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
         """Say whether a version serves in another dtype than was asked for."""
-        self._fallbacks.labels(model, str(version)).set(float(fell_back))
+        self._gauges["dtype_fallback"].labels(model, str(version)).set(float(fell_back))
 
     def wire_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
         """Say whether shards answer with other sums than were asked for."""
-        self._wire_fallbacks.labels(model, str(version)).set(float(fell_back))
+        self._gauges["wire_fallback"].labels(model, str(version)).set(float(fell_back))
 
     def dense_step(self, model: str, version: int, step: int) -> None:
         """Say which set of dense weights a version has."""
-        self._dense.steps.labels(model, str(version)).set(step)
+        self._gauges["dense_step"].labels(model, str(version)).set(step)
 
     def dense_refused(self, model: str, version: int) -> None:
         """Count a set of dense weights that was refused."""
-        self._dense.refusals.labels(model, str(version)).inc()
+        self._counters["dense_steps_refused"].labels(model, str(version)).inc()
 
     def hot_rows(self, status: HotStatus) -> None:
         """Say what a version's tier of hot rows holds, and count what it counted since it told last."""
-        self._hot.tell(status)
+        values = {"hot_rows": status.rows, "hot_bytes": status.size_bytes, "hot_sequence": status.sequence}
+        for name, value in values.items():
+            self._gauges[name].labels(status.model, str(status.version)).set(value)
+        for table, lookups, hits in zip(status.tables, status.lookups.tolist(), status.hits.tolist(), strict=True):
+            if lookups:
+                self._counters["hot_lookups"].labels(status.model, table).inc(lookups)
+                self._counters["hot_hits"].labels(status.model, table).inc(hits)
 
     def recorded(self, outcome: str, requests: int, size_bytes: int) -> None:
         """Count requests that were chosen to be recorded: `written`, with their bytes on disk, or `dropped`."""
-        self._recorded.requests.labels(outcome).inc(requests)
-        self._recorded.bytes.inc(size_bytes)
+        self._counters["recorded_requests"].labels(outcome).inc(requests)
+        self._counters["recorded_bytes"].inc(size_bytes)
 
     def warmed(self, model: str, version: int, requests: int) -> None:
         """Count recorded requests that a version ranked before it was ready."""
-        self._recorded.warmed.labels(model, str(version)).inc(requests)
+        self._counters["warmed_requests"].labels(model, str(version)).inc(requests)
 
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""
@@ -217,18 +261,14 @@ class ServingMetrics:
             return
         self._of_outcome.cache_clear()
         for outcome in get_args(Outcome):
-            self._version_requests.remove(model, str(version), outcome)
-        self._fallbacks.remove(model, str(version))
-        self._wire_fallbacks.remove(model, str(version))
-        self._dense.steps.remove(model, str(version))
-        self._dense.refusals.remove(model, str(version))
-        self._recorded.warmed.remove(model, str(version))
-        self._hot.forget(model, str(version))
+            self._counters["version_requests"].remove(model, str(version), outcome)
+        for metric in (*self._counters.values(), *self._gauges.values()):
+            if metric._labelnames == _VERSION:
+                metric.remove(model, str(version))
 
     def _make_observations(self) -> None:
-        """Put what is kept into the histograms: whoever reads one calls it before."""
         make_observations(self._kept)
-        self._buffered.set(self.buffered_bytes())
+        self._gauges["buffered_bytes"].set(self.buffered_bytes())
 
     async def keep_up(self) -> None:
         """Keep this process's numbers where other workers look for them, until it is cancelled."""
@@ -246,124 +286,6 @@ class ServingMetrics:
         if self._state is not None:
             registry.register(self._state)
         return generate_latest(registry)
-
-
-def _wire_counters(registry: CollectorRegistry) -> Callable[[str], tuple[Counter, ...]]:
-    """Make what gives a model's counters, in the order of `LookupTimes.wire_bytes`."""
-    asked = Counter(
-        "shardrank_shard_request_bytes",
-        "Bytes that shards behind sockets were asked with.",
-        ("model",),
-        registry=registry,
-    )
-    answered = Counter(
-        "shardrank_shard_answer_bytes",
-        "Bytes that shards behind sockets answered with: rows as they are stored, float16 or float32 sums.",
-        ("model", "form"),
-        registry=registry,
-    )
-    return cache(lambda model: (asked.labels(model), *(answered.labels(model, form) for form in WIRE_FORMS)))
-
-
-class _ReplicaMetrics:
-    """What is told of shards' replicas."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        self._retries = counter(
-            "shardrank_shard_retries",
-            "Lookups that another replica was asked for as well: by the kind of the failure before, or late.",
-            ("model", "kind"),
-        )
-        self._denied = counter(
-            "shardrank_shard_retries_denied",
-            "Lookups that no other replica was asked for because the budget of hedges and retries was spent.",
-            ("model", "kind"),
-        )
-        self._ejections = counter(
-            "shardrank_replica_ejections", "Replicas that were ejected, by why.", ("model", "shard", "reason")
-        )
-        self._out = Gauge(
-            "shardrank_replicas_ejected",
-            "Replicas that are ejected or not yet let in again, counted by each router.",
-            ("model", "shard"),
-            multiprocess_mode="livesum",
-            registry=registry,
-        )
-
-    def events(self, model: str) -> ReplicaEvents:
-        return ReplicaEvents(
-            retried=lambda kind: self._retries.labels(model, kind).inc(),
-            denied=lambda kind: self._denied.labels(model, kind).inc(),
-            ejected=lambda shard, reason: self._ejections.labels(model, str(shard), reason).inc(),
-            out=lambda shard, more: self._out.labels(model, str(shard)).inc(more),
-        )
-
-
-class _DenseMetrics:
-    """What is told of dense steps."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.steps = Gauge(
-            "shardrank_dense_step",
-            "The newest set of dense weights that answers; 0 for the snapshot's own.",
-            ("model", "version"),
-            multiprocess_mode="livemin",
-            registry=registry,
-        )
-        self.refusals = Counter(
-            "shardrank_dense_steps_refused",
-            "Sets of dense weights that must not answer.",
-            ("model", "version"),
-            registry=registry,
-        )
-
-
-class _RecordedMetrics:
-    """What is told of requests that are recorded, and that versions are warmed with."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        self.requests = counter(
-            "shardrank_recorded_requests", "Requests chosen to be recorded: written, or dropped.", ("outcome",)
-        )
-        self.bytes = counter("shardrank_recorded_bytes", "Bytes of recorded requests that were written.")
-        self.warmed = counter(
-            "shardrank_warmed_requests",
-            "Recorded requests that versions ranked before they were ready.",
-            ("model", "version"),
-        )
-
-
-class _HotMetrics:
-    """Counters and gauges of tiers of hot rows."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        version = ("model", "version")
-        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
-        self._lookups = counter(
-            "shardrank_hot_lookups", "Rows that were looked up where hot rows are held.", ("model", "table")
-        )
-        self._hits = counter("shardrank_hot_hits", "How many of these were hot.", ("model", "table"))
-        self._gauges = (
-            gauge("shardrank_hot_rows", "Rows held.", version, multiprocess_mode="livesum"),
-            gauge("shardrank_hot_bytes", "Bytes of rows held and their index.", version, multiprocess_mode="livesum"),
-            gauge("shardrank_hot_sequence", "Last delta applied to them.", version, multiprocess_mode="livemin"),
-        )
-
-    def tell(self, status: HotStatus) -> None:
-        labels = status.model, str(status.version)
-        for one, value in zip(self._gauges, (status.rows, status.size_bytes, status.sequence), strict=True):
-            one.labels(*labels).set(value)
-        for table, lookups, hits in zip(status.tables, status.lookups.tolist(), status.hits.tolist(), strict=True):
-            if lookups:
-                self._lookups.labels(status.model, table).inc(lookups)
-                self._hits.labels(status.model, table).inc(hits)
-
-    def forget(self, model: str, version: str) -> None:
-        for one in self._gauges:
-            with suppress(KeyError):
-                one.remove(model, version)
 
 
 def make_observations(kept: Kept) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -93,10 +92,7 @@ class NodeWatch:
         self._cards_failed = asyncio.Event()
 
     def nodes(self) -> list[tuple[str, str, NodeInfo]]:
-        """Tell what the nodes of all shards last said: of which model, the node's address (`local` here), and what.
-
-        A node may hold other models too; these are told by those who ask for them.
-        """
+        """List what nodes of all shards last reported: a model, the address (`local` in this process), the info."""
         return [(model, address, info) for model, told in self._told.items() for address, info in told.nodes]
 
     def problems(self) -> dict[str, str]:
@@ -117,16 +113,20 @@ class NodeWatch:
         return missing | unasked | {model: one.problem for model, one in told.items() if one.problem}
 
     def degraded(self) -> dict[str, str]:
-        """Say why rows of a live version are older than `max_staleness_s` allows, by model; empty if none are.
-
-        Such a process is ready: it answers, from rows that lag behind.
-        """
+        """Return why rows are older than `max_staleness_s` allows, by model; such a process is ready."""
         live, reasons, now = self.versions.generations.live_versions(), dict[str, str](), self.wall_clock()
         for model, limit_s in self._max_staleness_s.items():
             versions = [one for _, info in self._told.get(model, _Told()).nodes for one in info.versions]
             told = [one for one in versions if (one.model, one.version) == (model, live.get(model))]
-            if told and (reason := degraded_reason(told, limit_s, now)):
-                reasons[model] = reason
+            ages = [age for one in told if (age := staleness_s(one, now)) is not None]
+            if len(ages) < len(told):
+                lacking = f"{len(told) - len(ages)} of {len(told)} nodes with version {live[model]}"
+                reasons[model] = f"{lacking} have not looked for deltas"
+            elif late := sum(age > limit_s for age in ages):
+                reasons[model] = (
+                    f"rows of version {live[model]} are {max(ages):.1f} s behind on {late} of {len(ages)} nodes; "
+                    f"max_staleness_s = {limit_s:g}"
+                )
         return reasons
 
     def begin_shutdown(self) -> None:
@@ -149,6 +149,19 @@ class NodeWatch:
         while True:
             await self.refresh()
             await asyncio.sleep(REFRESH_INTERVAL_S)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield samples of the shard nodes, as they last reported, and of the versions that are here now."""
+        now, degraded, generations = self.wall_clock(), self.degraded(), self.versions.generations
+        for model, replica, info in self.nodes():
+            yield from node_samples(model, replica, info, now)
+        yield from version_samples(generations.all())
+        # All as of one moment: a scrape during a flip must not find a model without a live version.
+        for model, version in generations.live_versions().items():
+            yield "live_version", (model,), version
+            yield "degraded", (model,), float(model in degraded)
+            if (choice := self.versions.canary(model)) is not None:
+                yield "canary_share", (model, str(choice.version)), choice.share
 
     async def _refresh(self, model: str) -> None:
         told = self._told.get(model, _Told())
@@ -185,31 +198,24 @@ def staleness_s(told: ServedVersion, now: float) -> float | None:
     return None if told.delta_fresh_at is None else max(0.0, now - told.delta_fresh_at)
 
 
-def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: float) -> str:
-    """Say why a version's rows are older than they may be, by what each node told of it; "" if they are not."""
-    version = told[0].version
-    ages = [age for one in told if (age := staleness_s(one, now)) is not None]
-    if len(ages) < len(told):
-        return f"{len(told) - len(ages)} of {len(told)} nodes with version {version} have not looked for deltas"
-    if max(ages) <= max_staleness_s:
-        return ""
-    late = sum(age > max_staleness_s for age in ages)
-    return (
-        f"rows of version {version} are {max(ages):.1f} s behind on {late} of {len(ages)} nodes; "
-        f"max_staleness_s = {max_staleness_s:g}"
-    )
+class StateCollector(Collector):
+    """Makes the families of these names of what `samples` returns at the moment; what was freed is in none of them."""
 
+    def __init__(
+        self, samples: Callable[[], Iterable[Sample]], names: Collection[str] = (*_GAUGES, *_COUNTERS)
+    ) -> None:
+        self._samples, self._names = samples, names
 
-def collected(samples: Iterable[Sample], names: Collection[str] = (*_GAUGES, *_COUNTERS)) -> Iterable[Metric]:
-    """Make the families of these names, with samples of theirs."""
-    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-    for kind, described in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-        for name, (told, labels) in described.items():
-            if name in names:
-                families[name] = kind(f"shardrank_{name}", told, labels=labels)
-    for name, values, value in samples:
-        families[name].add_metric(values, value)
-    return families.values()
+    def collect(self) -> Iterable[Metric]:
+        """Collect all families."""
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for kind, described in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (text, labels) in described.items():
+                if name in self._names:
+                    families[name] = kind(f"shardrank_{name}", text, labels=labels)
+        for name, values, value in self._samples():
+            families[name].add_metric(values, value)
+        return families.values()
 
 
 def version_samples(generations: Iterable[Generation[Any]]) -> Iterator[Sample]:
@@ -246,26 +252,3 @@ def node_samples(model: str, replica: str, info: NodeInfo, now: float) -> Iterat
             yield "delta_lag", node, one.delta_lag
             if (seconds := staleness_s(one, now)) is not None:
                 yield "delta_staleness_seconds", node, seconds
-
-
-class StateCollector(Collector):
-    """Metrics of the shard nodes, as they last told and each for itself, and of the versions that are here now."""
-
-    def __init__(self, watch: NodeWatch) -> None:
-        self._watch = watch
-
-    def collect(self) -> Iterable[Metric]:
-        """Collect all families; what has been freed is not told any more."""
-        now, nodes = self._watch.wall_clock(), self._watch.nodes()
-        told = chain.from_iterable(node_samples(model, replica, info, now) for model, replica, info in nodes)
-        return collected(chain(told, self._of_versions()))
-
-    def _of_versions(self) -> Iterator[Sample]:
-        degraded, versions = self._watch.degraded(), self._watch.versions
-        yield from version_samples(versions.generations.all())
-        # All as of one moment: a scrape during a flip must not find a model without a live version.
-        for model, version in versions.generations.live_versions().items():
-            yield "live_version", (model,), version
-            yield "degraded", (model,), float(model in degraded)
-            if (choice := versions.canary(model)) is not None:
-                yield "canary_share", (model, str(choice.version)), choice.share

@@ -1,11 +1,10 @@
 """What waits: requests of one model version for a ranking replica, and lookups for room for their answers.
 
 A request goes at once to a replica that is idle. While all are busy requests wait, and the next free replica takes as
-many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it.
-
-Nothing waits in vain: by the times of the batches before (`BatchPace`) a request is refused at once if what
-waits before it takes too long, and dropped, before any work is done for it, as soon as its deadline can't be met. No
-estimate keeps a replica idle: an empty queue takes whatever comes, and what is left of a queue is tried.
+many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it. By the
+times of the batches before (`BatchPace`) a request is refused at once if it would be late, and dropped, before any work
+is done for it, as soon as its deadline can't be met. No estimate keeps a replica idle: an empty queue takes whatever
+comes, and what is left of a queue is tried.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from serving.observe.calls import Call
 from shard_node.generation import Lease
 
 KEPT, SLOWEST = 8, 2
-"""Batches of late that are looked at, and how many of them are left out: a process may have been stopped meanwhile."""
+"""Recent batches that are read, and how many of them are left out: a process may have been stopped meanwhile."""
 logger = logging.getLogger(__name__)
 Wake: TypeAlias = Callable[[], None]
 PRUDENCE = 2
@@ -69,45 +68,39 @@ class _Batch(NamedTuple):
 
 
 class BatchPace:
-    """The time of a full batch, by the last batches but the slowest, and those that are out. Not thread-safe.
-
-    Each counts by its share: of what a full one takes, small ones say little but what any batch costs. Before there
-    were more than are left out, nothing is expected to take any time.
+    """The time of a full batch, by the last batches but the slowest, and those in flight. Not thread-safe.
 
     Attributes:
-        full_s: seconds that a full batch takes.
-        at_once: how many were out at a time: with so many replicas busy, as much is done meanwhile.
+        full_s: seconds that a full batch takes; 0 until more batches ended than are left out.
+        at_once: how many were in flight at a time: with so many replicas busy, as much is done meanwhile.
+        free_since: when the last batch ended if others waited then, else None.
     """
 
     def __init__(self) -> None:
         self.full_s, self.at_once = 0.0, 1.0
         self._out: dict[int, tuple[float, float]] = {}
-        self._free_since: float | None = None
+        self.free_since: float | None = None
         self._ended: deque[_Batch] = deque(maxlen=KEPT)
 
     def begin(self, number: int, share: float, now: float) -> None:
-        """Note that a batch was taken; `number` is its own among those that are out.
+        """Note that a batch was taken; `number` identifies it among those in flight.
 
         It takes from when the one before was answered, if it waited then: what was read and refused meanwhile, under
         overload more than all else, is as much in its way as batches are.
         """
-        self._out[number] = (now if self._free_since is None else self._free_since, share)
-        self._free_since = None
+        self._out[number] = (now if self.free_since is None else self.free_since, share)
+        self.free_since = None
 
     def end(self, number: int, now: float, waits: bool = False) -> None:
         """Learn from a batch that was answered; `waits`: others do."""
         at_once = len(self._out)
         began, share = self._out.pop(number)
-        self._free_since = now if waits and not self._out else None
+        self.free_since = now if waits and not self._out else None
         self._ended.append(_Batch((now - began) / share, now - began, share, at_once))
         if counted := sorted(self._ended)[:-SLOWEST]:
             shares = sum(one.share for one in counted)
             self.full_s = sum(one.seconds for one in counted) / shares
             self.at_once = sum(one.at_once * one.share for one in counted) / shares
-
-    def rest(self) -> None:
-        """Note that nothing waits any more: a replica is idle until the next batch begins."""
-        self._free_since = None
 
     def batch_s(self, share: float) -> float:
         """Tell how long a batch of so much takes; one of more than a full one is cut."""
@@ -121,11 +114,10 @@ class BatchPace:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """One admitted request.
+    """One admitted request, until `deadline` (monotonic seconds).
 
     Attributes:
         lease: on the version that answers; `finish` releases it.
-        deadline: when nobody waits any more, monotonic seconds.
         future: gets the answer or the error; None once nobody waits: what a future holds on to would hold the frames of
             an error's traceback, and these the future.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
@@ -156,9 +148,8 @@ class Pending:
 class Batcher:
     """A bounded queue of one version's requests, with batching. Thread-safe.
 
-    Args:
-        is_none: bool [F], the features that are not pooled, whose sequences are padded to a batch's longest; None if
-            the model has none. They are context features, so each has one bag.
+    `is_none`, bool [F], are the features that are not pooled, whose sequences are padded to a batch's longest; None if
+    the model has none. They are context features, so each has one bag.
     """
 
     def __init__(
@@ -172,7 +163,6 @@ class Batcher:
         self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[Pending] = deque()
-        # The sum of shares of what waits.
         self._share = 0.0
         # The longest time that a request was given since some moment, and in the `REMEMBERED_S` before that.
         self._since, self._longest_s, self._longest_before_s = -inf, 0.0, 0.0
@@ -190,8 +180,7 @@ class Batcher:
     def submit(self, pending: Pending) -> None:
         """Queue a request and wake an idle replica. Its lease is taken over, also if it is refused.
 
-        Raises OverloadedError if the queue is full, or what waits takes so long that it would be late, and
-        UnavailableError if the batcher is closed.
+        Raises OverloadedError if the queue is full or it would be late, UnavailableError if the batcher is closed.
         """
         if self._is_none is not None and isinstance(pending.request, RankRequest):
             pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
@@ -214,18 +203,17 @@ class Batcher:
             try:
                 raise refusal
             finally:
-                # As in `answer`.
                 del refusal
         while wake is not None and not _wake(wake):
             with self._lock:
                 wake = self._idle.pop() if self._idle else None
 
     def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
-        """Say why a request would wait in vain that has come, and of which at most is known how long it has.
+        """Return why a request with at most `remaining_s` would wait in vain; None if it would not.
 
-        It is taken for one like those that came of late, of the one of them that was given the longest time. A request
-        that has more time than that gets in as they do, when the queue is shorter, and then it is the one. `ahead` are
-        others that came before it and are not queued yet; each is taken for one like those that wait.
+        It is taken for one like the recent ones, of the one of them that was given the longest time. A request that has
+        more time gets in when the queue is shorter, and then it is the one. `ahead` are others that came before it and
+        are not queued yet; each is taken for one like those that wait.
         """
         if not self._queue:
             return None
@@ -241,9 +229,8 @@ class Batcher:
     def take(self, wake: Wake) -> list[Pending] | None:
         """Take the next batch for a replica that is free: rank requests that fit one, or a lookup; never blocks.
 
-        It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be; and None
-        if the batcher is closed. Of any other one `ended` must be told. Requests whose deadline has passed or can't be
-        met, or that nobody waits for, are dropped.
+        It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be. None if
+        the batcher is closed. `ended` must follow each other batch.
         """
         dropped: list[Pending] = []
         hopeless: list[Pending] = []
@@ -252,7 +239,7 @@ class Batcher:
             if not batch:
                 if self._closed_because:
                     return None
-                self._pace.rest()
+                self._pace.free_since = None
                 self._idle.append(wake)
         _expire(dropped)
         if hopeless:
@@ -280,14 +267,16 @@ class Batcher:
         )
 
     def _overload(self, has_s: float, share: float, dropped: list[Pending], ahead: int = 0) -> OverloadedError | None:
-        """Say why a request of a share that has so many seconds would wait in vain; None if it would not.
-
-        So does each of those `ahead` of it that are not in the queue.
-        """
+        """Return why a request with so many seconds would wait in vain, behind `ahead` others not queued yet."""
         limit = self._limits.max_queue
         if len(self._queue) + ahead >= limit:
             if self._clock() - self._looked >= LOOK_AGAIN_S:
-                self._drop_dead(dropped)
+                # `abandoned` is read once per request: another thread may set it, and it must land in one of the two.
+                now, waiting = self._clock(), self._queue
+                self._looked, self._queue = now, deque()
+                for pending in waiting:
+                    (dropped if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
+                self._count()
             if len(self._queue) + ahead >= limit:
                 return OverloadedError(f"{len(self._queue) + ahead} requests wait, the limit max_queue = {limit}")
         if not self._queue:
@@ -299,14 +288,6 @@ class Batcher:
             return None
         waits = f"{len(self._queue) + ahead} requests wait, and an answer is due in about {1000 * due_s:.0f} ms"
         return OverloadedError(f"{waits}; it may be 1/{PRUDENCE} of the {1000 * has_s:.0f} ms that there are")
-
-    def _drop_dead(self, dropped: list[Pending]) -> None:
-        # Each is asked once: it may be abandoned at any moment, and must end up in one of the two.
-        now, waiting = self._clock(), self._queue
-        self._looked, self._queue = now, deque()
-        for pending in waiting:
-            (dropped if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
-        self._count()
 
     def _count(self) -> None:
         # Anew each time: the errors of sums and differences would add up.
@@ -379,10 +360,7 @@ def _expire(dropped: list[Pending]) -> None:
 
 
 def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
-    """Release the leases and hand out answers and errors: to each event loop in one call.
-
-    To be called once for each request, from any thread, when nothing uses its version's payload any more.
-    """
+    """Release leases and resolve futures, on each event loop in one call; once a request, from any thread."""
     here = asyncio._get_running_loop()
     by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
     for pending, outcome in outcomes:
@@ -416,8 +394,8 @@ class _WaitingLookup(NamedTuple):
 class UntakenAnswers:
     """Bounds what lookups may hold until their clients have taken it. Belongs to one event loop.
 
-    A lookup that finds no room waits: behind others of its owner, a connection, and behind all once the whole is full.
-    One that is larger than the bound runs alone.
+    A lookup without room waits: behind others of its owner, a connection, and behind all once the whole is full. One
+    that is larger than the bound runs alone.
     """
 
     def __init__(self, max_floats: int) -> None:
@@ -470,7 +448,6 @@ class UntakenAnswers:
         return encoded._replace(body=b"".join(written), more=())
 
     def _let_in(self) -> None:
-        """Let those in for whom there is room."""
         free, kept = self._max_floats - self._held.total(), deque[_WaitingLookup]()
         while self._waiting:
             waiting = self._waiting.popleft()

@@ -44,7 +44,6 @@ Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
 
 # Segments of this many elements are cut out one by one: 0.35 us each; working positions out takes 1.7 ns an element.
 LONG_SEGMENT = 200
-# So few runs are copied as blocks.
 FEW_RUNS = 4
 
 
@@ -107,7 +106,9 @@ def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
     join_lengths, join_values = _join(bags_per_segment), _join(values_per_segment)
     weights = None
     if any(bags.weights is not None for bags in batch):
-        weights = join_values([_weights(bags) for bags in batch])
+        weights = join_values(
+            [np.ones(bags.num_values, np.float32) if bags.weights is None else bags.weights for bags in batch]
+        )
     return KeyedBags(
         batch[0].keys,
         bags_per_segment.sum(axis=0),
@@ -184,10 +185,6 @@ def _join_by_index(per_segment: Int64Array) -> Join:
     return lambda arrays: np.concatenate(arrays).take(positions)
 
 
-def _weights(bags: KeyedBags) -> Float32Array:
-    return np.ones(bags.num_values, np.float32) if bags.weights is None else bags.weights
-
-
 def _starts(sizes: npt.NDArray[np.int64]) -> Int64Array:
     """Find the first position of each run, then the total: int64 [n + 1]."""
     starts = np.zeros(sizes.size + 1, dtype=np.int64)
@@ -210,12 +207,8 @@ def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_ca
 class RankingParts:
     """What replicas of one version share, only read.
 
-    Attributes:
-        models: the dense model, as it serves, on each device.
-        forms: of the answers of shards.
-        dense_step: of its weights; 0 for those of the snapshot.
-        min_sequence: the delta that every row must be of, or a later one, to be scored with these weights; those of the
-            snapshot go with whatever is there.
+    Rows must be of the delta `min_sequence`, or a later one, to be scored with these weights, which are of `dense_step`
+    (0 for those of the snapshot).
     """
 
     version: int
@@ -238,13 +231,9 @@ class RankingParts:
 
 
 class Scored(NamedTuple):
-    """What a batch came to.
+    """Scores of a batch, float32 [1 + outputs, N], below them what the model names; and ids without a row.
 
-    Attributes:
-        scores: float32 [1 + outputs, N], the scores and below them what the model names.
-        rejected: the ids that have no row.
-        dense_step: of the weights that gave all of it.
-        sequence: every row was of this delta or a later one; UNKNOWN_SEQUENCE where a shard did not tell.
+    Every row was of the delta `sequence` or a later one; UNKNOWN_SEQUENCE where a shard did not tell.
     """
 
     scores: Float32Array
@@ -256,11 +245,8 @@ class Scored(NamedTuple):
 class Ranking:
     """Ranks batches with one router. Belongs to the event loop that the router's shards belong to.
 
-    Dense weights change while it serves: a batch is scored with the newest step whose deltas all of its rows have. The
-    one before is kept for rows of replicas that lag.
-
-    Attributes:
-        parts: the newest that a batch was scored with.
+    Dense weights change while it serves: a batch is scored with the newest step whose deltas all of its rows have;
+    `parts` are the newest that one was scored with. The step before is kept for rows of replicas that lag.
     """
 
     def __init__(
@@ -306,10 +292,7 @@ class Ranking:
                 shard.min_sequence = self.parts.min_sequence
 
     async def has_taken(self) -> bool:
-        """Tell whether the step that was offered last answers; where no batch has shown it, the nodes are asked.
-
-        Raises as `nodes`.
-        """
+        """Return whether the step that was offered last answers; calls `nodes` if no batch has shown it."""
         offered = self._steps[0]
         if offered is not self.parts:
             key = self._model_name, offered.version
@@ -341,10 +324,7 @@ class Ranking:
         await self.router.close()
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
-        """Ask the nodes of all shards what they tell of themselves: by address, or `local` for rows in this process.
-
-        Raises ShardrankError if a shard can't be asked.
-        """
+        """Return what all shards' nodes report, by address (or `local`). Raises ShardrankError."""
 
         async def ask(shard: Shard) -> list[tuple[str, NodeInfo]]:
             return await shard.infos() if isinstance(shard, ReplicatedShard) else [(LOCAL_REPLICA, await shard.info())]
@@ -358,7 +338,7 @@ class Ranking:
         await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
-        """Rank requests together: each gets its answer, or an error of its own (an unknown id, a score not finite).
+        """Rank requests together: each gets its answer, or its own error (an unknown id, a score not finite).
 
         Raises ShardrankError if the rows can't be looked up; then no request has an answer.
         """
@@ -418,10 +398,10 @@ class Ranking:
         return outcomes
 
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
-        """Score a batch until `deadline`, in monotonic seconds, and tell `times` how long the parts took.
+        """Score a batch until `deadline`, monotonic seconds; `times` gets the times of its parts.
 
-        What candidates get that use an id without a row means nothing. Raises DeadlineExceededError before scoring if
-        the time is over, ShardrankError if the lookup failed.
+        Scores of candidates with an id without a row mean nothing. Raises DeadlineExceededError before scoring,
+        ShardrankError if the lookup failed.
         """
         began = self._clock()
         parts = self.parts

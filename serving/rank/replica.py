@@ -1,8 +1,7 @@
 """Ranking replicas: each takes one batch at a time from a version's queue and hands out its answers.
 
 A `Replica` is a thread with its own event loop and its own connections to the shards. It scores with one intra-op
-thread; more replicas, not more threads each, use more cores. PyTorch and the lookup engine release the interpreter's
-lock while they compute, so the event loop of the APIs goes on meanwhile.
+thread; more replicas, not more threads each, use more cores.
 
 A `LoopReplica` has no thread: for rows in this process's memory or on shard nodes, batches are scored on the event loop
 of the APIs. No thread has to be woken, and none fights for the interpreter's lock. What arrives while a batch is scored
@@ -57,7 +56,6 @@ class _OnLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether it still takes work."""
         return self.failure is None and not self._loop.is_closed()
 
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
@@ -75,9 +73,20 @@ class _OnLoop:
         return called
 
     async def _answer(self, batch: list[Pending]) -> None:
-        """Answer a batch. What a defect raises meanwhile is its alone and in the log; the next one is answered."""
+        """Rank or look up a batch, and hand out answers and errors: to each request once, whatever happens.
+
+        What a bug raises is in the log, and fails this batch alone.
+        """
+        broken_off = InternalError("ranking was broken off; the server's log says more")
+        outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
         try:
-            await answer_batch(self.ranking, batch, self._clock)
+            try:
+                now = self._clock()
+                for pending in batch:
+                    pending.call.queue_s = now - pending.call.parsed
+                outcomes = await _outcomes(self.ranking, batch)
+            finally:
+                finish(zip(batch, outcomes, strict=True))
         except Exception:
             logger.exception("a batch of %d requests was broken off", len(batch))
         finally:
@@ -85,10 +94,10 @@ class _OnLoop:
 
 
 class Replica(_OnLoop):
-    """Takes batches from a batcher until that is closed, on a thread of its own.
+    """Ranks batches of a batcher until that is closed, on a separate thread.
 
-    `ranking` makes what does the work: it is called on the replica's own loop, which the shards then belong to.
-    `on_failure` is called on the thread when it ends by anything but the batcher's closing.
+    `ranking` is called on the replica's event loop, which the shards then belong to; `on_failure` on its thread, when
+    it ends by anything but the batcher's closing.
     """
 
     def __init__(
@@ -159,10 +168,7 @@ class Replica(_OnLoop):
 
 
 class LoopReplica(_OnLoop):
-    """Takes batches on a loop that runs in another thread than the caller's.
-
-    Rows in this process are never waited for. Of batches that wait for shards, at most two are out.
-    """
+    """Ranks batches on a loop in another thread than the caller's; at most two that wait for shards are out."""
 
     def __init__(
         self, ranking: Ranking, batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
@@ -183,7 +189,6 @@ class LoopReplica(_OnLoop):
         try:
             closed = asyncio.run_coroutine_threadsafe(closing, self._loop)
         except RuntimeError:
-            # The loop was closed, and with it all that belonged to it.
             closing.close()
             return
         ends = self._clock() + STOP_TIMEOUT_S
@@ -223,25 +228,21 @@ class LoopReplica(_OnLoop):
             self._will_be_woken = True
             return
         try:
-            self._begin_answering(batch)
+            answering = self._answer(batch)
+            if self.ranking.router.waits:
+                task = self._loop.create_task(answering)
+                self._out.add(task)
+                task.add_done_callback(self._ended)
+                return
+            try:
+                answering.send(None)
+            except StopIteration:
+                return
+            # Its requests fail when it is closed.
+            answering.close()
+            raise InternalError("ranking waited for something on the event loop of the APIs")
         finally:
             self._go_on()
-
-    def _begin_answering(self, batch: list[Pending]) -> None:
-        """Answer a batch, or begin to if shards are waited for."""
-        answering = self._answer(batch)
-        if self.ranking.router.waits:
-            out = self._loop.create_task(answering)
-            self._out.add(out)
-            out.add_done_callback(self._ended)
-            return
-        try:
-            answering.send(None)
-        except StopIteration:
-            return
-        # Its requests fail when it is closed.
-        answering.close()
-        raise InternalError("ranking waited for something on the event loop of the APIs")
 
     def _go_on(self) -> None:
         # Not before answers were written, and what the sockets had brought was read and parsed, or refused: one turn of
@@ -251,20 +252,6 @@ class LoopReplica(_OnLoop):
     def _ended(self, out: asyncio.Task[None]) -> None:
         self._out.discard(out)
         self._go_on()
-
-
-async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[], float]) -> None:
-    """Rank or look up what a batcher gave, and hand out answers and errors: to each once, whatever happens."""
-    # Whatever ends this, the batch that was taken is answered and its leases are given back.
-    broken_off = InternalError("ranking was broken off; the server's log says more")
-    outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
-    try:
-        now = clock()
-        for pending in batch:
-            pending.call.queue_s = now - pending.call.parsed
-        outcomes = await _outcomes(ranking, batch)
-    finally:
-        finish(zip(batch, outcomes, strict=True))
 
 
 async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | BaseException]:

@@ -1,8 +1,6 @@
 """The ranking service, and the one road of a call that ranks or looks up: admit, lease, parse, rank, encode.
 
-A request is parsed under a lease on the version that will answer it (docs/decisions/version-leases.md). From `wait`
-on the lease is the service's: it ends when nothing uses the version for this request any more, which may be after the
-caller was told that the deadline has passed.
+A request is parsed under a lease on the version that will answer it (docs/decisions/version-leases.md).
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 CLOSE_GRACE_S = 5.0
 MAX_EXPANDING = 2
-"""Bodies that are decompressed at a time."""
 
 
 class RankingService(ServedVersions):
@@ -65,10 +62,8 @@ class RankingService(ServedVersions):
         wall_clock: seconds since the epoch.
 
     Attributes:
-        buffers: bytes that connections may make the process hold.
-        expanding: places of bodies that are decompressed at a time.
-        tracer: makes traces of its calls; None if nobody wants them.
-        on_ranked: each told every rank request of an API that is answered, once its answer is encoded.
+        expanding: limits the bodies that are decompressed at a time.
+        on_ranked: each is called with every rank request of an API, once its answer is encoded.
     """
 
     def __init__(
@@ -84,7 +79,7 @@ class RankingService(ServedVersions):
         self.clock = clock
         self.wall_clock = wall_clock
         self.watch = NodeWatch(self, max_staleness_s, wall_clock)
-        self.metrics = ServingMetrics(StateCollector(self.watch))
+        self.metrics = ServingMetrics(StateCollector(self.watch.samples))
         self.tracer: Tracer | None = None
         self.untaken = UntakenAnswers(self.limits.max_untaken_floats)
         self.buffers = ByteBudget(self.limits.max_buffered_bytes, self.metrics.buffer_refused)
@@ -107,11 +102,7 @@ class RankingService(ServedVersions):
         self.end_call(call)
 
     def begin_call(self, api: str, method: str) -> Call:
-        """Count one call in; `end_call` must follow.
-
-        Until it is admitted it is being received; calls that never become complete take no place from those that are.
-        Raises OverloadedError if too many are being received.
-        """
+        """Count one call in, as being received until it is admitted; `end_call` must follow. Raises OverloadedError."""
         call = Call(api, method, self.clock())
         with self._counting:
             is_full = self._receiving >= self.limits.max_receiving
@@ -158,9 +149,9 @@ class RankingService(ServedVersions):
         )
 
     def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
-        """Say why a call would wait in vain that has begun to come, as `Batcher.overload`; None if it would not.
+        """Return why a call that begins to come would wait in vain, as `Batcher.overload`; None if it would not.
 
-        Under overload most calls end here, for much less work than one takes that is parsed; `refused` is to be told.
+        Under overload most calls end here, for much less work than one takes that is parsed; `refused` must follow.
         Where several models are live, not before all of them have more to do than can wait.
         """
         refusal = None
@@ -176,10 +167,7 @@ class RankingService(ServedVersions):
         self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", kind, count)
 
     def admit(self, call: Call) -> None:
-        """Let a call in whose request is complete; a second time changes nothing.
-
-        Raises OverloadedError, at once, if too many are in flight.
-        """
+        """Admit a call whose request is complete; idempotent. Raises OverloadedError if too many are in flight."""
         with self._counting:
             if call.admitted:
                 return
@@ -191,14 +179,11 @@ class RankingService(ServedVersions):
         raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
 
     async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
-        """Have a request answered by a replica, on the calling event loop, which its future belongs to.
+        """Return a replica's answer to a request, on the event loop that its future belongs to.
 
-        Its lease is taken over. `watch_client` is given a callback for the moment at which the client leaves: what has
-        not begun by then is dropped. Cancelling the caller's task does the same.
-
-        Raises:
-            ShardrankError: InvalidRequestError for an id without a row, DeadlineExceededError when the deadline passes,
-                OverloadedError at once if too many requests wait, ShardrankError from the shards.
+        Its lease is taken over. `watch_client` gets a callback for when the client leaves: what has not begun by then
+        is dropped; so it is when the caller is cancelled. Raises InvalidRequestError for an id without a
+        row, DeadlineExceededError, OverloadedError, and ShardrankError from the shards.
         """
         future = cast("asyncio.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
@@ -274,10 +259,9 @@ class Caller(Protocol):
 async def answer(
     service: RankingService, codec: Codec, receive: Receive, client: Caller, parent: Parent | None = None
 ) -> Encoded:
-    """Answer one call, whose request `receive` gives complete and not compressed; `parent` is what it says of a trace.
+    """Answer one call, whose request `receive` returns complete and decompressed, of the trace `parent`.
 
-    Raises:
-        ShardrankError: with its HTTP and gRPC status.
+    Raises ShardrankError with its HTTP and gRPC status.
     """
     refusal = service.overload(client.time_remaining())
     if refusal is not None:
@@ -294,7 +278,6 @@ async def answer(
     try:
         body = await receive()
         unparsed, request, lease = _parsed(service, codec, call, body)
-        # A long request's bytes are not needed while it waits.
         del body
         deadline = call.began + request.timeout_s
         if (remaining_s := client.time_remaining()) is not None:
@@ -355,12 +338,10 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Ans
 def _parsed(
     service: RankingService, codec: Codec, call: Call, body: Buffer
 ) -> tuple[Unparsed, Request, Lease[ServedModel]]:
-    """Admit a call whose request is complete, choose its version, and parse it."""
     call.received = service.clock()
     service.admit(call)
     unparsed = codec.read(body, service.limits)
     lease = service.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
-    # It counts for that version from now on.
     generation = call.generation = lease.generation
     call.pinned = unparsed.version is not None
     call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter

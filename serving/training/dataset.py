@@ -78,10 +78,7 @@ def films_description(interactions: Interactions, options: FilmsOptions | None =
     """Describe a model for these users and films.
 
     Every user and every film has a row. A user who came later gets the `default_row`, an unknown film is refused, an
-    unknown genre left out.
-
-    Raises:
-        TrainingError: if a film's id is too large to be a row, or `options.tables` do not describe tables.
+    unknown genre left out. Raises TrainingError for a film id that is too large to be a row, or wrong `options.tables`.
     """
     options = options or FilmsOptions()
     last_film = int(interactions.films.ids[-1])
@@ -118,7 +115,6 @@ def films_description(interactions: Interactions, options: FilmsOptions | None =
 
 
 def _film_tables(interactions: Interactions, options: FilmsOptions) -> dict[str, dict[str, Any]]:
-    """Describe each table, by name, without what `options` say of every table or of one."""
     users, films = interactions.users, interactions.films
     count, words = users.ids.size, len(set(users.occupations))
     integers, strings = {"kind": "vocabulary"}, {"kind": "vocabulary", "id_type": "string"}
@@ -206,12 +202,9 @@ def with_bucketing(spec: ModelSpec, bucketing: Bucketing) -> ModelSpec:
 
 @dataclass(frozen=True, eq=False)
 class FilmsDataset:
-    """Interactions, split.
+    """Interactions, split; `labels` are float32 [n], 1 where the rating is at least 4.
 
-    Attributes:
-        labels: float32 [n], 1 where the rating is at least 4.
-        train, test: int64, positions of the samples.
-        fold: int64 [n], the fold of each training sample, `NO_FOLD` for a test sample.
+    `train` and `test` are int64, positions of samples; `fold` is int64 [n], `NO_FOLD` for a test sample.
     """
 
     interactions: Interactions
@@ -222,11 +215,7 @@ class FilmsDataset:
 
     @classmethod
     def split(cls, interactions: Interactions, *, seed: int) -> FilmsDataset:
-        """Split at random, 80 to 20.
-
-        Raises:
-            TrainingError: if there are too few ratings, or one part has only liked or only disliked films.
-        """
+        """Split at random, 80 to 20. Raises TrainingError if a part has no liked, or no disliked films."""
         count = interactions.ratings.size
         draw = np.random.default_rng(seed)
         order = draw.permutation(count)
@@ -263,11 +252,7 @@ class FilmsDataset:
         return np.minimum(np.diff(first), limit), data.film_index[samples[recent]]
 
     def film_statistics(self, film_index: Int64Array, left_out: Int64Array) -> Float32Array:
-        """Says how popular and how liked films, int64 [n], are in the training part, each without its `left_out` fold.
-
-        Returns:
-            float32 [n, 2]: log10(1 + ratings), and the mean label, drawn toward the overall mean.
-        """
+        """Return float32 [n, 2] of films in training without a fold: log10(1 + ratings), mean label with a prior."""
         films, labels = self.interactions.film_index[self.train], self.labels[self.train]
         # Column NUM_FOLDS stands for "no fold left out".
         cell = films * (NUM_FOLDS + 1) + self.fold[self.train]

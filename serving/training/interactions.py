@@ -94,10 +94,9 @@ def offsets_of(lengths: npt.NDArray[np.integer]) -> Int64Array:
 
 
 def positions_in(offsets: Int64Array, chosen: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Find the elements of some lists, int64 [C], that lie in one flat array with `offsets` of `offsets_of`.
+    """Return the lengths of chosen lists, int64 [C], and the positions of their elements, int64 [lengths.sum()].
 
-    Returns:
-        Lengths int64 [C] of the chosen lists, and int64 [lengths.sum()], the positions of their elements, list by list.
+    The lists are stored in one flat array with `offsets` as of `offsets_of`.
     """
     starts = offsets[chosen]
     lengths = offsets[chosen + 1] - starts
@@ -112,12 +111,10 @@ def generate_interactions(
 
     A user's opinion of a film is quality + generosity + taste . character + noise; taste and character are latent
     vectors, and a film's character is mostly that of its genres. The rating, 1 to 5, is where the opinion
-    stands among all: 55% are 4 or 5, as with MovieLens 100K.
+    stands among all: 55% are 4 or 5, as with MovieLens 100K. Without `num_users` there are 600, or more where there are
+    more than 64 ratings for each.
 
-    Without `num_users` there are 600, or more where there are more than 64 ratings for each.
-
-    Raises:
-        TrainingError: if more ratings are asked for than a quarter of all pairs of a user and a film.
+    Raises TrainingError for more ratings than a quarter of all pairs of a user and a film.
     """
     num_users = num_users or max(600, num_ratings // 64)
     most = num_users * num_films // PAIRS_PER_RATING
@@ -165,7 +162,6 @@ def generate_interactions(
 
 
 def _pairs(num_ratings: int, num_users: int, num_films: int, draw: np.random.Generator) -> tuple[Int64Array, ...]:
-    """Draws different (user, film) pairs; some users rate more, some films are rated more."""
     activity = draw.gamma(1.5, size=num_users)
     popularity = 1.0 / (10.0 + draw.permutation(num_films))
     pairs = np.zeros(0, np.int64)
@@ -181,8 +177,7 @@ def _pairs(num_ratings: int, num_users: int, num_films: int, draw: np.random.Gen
 def read_movielens(folder: str | Path) -> Interactions:
     """Read u.data, u.item, u.user and u.genre of MovieLens 100K (GroupLens) from a folder.
 
-    Raises:
-        TrainingError: a file is missing, too large, empty or malformed; the message names file and line.
+    Raises DatasetError for a file that is missing, too large, empty or malformed; the message names file and line.
     """
     folder = Path(folder)
     genres, numbers = _columns(folder / "u.genre", "|", {"genre": str, "genre number": _whole})

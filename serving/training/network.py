@@ -40,9 +40,7 @@ _REQUESTS_PER_SCORING = 256
 class TrainedModel:
     """What training hands over: float32 rows by stored table, the ranking model's tensors by name, ids in row order.
 
-    Attributes:
-        row_classes: of each table that is divided by popularity.
-        access_counts: of stored tables, how often each row was looked up in training.
+    `access_counts` say of stored tables how often each row was looked up in training.
     """
 
     spec: ModelSpec
@@ -55,11 +53,9 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBatch:
-    """R requests with N candidates, as tensors.
+    """R requests with N candidates; `candidates` are int64 [N], positions among those of all requests.
 
-    Attributes:
-        bags: by feature, rows int64 [nnz] and offsets int64 [R + 1], or [N + 1] for a candidate feature.
-        candidates: int64 [N], positions of the candidates among those of all requests.
+    `bags` are by feature rows int64 [nnz] and offsets int64 [R + 1], or [N + 1] for a candidate feature.
     """
 
     bags: Mapping[str, tuple[Tensor, Tensor]]
@@ -79,11 +75,7 @@ def undivided(spec: ModelSpec) -> ModelSpec:
 
 
 class RequestBatches:
-    """Requests whose ids are mapped to rows once, to be taken in any order. Rows are those that features see.
-
-    Raises:
-        TrainingError: for an id without a row, in a table that rejects it.
-    """
+    """Requests with ids mapped to rows, as features see them. Raises TrainingError for an id without a row."""
 
     def __init__(self, spec: ModelSpec, vocabularies: Mapping[str, Vocabulary], requests: GoldenRequests) -> None:
         spec = undivided(spec)
@@ -140,10 +132,7 @@ class RequestBatches:
 
 
 class RankingNetwork(nn.Module):
-    """Looks rows up in plain torch, pools them, and runs the ranking model that serves.
-
-    `row_classes` are those of the tables that are divided by popularity.
-    """
+    """Looks rows up in plain torch, pools them, and ranks; `row_classes` are of tables divided by popularity."""
 
     def __init__(self, spec: ModelSpec, row_classes: Mapping[str, RowClasses] | None = None) -> None:
         super().__init__()
@@ -242,7 +231,6 @@ class RankingNetwork(nn.Module):
 
 
 def _key(table: str) -> str:
-    """Name a parameter, which has no dots."""
     return table.replace(".", "/")
 
 
@@ -258,18 +246,9 @@ def _places(spec: ModelSpec, name: str, classes: RowClasses) -> tuple[Tensor, Te
 
 
 def float32_scores(trained: TrainedModel, requests: GoldenRequests) -> Float32Array:
-    """Score requests without engine or quantisation: float32 [N], within (0, 1).
-
-    Raises:
-        TrainingError: for an id without a row, in a table that rejects it.
-    """
+    """Score requests without engine or quantisation: float32 [N], within (0, 1). Raises as `RequestBatches`."""
     network = RankingNetwork.of(trained)
     batches = RequestBatches(trained.spec, trained.vocabularies, requests)
-    return network_scores(network, batches)
-
-
-def network_scores(network: RankingNetwork, batches: RequestBatches) -> Float32Array:
-    """Score requests: float32 [N], within (0, 1)."""
     with torch.inference_mode():
         parts = torch.split(torch.arange(batches.num_requests), _REQUESTS_PER_SCORING)
         return torch.cat([torch.sigmoid(network(batches.take(part.numpy()))) for part in parts]).numpy()

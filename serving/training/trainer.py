@@ -44,7 +44,6 @@ from serving.training.interactions import Interactions, TrainingError, generate_
 from serving.training.network import (
     RankingNetwork,
     RequestBatches,
-    RowBatch,
     TrainedModel,
     float32_scores,
     undivided,
@@ -52,9 +51,7 @@ from serving.training.network import (
 from shard_node.bags import Float32Array, Int64Array
 
 DEFAULT_EPOCHS = 12
-# A request has some 17 samples.
 REQUESTS_PER_BATCH = 48
-# The highest; it rises to it and falls to zero.
 LEARNING_RATE = 0.01
 DENSE_WEIGHT_DECAY = 0.3
 TABLE_WEIGHT_DECAY = 1.5
@@ -79,17 +76,13 @@ def train(
 ) -> TrainedModel:
     """Train a model that `films_spec` describes on the dataset's training part, which is seen `epochs` times.
 
-    The seed is that of the rows and weights at the beginning, the order of batches, and dropout. Every stored table is
-    trained: a model whose tables are divided by popularity needs their `row_classes`.
-
-    Raises:
-        RankingModelError: if the description's dense model is not valid.
+    The seed is that of the rows and weights at the beginning, the order of batches, and dropout. A model whose tables
+    are divided by popularity needs their `row_classes`. Raises RankingModelError if the dense model is not valid.
     """
     vocabularies = films_vocabularies(dataset.interactions, spec)
     labelled = training_requests(dataset, spec)
     batches = RequestBatches(spec, vocabularies, labelled.requests)
     labels, draw = torch.from_numpy(labelled.labels), np.random.default_rng(seed)
-    # The caller's random state is left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = RankingNetwork(spec, row_classes=row_classes).train()
@@ -100,7 +93,11 @@ def train(
         for _ in range(epochs):
             for chosen in np.array_split(draw.permutation(batches.num_requests), batches_per_epoch):
                 batch = batches.take(chosen)
-                _make_some_unknown(spec, batch)
+                for feature, (rows, _) in batch.bags.items():
+                    table = spec.table_of(feature)
+                    if isinstance(table.id_mapping, VocabularyMapping) and table.unknown_id == "default_row":
+                        # Some ids get the default row, so that it learns what to expect of an unknown id.
+                        rows[torch.rand(rows.shape) < UNKNOWN_SHARE] = table.default_row
                 loss = F.binary_cross_entropy_with_logits(network(batch), labels[batch.candidates])
                 network.zero_grad()
                 torch.autograd.backward(loss)
@@ -136,19 +133,8 @@ def _optimizers(network: RankingNetwork) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _make_some_unknown(spec: ModelSpec, batch: RowBatch) -> None:
-    """Give some ids the default row, so that it learns what to expect of an id that nobody has seen."""
-    for feature, (rows, _) in batch.bags.items():
-        table = spec.table_of(feature)
-        if isinstance(table.id_mapping, VocabularyMapping) and table.unknown_id == "default_row":
-            rows[torch.rand(rows.shape) < UNKNOWN_SHARE] = table.default_row
-
-
 class Pruning(Frozen):
-    """Which rows go: all but the hottest, which have `keep_share` of the lookups; with 1 those that nobody looks up.
-
-    Ids of the others get `pruned_row`: the mean of them, or zeros.
-    """
+    """Prune all rows but the hottest with `keep_share` of the lookups (1: unused rows); ids get `pruned_row`."""
 
     keep_share: float = Field(default=1.0, gt=0, le=1)
     pruned_row: PrunedRow = "mean"
@@ -215,10 +201,7 @@ def train_described(
     """Train what a person described, and divide its tables as they are to be stored.
 
     Rows are counted in the training part. By popularity tables of narrower parts are divided before training, all
-    others, and what is pruned of them, afterwards.
-
-    Raises:
-        TrainingError, ExportError: as `train`, `ModelDescription.compiled` and `divide`.
+    others, and what is pruned of them, afterwards. Raises TrainingError, or ExportError as `divide_rows`.
     """
     description = sized(dataset, description)
     try:
@@ -227,29 +210,16 @@ def train_described(
         spec = with_bucketing(description.compiled(kept), bucketing)
     except ValidationError as error:
         raise TrainingError("; ".join(map(str, schema_errors(error, [ModelSpec])))) from error
-    trained = train_parts(dataset, description, counts, kept, seed=seed, epochs=epochs, progress=progress)
-    return divided(trained, spec, counts, (pruning or Pruning()).pruned_row)
-
-
-def train_parts(
-    dataset: FilmsDataset,
-    description: ModelDescription,
-    counts: Counts,
-    kept: Mapping[str, int],
-    *,
-    seed: int,
-    epochs: int,
-    progress: Progress = no_progress,
-) -> TrainedModel:
-    """Train the parts that need it, and all other tables whole: see `trained_form`. `kept` is that of `kept_by`."""
+    # Parts that are not cut out of trained rows are trained; all other tables are trained undivided.
     in_parts = {table.name for table in description.tables if _has_trained_parts(table)}
-    spec = trained_form(description).compiled({name: kept[name] for name in in_parts & kept.keys()})
+    trained_spec = trained_form(description).compiled({name: kept[name] for name in in_parts & kept.keys()})
     classes = {
-        table.name: classes_by_counts(table, spec.parts(table), counts[table.name])
-        for table in spec.divided
+        table.name: classes_by_counts(table, trained_spec.parts(table), counts[table.name])
+        for table in trained_spec.divided
         if table.num_classes > 1
     }
-    return train(dataset, spec, row_classes=classes, seed=seed, epochs=epochs, progress=progress)
+    trained = train(dataset, trained_spec, row_classes=classes, seed=seed, epochs=epochs, progress=progress)
+    return divided(trained, spec, counts, (pruning or Pruning()).pruned_row)
 
 
 def divided(trained: TrainedModel, spec: ModelSpec, counts: Counts, pruned_row: PrunedRow = "mean") -> TrainedModel:
@@ -271,12 +241,7 @@ class TrainedVersion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """What served answers to the test part's requests are compared with.
-
-    Attributes:
-        scores: float32 [N], of the float32 model in this process; `auc_fp32` is theirs.
-        auc_item_mean: of the baseline that scores a film by its mean training label.
-    """
+    """Float32 [N] `scores` of the test part by the float32 model, and the AUC of a film's mean training label."""
 
     labelled: LabelledRequests
     scores: Float32Array
@@ -303,11 +268,8 @@ def train_version(
 ) -> TrainedVersion:
     """Train a model and write it as the next version into a store.
 
-    The seed is that of the split and the training; `bucketing` is how rows lie in their files; `on_stage` is told the
-    end of the stages `train` and `export`.
-
-    Raises:
-        TrainingError, ExportError: as `FilmsDataset.split`, `train` and `export_snapshot`.
+    `seed` is that of the split and the training, `bucketing` how rows are stored in their files; `on_stage` is called
+    after the stages `train` and `export`. Raises TrainingError and ExportError.
     """
     dataset = FilmsDataset.split(interactions, seed=seed)
     trained = train_described(
@@ -336,8 +298,8 @@ def export_trained(
 ) -> Path:
     """Write the next version of a model into a store; return the snapshot's folder.
 
-    Its golden requests are the first of the test part with the scores of the float32 model, and the scores that a
-    server gives may differ by as much as its coarsest row format needs.
+    Its golden requests are the first of the test part with the scores of the float32 model. The tolerance is that of
+    its coarsest row format.
     """
     requests = evaluation_requests(dataset, trained.spec, GOLDEN_REQUESTS).requests
     return export_snapshot(
@@ -374,11 +336,7 @@ def film_mean_scores(dataset: FilmsDataset, samples: Int64Array) -> Float32Array
 
 
 def auc(labels: npt.NDArray[Any], scores: npt.NDArray[np.floating]) -> float:
-    """Return the share of pairs of a label above 0.5 and another in which the first scores higher; a tie counts half.
-
-    Raises:
-        TrainingError: if a score is not finite, or one of the two classes is not there.
-    """
+    """Return the area under the ROC curve of labels above 0.5; ties count half. Raises TrainingError without it."""
     if not np.isfinite(scores).all():
         raise TrainingError("auc: scores hold NaN or inf")
     positive, negative = scores[labels > 0.5], np.sort(scores[labels <= 0.5])

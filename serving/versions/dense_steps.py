@@ -32,15 +32,6 @@ LOOK_S: Final = 0.25
 READ_FOR_S: Final = 30.0
 """For so long a step is tried again whose file can't be read: on a shared file system it may be seen late."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
-"""Between two such tries, doubled each time."""
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedStep:
-    """A step that is not taken, and why."""
-
-    record: DenseStep
-    reason: str
 
 
 @dataclass(slots=True)
@@ -56,26 +47,23 @@ class _Unread:
 class DenseSteps:
     """Brings each served version the newest dense weights of its own. Belongs to the event loop of the registry.
 
-    A step that must not answer is refused once, by name, in the log, metrics and what the process announces; what
-    answered before goes on. One whose file can't be read is tried again for `READ_FOR_S` before it is refused, and one
-    that there is no room for, or no node to check it with, for as long as it is the newest.
-
-    Attributes:
-        refused: by model and version, what was refused since the last step that was taken.
+    A step that must not answer is refused once (`refused`, by model and version, with why), in the log, metrics and
+    what the process announces; what answered before goes on. One whose file can't be read is tried again for
+    `READ_FOR_S` before it is refused, and one without room, or node to check it with, for as long as it is the newest.
     """
 
     def __init__(
         self, fleet: FleetRegistry, store: Store, metrics: ServingMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.refused: dict[tuple[str, int], RefusedStep] = {}
+        self.refused: dict[tuple[str, int], tuple[DenseStep, str]] = {}
         self._unread: dict[tuple[str, int], _Unread] = {}
         self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
     async def look(self, served: ServedModel) -> None:
-        """Have a version go on with the newest step, if there is one that it does not have. Raises RegistryError.
+        """Go on with the newest step, if there is one that a version does not have. Raises RegistryError.
 
-        One that begins takes what others have accepted last, as it is: they have compared it with the weights before
-        it, from which those of the snapshot may be far by now. What came after that is compared with it.
+        A version without any takes what others have accepted last, as it is: they have compared it with the weights
+        before it, from which those of the snapshot may be far by now. What came after that is compared with it.
         """
         key = served.model, served.version
         newest = await self._newer(*key, served.dense_step)
@@ -94,7 +82,7 @@ class DenseSteps:
 
     def _is_refused(self, record: DenseStep) -> bool:
         before = self.refused.get((record.model, record.version))
-        return before is not None and before.record == record
+        return before is not None and before[0] == record
 
     def _is_read_later(self, record: DenseStep, *, failed: bool = False) -> bool:
         """Tell whether a step is tried at a later time; one whose file could not be read now, for a while."""
@@ -130,7 +118,7 @@ class DenseSteps:
                 logger.warning("dense step %d of %s %d can't be taken yet: %s", record.step, *key, error)
                 return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")
-            self.refused[key] = RefusedStep(record, reason)
+            self.refused[key] = record, reason
             self._metrics.dense_refused(*key)
             logger.error("%s %d goes on with dense step %d: %s", *key, served.dense_step, reason)
             return False
@@ -145,7 +133,18 @@ class DenseSteps:
         is_silent = False
         while True:
             try:
-                await self._look_at_all(generations)
+                # Nothing here keeps versions that are retired while another one is looked at.
+                served = [one for one in generations.all() if one.state != "draining"]
+                steps = {(one.model, one.version): one.payload.dense_step for one in served}
+                del served
+                for known in (self.refused, self._unread):
+                    for gone in known.keys() - steps.keys():
+                        del known[gone]
+                for key, step in steps.items():
+                    if await self._newer(*key, step) is not None:
+                        # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
+                        with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
+                            await self.look(lease.payload)
                 is_silent = False
             except Exception as error:  # a fault of ours must not end the following for good
                 if not is_silent:
@@ -154,22 +153,7 @@ class DenseSteps:
                 is_silent = True
             await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
 
-    async def _look_at_all(self, generations: Generations[ServedModel]) -> None:
-        # Nothing here keeps versions that are retired while another one is looked at.
-        here = [one for one in generations.all() if one.state != "draining"]
-        steps = {(one.model, one.version): one.payload.dense_step for one in here}
-        del here
-        for known in (self.refused, self._unread):
-            for gone in known.keys() - steps.keys():
-                del known[gone]
-        for key, step in steps.items():
-            if await self._newer(*key, step) is not None:
-                # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
-                with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
-                    await self.look(lease.payload)
-
     def _take(self, served: ServedModel, record: DenseStep, max_drift: float) -> None:
-        # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
         tensors = read_step(self._store, record)
         # What is served, though the store may have another one in its place by now.

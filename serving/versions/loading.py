@@ -16,25 +16,20 @@ from pydantic import ConfigDict, Field, model_validator
 from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot, VerifiedFiles
-from loader.snapshot.tables import Frozen
 from router.hot_keeper import HotKeepers
-from router.hot_rows import HotRowsConfig
 from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
-from router.plan_file import PlanFile
 from router.replicas import ReplicaSource, ReplicatedShard
 from serving.errors import InternalError
-from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
-from serving.versions.warming import Warming
+from serving.versions.served_model import LoadOptions, ServedModel, ShardsFactory
 from shard_node.buckets import Sharding
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shard_node.wire.tls import TlsClientConfig, client_context
+from shard_node.wire.tls import client_context
 
 logger = logging.getLogger(__name__)
 
@@ -42,25 +37,17 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 
 
-class ModelSource(Frozen):
+class ModelSource(LoadOptions):
     """Which version to serve, and where its rows are.
 
     Attributes:
         rows_here: whether row files are in the snapshot's folder; needed for rows in this process.
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
-        node_tls: for shard nodes at TCP addresses; None for plain text.
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
         cards: of each shard.
-        sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as all nodes were told.
-        plan: in place of these, and of what the snapshot carries, if that is for as many shards.
+        sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as on all nodes.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
         card_set: the cards that take the rows of this process; None to pool on the CPU.
-        card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
-        num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
-            loop that requests come from: not for rows that a disk or a card may have to be waited for.
-        replica_policy: when a shard's replicas are asked twice, and when they are ejected.
-        trust_exported: run exported programs, which are code; without, a version that has one is refused.
-        warming: recorded requests that it ranks before it is ready; None for none.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -68,23 +55,12 @@ class ModelSource(Frozen):
     snapshot: Path
     rows_here: bool = True
     shards: tuple[tuple[Address, ...], ...] = ()
-    node_tls: TlsClientConfig | None = None
     local_shards: int = Field(default=1, ge=1, le=64)
     cards: int = Field(default=1, ge=1, le=64)
     sharding: Sharding = "hash"
     replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
-    plan: PlanFile | None = None
     memory_budget_bytes: int | None = Field(default=None, ge=0)
     card_set: CardSet | None = None
-    card_graphs: bool = True
-    verify: bool = True
-    num_replicas: int = Field(default=1, ge=0, le=64)
-    dtype: DtypeChoice = "auto"
-    wire_dtype: WireDtypeChoice = "auto"
-    hot_rows: HotRowsConfig | None = None
-    replica_policy: ReplicaPolicy = ReplicaPolicy()
-    trust_exported: bool = False
-    warming: Warming | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -109,12 +85,8 @@ def load_served_model(
 ) -> ServedModel:
     """Open, load and check a version. Blocks; `service.install` makes it live.
 
-    `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0.
-
-    Raises:
-        SnapshotError, PlanError, MemoryBudgetError, RankingModelError: it must not be served.
-        TlsConfigError: a file of `node_tls` can't be read or does not fit.
-        UnavailableError and other errors with status 503 or 504: its shards can't be asked now.
+    `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0. Raises
+    ShardrankError: with status 503 or 504 if its shards can't be asked now, else if it must not be served.
     """
     if source.num_replicas == 0 and loop is None:
         raise InternalError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
@@ -142,25 +114,30 @@ def load_served_model(
                 hot = keeper.rows
         else:
             for index in range(count):
-                nodes.append(_load_node(snapshot, plan, index, source, progress))
+                tables = load_tables(
+                    snapshot,
+                    plan.partition(index),
+                    plan.digest,
+                    memory_budget_bytes=source.memory_budget_bytes,
+                    card_set=source.card_set,
+                    progress=progress,
+                )
+                nodes.append(ShardNode(plan.identity(index)))
                 closing.callback(nodes[-1].close)
+                nodes[-1].stage(snapshot.spec.model, snapshot.version, tables)
+                nodes[-1].flip(snapshot.spec.model, snapshot.version)
             shards = local_shards(nodes)
         return ServedModel.load(
             snapshot,
             plan,
             shards,
+            source,
             limits=service.limits,
-            num_replicas=source.num_replicas,
-            dtype=source.dtype,
-            wire_dtype=source.wire_dtype,
-            card_graphs=source.card_graphs,
             metrics=service.metrics,
             clock=clock,
             on_close=closing.close,
             loop=loop,
             hot=hot,
-            trust_exported=source.trust_exported,
-            warming=source.warming,
         )
     except BaseException:
         closing.close()
@@ -188,21 +165,6 @@ async def load_when_possible(
             return served
         await sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, progress: Progress) -> ShardNode:
-    tables = load_tables(
-        snapshot,
-        plan.partition(index),
-        plan.digest,
-        memory_budget_bytes=source.memory_budget_bytes,
-        card_set=source.card_set,
-        progress=progress,
-    )
-    node = ShardNode(plan.identity(index))
-    node.generations.stage(snapshot.spec.model, snapshot.version, tables)
-    node.generations.flip(snapshot.spec.model, snapshot.version)
-    return node
 
 
 def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:

@@ -12,17 +12,20 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from loader.errors import UnavailableError
 from loader.registry.fleet import DenseStep
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ExportedModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import Frozen
 from router.feature_schema import FeatureSchema
-from router.hot_rows import HotRows
-from router.id_mapping import IdMapper, RejectedIds
-from router.outliers import ReplicaEvents
+from router.hot_rows import HotRows, HotRowsConfig
+from router.id_mapping import IdMapper
+from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import Plan
+from router.plan_file import PlanFile
 from router.router import Router
 from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
 from serving.description import ModelInfo
@@ -48,8 +51,9 @@ from serving.rank.replica import LoopReplica, Replica
 from serving.versions.warming import Warming
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import HALVES
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import KeyedBags
 from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
+from shard_node.wire.tls import TlsClientConfig
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +69,39 @@ GOLDEN_TIMEOUT_S = 30.0
 DELTA_TRIES = 3
 
 
+class LoadOptions(Frozen):
+    """How versions are loaded, checked and ranked.
+
+    Attributes:
+        verify: check every file's SHA-256.
+        num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
+            loop that requests come from: not for rows that a disk or a card may have to be waited for.
+        card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
+        node_tls: for shard nodes at TCP addresses; None for plain text.
+        plan: how rows are divided, in place of what the fleet's record and the snapshot say.
+        hot_rows: copies of each version's hottest rows in this process; None for none.
+        trust_exported: run exported programs, which are code; without, a version that has one is refused.
+        warming: recorded requests that a version ranks before it is ready; None for none.
+    """
+
+    verify: bool = True
+    num_replicas: int = Field(default=1, ge=0, le=64)
+    dtype: DtypeChoice = "auto"
+    wire_dtype: WireDtypeChoice = "auto"
+    card_graphs: bool = True
+    node_tls: TlsClientConfig | None = None
+    plan: PlanFile | None = None
+    hot_rows: HotRowsConfig | None = None
+    replica_policy: ReplicaPolicy = ReplicaPolicy()
+    trust_exported: bool = False
+    warming: Warming | None = None
+
+
 class ServedModel:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
     `submit` and `overload` are the batcher's; `access` has the counts of lookups that this process answers itself,
-    without a shard node.
+    without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's.
     """
 
     def __init__(
@@ -88,7 +120,7 @@ class ServedModel:
         self.counter, self.checked, self.access = counter, checked, access
         self.submit, self.overload = batcher.submit, batcher.overload
         self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
-        self._dense_step = 0
+        self.dense_step = 0
 
     @classmethod
     def load(
@@ -96,32 +128,26 @@ class ServedModel:
         snapshot: Snapshot,
         plan: Plan,
         shards: ShardsFactory,
+        options: LoadOptions,
         *,
         limits: RequestLimits | None = None,
-        num_replicas: int = 1,
-        dtype: DtypeChoice = "auto",
-        wire_dtype: WireDtypeChoice = "auto",
-        card_graphs: bool = True,
         metrics: ServingMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
         hot: HotRows | None = None,
-        trust_exported: bool = False,
-        warming: Warming | None = None,
     ) -> ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
-        Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
-        `card_graphs`. With `num_replicas` 0 `loop` ranks in their place, for rows in this process's memory or on shard
-        nodes: the event loop that requests come from, which runs in another thread than this one. `on_close` is called
-        when the version is unloaded, after its replicas have ended. `hot` are copies of rows of shard nodes, used by
-        all replicas. Exported programs are only run with `trust_exported`. With `warming` it ranks recorded requests
-        before it is ready. Raises as `check_version`, and as `load_exported`.
+        Ranking replicas are threads; where rows are on cards they take turns over these. With `num_replicas` 0 `loop`
+        ranks in their place, for rows in this process's memory or on shard nodes: the event loop that requests come
+        from, which runs in another thread. `on_close` is called when the version is unloaded, after its replicas have
+        ended. `hot` are copies of rows of shard nodes, used by all replicas. Raises as `check_version` and
+        `load_exported`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
-        parts = ranking_parts(snapshot, schema, "float32", trust_exported=trust_exported)
+        parts = ranking_parts(snapshot, schema, "float32", trust_exported=options.trust_exported)
         is_none, mapper = schema.features.is_none, IdMapper.of_snapshot(snapshot, schema.features)
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
         nodes: dict[ShardNode, None] = {}
@@ -130,24 +156,25 @@ class ServedModel:
             connected = shards(metrics.replica_events(spec.model))
             nodes.update(dict.fromkeys(shard.node for shard in connected if isinstance(shard, LocalShard)))
             router = Router(schema.features, mapper, plan, connected, hot=hot)
-            scorer = _scorer(connected, snapshot, number, limits, card_graphs)
+            scorer = _scorer(connected, snapshot, number, limits, options.card_graphs)
             if scorer is None:
                 return Ranking(parts, router, connected, metrics, counter, clock)
             return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
 
         # What ranks on the loop of the APIs is checked on a thread, so that the loop goes on meanwhile.
-        checked_with = batcher if num_replicas else Batcher(limits, clock)
-        replicas = _started(f"rank-{spec.model}-{snapshot.version}", num_replicas or 1, checked_with, ranking, clock)
+        checked_with = batcher if options.num_replicas else Batcher(limits, clock)
+        name = f"rank-{spec.model}-{snapshot.version}"
+        replicas = _started(name, options.num_replicas or 1, checked_with, ranking, clock)
         try:
-            checked = check_version(snapshot, parts, replicas, dtype, wire_dtype, clock)
-            if warming is not None:
-                metrics.warmed(spec.model, snapshot.version, warming.warm(replicas, clock))
+            checked = check_version(snapshot, parts, replicas, options.dtype, options.wire_dtype, clock)
+            if options.warming is not None:
+                metrics.warmed(spec.model, snapshot.version, options.warming.warm(replicas, clock))
         except BaseException:
             _stop(checked_with, replicas)
             raise
         # The same list: whoever empties it lets go of all that know each other by it.
         takers = cast("list[Replica | LoopReplica]", replicas)
-        if num_replicas == 0:
+        if options.num_replicas == 0:
             assert loop is not None
             found = replicas[0].ranking.parts
             try:
@@ -168,7 +195,7 @@ class ServedModel:
         return self._batcher.num_waiting
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
-        """Ask the nodes of all shards what they tell of themselves, each with its address.
+        """Return what the nodes of all shards report, by address.
 
         Raises UnavailableError if a replica has ended, a shard does not answer in time, or no node of a shard has this
         version any more: the fleet went on without this process, which lost sight of the registry.
@@ -193,16 +220,8 @@ class ServedModel:
             )
         return told
 
-    @property
-    def dense_step(self) -> int:
-        """The newest step of dense weights that it may answer with; 0 for those of the snapshot."""
-        return self._dense_step
-
     async def takes_dense(self) -> bool:
-        """Tell whether the step before answers: one that comes earlier would take its place, and wait in its turn.
-
-        Raises UnavailableError, ShardrankError if it can't be known now.
-        """
+        """Return whether the step before answers: a new one would take its place. Raises ShardrankError."""
         asked = [asyncio.wrap_future(replica.call(Ranking.has_taken)) for replica in self._replicas]
         return all(await asyncio.gather(*asked))
 
@@ -211,12 +230,9 @@ class ServedModel:
     ) -> None:
         """Answer with other dense weights, checked, as soon as rows have the deltas that they need. Blocks.
 
-        What answers now goes on until then, and for rows of replicas that lag.
-
-        Raises:
-            RankingModelError: the tensors are not those of the model; a golden score drifts further than `max_drift`,
-                or is not finite.
-            UnavailableError, ShardrankError: it can't be checked now.
+        What answers now goes on until then, and for rows of replicas that lag. Raises RankingModelError for tensors of
+        another model, or if a golden score drifts further than `max_drift`, or is not finite; another
+        ShardrankError if it can't be checked now.
         """
         replicas = cast("list[Replica]", self._replicas)
         own = replicas[0].ranking.parts
@@ -237,14 +253,10 @@ class ServedModel:
             ranking.offer(parts)
 
         _on_all(replicas, offer)
-        self._dense_step = record.step
+        self.dense_step = record.step
 
     def golden_differences(self, snapshot: Snapshot) -> dict[NumberFormat, float]:
-        """Find the largest difference from a golden score in each number format that this machine has. Blocks.
-
-        Formats that would be another one for this model are left out. Raises RankingModelError for a score that is
-        not finite.
-        """
+        """Return the largest difference from a golden score in each number format of this machine. Blocks."""
         golden, entry, replicas = snapshot.golden(), snapshot.manifest.golden, cast("list[Replica]", self._replicas)
         if golden is None or entry is None:
             return {}
@@ -300,22 +312,19 @@ def _started(
 def _on_loop(
     make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
 ) -> LoopReplica:
-    """Start a replica on a loop that runs in another thread. Blocks until it is connected to its shards."""
-    own = asyncio.run_coroutine_threadsafe(_connected(make, clock), loop).result(2 * CONNECT_TIMEOUT_S)
-    replica = LoopReplica(own, batcher, loop, clock)
+    async def connect() -> Ranking:
+        ranking = make()
+        try:
+            await ranking.connect(clock() + CONNECT_TIMEOUT_S)
+        except BaseException:
+            await ranking.close()
+            raise
+        return ranking
+
+    ranking = asyncio.run_coroutine_threadsafe(connect(), loop).result(2 * CONNECT_TIMEOUT_S)
+    replica = LoopReplica(ranking, batcher, loop, clock)
     replica.start()
     return replica
-
-
-async def _connected(make: Callable[[], Ranking], clock: Callable[[], float]) -> Ranking:
-    """Make a ranking on the loop that this runs on, and connect it to its shards; if that fails it is closed."""
-    ranking = make()
-    try:
-        await ranking.connect(clock() + CONNECT_TIMEOUT_S)
-    except BaseException:
-        await ranking.close()
-        raise
-    return ranking
 
 
 def _stop(batcher: Batcher, replicas: list[Replica] | list[Replica | LoopReplica]) -> None:
@@ -349,10 +358,7 @@ class CheckedVersion:
 def ranking_parts(
     snapshot: Snapshot, schema: RequestSchema, dtype: NumberFormat, *, trust_exported: bool = False
 ) -> RankingParts:
-    """Load the dense model of a snapshot in a number format; an exported program, which must be trusted, in its own.
-
-    Raises RankingModelError, and as `load_exported`.
-    """
+    """Load a dense model in a number format; a (trusted) exported program in its own. Raises RankingModelError."""
     model: RankingModel
     if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
         model = load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
@@ -373,15 +379,11 @@ def check_version(
     """Check the golden scores, choose the number formats, and warm every replica. Blocks.
 
     As long as its rows are those of the snapshot, a version must give its golden scores within the tolerance. Once
-    deltas were applied to them, the difference is told in the log, and only what does not depend on the rows is asked
-    for: every id has one, scores are finite, and bfloat16, and float16 sums of shards, are close to float32.
+    deltas were applied to them, the difference is logged, and only what does not depend on the rows is required: every
+    id has one, scores are finite, and bfloat16, and float16 sums of shards, are close to float32.
 
-    Golden requests go through every replica, in the number format that it will serve with. The replicas are started,
-    have no requests yet, and use `parts`, which are in float32.
-
-    Raises:
-        RankingModelError: it must not serve; bfloat16 was asked for where the device has none.
-        ShardrankError: its rows can't be looked up.
+    The replicas are started, have no requests yet, and use `parts`, which are in float32. Raises RankingModelError if
+    it must not serve, also for bfloat16 on a device without, ShardrankError if its rows can't be looked up.
     """
     deadline = clock() + CONNECT_TIMEOUT_S
 
@@ -497,9 +499,9 @@ class _GoldenCheck:
         return reason
 
     def difference(self, replica: Replica, other: RankingParts | None = None, *, to_own: bool = False) -> float:
-        """Find the largest difference between a replica's scores and the golden ones.
+        """Return the largest difference between a replica's scores and the golden ones.
 
-        Between batches it rests for as long as the last one took: others serve meanwhile. With `to_own` the scores of
+        It sleeps between batches for as long as the last one took: others serve meanwhile. With `to_own` the scores of
         other parts are compared to those of the replica's own, of the very same rows if their forms allow it: where
         deltas are applied meanwhile, a second lookup would give others.
         """
@@ -521,25 +523,19 @@ class _GoldenCheck:
                 else:
                     expected = exported
                     scores, rejected, *_ = await ranking.score(batch, deadline)
-                largest = max(largest, self.batch_difference(scores, expected, rejected))
+                if len(rejected):
+                    feature = self.parts.schema.features.features[int(rejected.feature[0])].name
+                    golden_id = f"golden id {int(rejected.id[0])} of feature {feature!r}"
+                    raise RankingModelError(f"{self.name}: {golden_id} has no row", kind="golden_mismatch")
+                differences = np.abs(scores - expected)
+                if not np.isfinite(differences).all():
+                    problem = "a golden request got a score that is not finite"
+                    raise RankingModelError(f"{self.name}: {problem}", kind="golden_mismatch")
+                largest = max(largest, float(differences.max()))
                 await asyncio.sleep(clock() - began)
             return largest
 
         return _on_all([replica], check)[0]
-
-    def batch_difference(self, scores: Float32Array, expected: Float32Array, rejected: RejectedIds) -> float:
-        if len(rejected):
-            feature = self.parts.schema.features.features[int(rejected.feature[0])].name
-            raise RankingModelError(
-                f"{self.name}: golden id {int(rejected.id[0])} of feature {feature!r} has no row",
-                kind="golden_mismatch",
-            )
-        differences = np.abs(scores - expected)
-        if not np.isfinite(differences).all():
-            raise RankingModelError(
-                f"{self.name}: a golden request got a score that is not finite", kind="golden_mismatch"
-            )
-        return float(differences.max())
 
     def has_deltas(self) -> bool:
         (told,) = _on_all(self.replicas[:1], Ranking.nodes)
@@ -552,10 +548,7 @@ class _GoldenCheck:
 
 
 def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tuple[MergedBatch, np.ndarray]]:
-    """Divide golden requests into batches of about `max_batch_candidates`, each with its expected scores.
-
-    These are float32 [1 + outputs, N], as `RankingModel.scores` gives them.
-    """
+    """Yield golden requests in batches of about `max_batch_candidates`, with their float32 [1 + outputs, N] scores."""
     counts = golden.num_candidates.astype(np.int64)
     ends = np.cumsum(counts)
     # A request is in the batch that its first candidate falls into.
@@ -572,7 +565,6 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
             golden.context_dense[first:end],
             golden.candidate_dense[candidates],
         )
-        # In the model's own order of its outputs.
         expected = [golden.scores, *(golden.outputs[name] for name in schema.features.spec.dense_model.outputs)]
         yield batch, np.stack([one[candidates] for one in expected])
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import isfinite
+from typing import NamedTuple
 
 import xxhash
 
@@ -24,24 +24,15 @@ from shard_node.generation import Generation, Generations, Lease
 _RANGE = 1 << 64
 
 
-@dataclass(frozen=True, slots=True)
-class CanaryChoice:
-    """The canary of one model: its version, its share of the requests that ask for none. Made by `of`."""
+class CanaryChoice(NamedTuple):
+    """The canary of one model: its version, and its fraction of the requests that ask for none, 0 < share < 1."""
 
     version: int
     share: float
-    bound: int
-
-    @classmethod
-    def of(cls, version: int, share: float) -> CanaryChoice:
-        """Check a share. Raises ConfigError if it is not above 0 and below 1."""
-        if not (isfinite(share) and 0.0 < share < 1.0):
-            raise ConfigError(f"share: {share} is not above 0 and below 1")
-        return cls(version, share, int(share * _RANGE))
 
     def takes(self, model: str, key: str) -> bool:
-        """Tell whether a request with this key goes to the canary."""
-        return key_hash(model, key) < self.bound
+        """Return whether a request with this key goes to the canary."""
+        return key_hash(model, key) < int(self.share * _RANGE)
 
 
 def key_hash(model: str, key: str) -> int:
@@ -56,8 +47,7 @@ def key_hash(model: str, key: str) -> int:
 class ServedVersions:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
-    `expected_models` are those that must be live; None if `expect` will say. `on_freed` is told each version that has
-    been freed, on a thread of its own.
+    `expected_models` must be live; None if `expect` will say. `on_freed` is called with each version that was freed.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
@@ -91,10 +81,7 @@ class ServedVersions:
         self._end_canary(model, version)
 
     def retire(self, model: str, version: int) -> Generation[ServedModel]:
-        """Withdraw a version, be it live or the canary; its `retired` event is set once its last request has ended.
-
-        Raises GenerationNotFoundError if it is not here, or was withdrawn before.
-        """
+        """Withdraw a version; its `retired` event is set after its last request. Raises GenerationNotFoundError."""
         self._end_canary(model, version)
         return self.generations.retire(model, version)
 
@@ -103,14 +90,16 @@ class ServedVersions:
         return self.generations.live_versions().get(model)
 
     def set_canary(self, model: str, version: int | None, share: float = 0.0) -> None:
-        """Send a share of a model's requests, above 0 and below 1, to a version; None ends the canary.
+        """Send a fraction `share` of a model's requests to a version, or end the canary with None.
 
-        Raises GenerationNotFoundError if the version is not here, or drains, ConfigError for another share.
+        Raises GenerationNotFoundError if the version is not here, or drains; ConfigError unless 0 < share < 1.
         """
         if version is None:
             self._end_canary(model, None)
             return
-        choice = CanaryChoice.of(version, share)
+        if not (isfinite(share) and 0.0 < share < 1.0):
+            raise ConfigError(f"share: {share} is not above 0 and below 1")
+        choice = CanaryChoice(version, share)
         with self.generations.lease(model, version), self._lock:
             self._canaries = {**self._canaries, model: choice}
 
@@ -119,11 +108,10 @@ class ServedVersions:
         return self._canaries.get(model)
 
     def lease(self, model: str, version: int | None = None, key: Callable[[], str] | None = None) -> Lease[ServedModel]:
-        """Take a lease on the given version; without one, on the canary or the live one.
+        """Take a lease on the given version; without one, on the canary or, also without `key`, on the live one.
 
-        `key` gives a request's key, or "" for one without; it is only asked while there is a canary. What is no request
-        has none, and gets the live version. Raises NotFoundError, naming what is served instead, or UnavailableError
-        for a model that is expected but not loaded yet.
+        `key` returns a request's key, or "", and is only called while there is a canary. Raises NotFoundError,
+        naming what is served instead, or UnavailableError for a model that is expected but not loaded yet.
         """
         while key is not None and version is None and (choice := self._canaries.get(model)) is not None:
             # A request without a key is anybody's: numbering them gives the canary its share of them.

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from loader.errors import RegistryError, SnapshotCorruptError, UnavailableError
-from loader.progress import Pace, Progress, Wish, ended, in_background
+from loader.progress import Pace, Wish, ended, in_background
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -35,29 +35,24 @@ from loader.registry.fleet import (
 )
 from loader.registry.registry import Registry
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.place import StoreUrl
 from router.errors import HotRowsError
 from router.hot_keeper import HotKeepers, HotStatus
-from router.hot_rows import HotRowsConfig
-from router.outliers import ReplicaEvents, ReplicaPolicy
+from router.outliers import ReplicaEvents
 from router.plan import Plan
-from router.plan_file import PlanFile
 from router.replica_directory import ReplicaDirectory
 from router.replicas import ReplicaSource
-from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
 from serving.versions.loading import local_shards, replicated_shards
-from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
-from serving.versions.warming import Warming
+from serving.versions.served_model import LoadOptions, ServedModel, ShardsFactory
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
 from shard_node.node import ShardNode
 from shard_node.wire.client import ShardClient
-from shard_node.wire.tls import TlsClientConfig, client_context
+from shard_node.wire.tls import client_context
 
 logger = logging.getLogger(__name__)
 
@@ -67,36 +62,19 @@ LIVE_POLL_S = 0.05
 LOOK_S = 0.2
 """Between two looks at which nodes there are; each is up to a quarter earlier or later."""
 OPENED = 0.5
-"""Share of a load's progress that opening and checking files is."""
 
 
-class ServingConfig(Frozen):
+class ServingConfig(LoadOptions):
     """A serving process of a fleet.
 
     Attributes:
         node_id: its name, stable over restarts.
-        num_replicas: ranking replicas, each a thread; 0 for one on the event loop that the process serves on.
         stage_cpu_share: of one core, at most, that checking files takes.
-        plan: how rows of its model are divided, in place of what the fleet's record and the snapshot say.
-        trust_exported: run exported programs of this store, which are code.
-        hot_rows: of each version, copies of the hottest rows in this process; None for none.
-        replica_policy: when a shard's replicas are asked twice, and when they are ejected.
-        warming: recorded requests that each version ranks before it is ready; None for none.
     """
 
     node_id: NodeId
     store: Path | StoreUrl
-    verify: bool = True
-    num_replicas: int = Field(default=1, ge=0, le=64)
-    dtype: DtypeChoice = "auto"
-    wire_dtype: WireDtypeChoice = "auto"
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
-    node_tls: TlsClientConfig | None = None
-    plan: PlanFile | None = None
-    hot_rows: HotRowsConfig | None = None
-    replica_policy: ReplicaPolicy = ReplicaPolicy()
-    trust_exported: bool = False
-    warming: Warming | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +89,10 @@ class LocalRows:
 class ServingNode:
     """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
 
-    If no models are named in `agent_config`, those that are wanted at the start are the ones without which the process
-    is not ready. Without `local` rows they are on shard nodes, and `open_registry` opens the registry once more for
-    each version whose hot rows are copied here. `address` is where it is asked, HTTP; to be set before `load`.
-
-    Raises TlsConfigError if a file of `config.node_tls` can't be read or does not fit, HotRowsError if there are to be
-    hot rows, but all rows are local.
+    If no models are named in `agent_config`, the process is not ready without those that are wanted at the start.
+    Without `local` rows they are on shard nodes, and `open_registry` opens the registry once more for each version
+    whose hot rows are copied here. `address` is its HTTP address; to be set before `load`. Raises TlsConfigError, or
+    HotRowsError for hot rows with `local` rows.
     """
 
     def __init__(
@@ -179,8 +155,8 @@ class ServingNode:
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version, and put it beside the live one.
 
-        Raises UnavailableError if it is not published, or a shard has no node that has it ready; another ShardrankError
-        with status 503 or 504 if its shards can't be asked now, else if it must not be served.
+        Raises UnavailableError if it is not published or a shard lacks it, another ShardrankError with status 503 or
+        504 if its shards can't be asked now, else if it must not be served.
         """
         published = await self._fleet.version(model, version)
         if published is None:
@@ -250,7 +226,7 @@ class ServingNode:
                 "stats": served.counter.stats(),
                 "hot": self._hot_reports.get(key),
                 "dense_step": served.dense_step,
-                "dense_refused": "" if (refused := self._dense.refused.get(key)) is None else refused.reason,
+                "dense_refused": "" if (refused := self._dense.refused.get(key)) is None else refused[1],
             }
             found.append(report.model_copy(update=told))
         return found
@@ -276,10 +252,7 @@ class ServingNode:
         )
 
     async def _topology(self, model: str, version: int, num_shards: int | None) -> FleetRecord:
-        """Find how the fleet divides a version, over `num_shards` if that was said.
-
-        Raises UnavailableError unless each shard has a node with the version.
-        """
+        """Return how the fleet divides a version. Raises UnavailableError unless each shard has a node with it."""
         self.directory.update(await self._fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self._fleet.fleet() or self.directory.topology()
@@ -321,87 +294,67 @@ class ServingNode:
     ) -> ServedModel:
         # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
-        config = self._config
+        config, service, model, version = self._config, self._service, published.model, published.version
         progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
         paced = Pace(config.stage_cpu_share, sleep=wish.rest).over(progress)
-        closing = ExitStack()
-        # Row files are the shard nodes' to fetch, and to check.
-        held = self._store.hold(
-            published.model,
-            published.version,
-            identity=published.identity,
-            with_rows=False,
-            verify=config.verify,
-            progress=paced,
-        )
-        closing.callback(held.close)
-        try:
-            return self._load_held(published, topology, loop, held.path, closing, paced, wish)
-        except BaseException:
-            closing.close()
-            raise
-
-    def _load_held(
-        self,
-        published: PublishedVersion,
-        topology: FleetRecord | None,
-        loop: asyncio.AbstractEventLoop,
-        folder: Path,
-        closing: ExitStack,
-        paced: Progress,
-        wish: Wish,
-    ) -> ServedModel:
-        """Load a version whose folder stays until `closing`, which the served model does at its end."""
-        config, service = self._config, self._service
-        rows_here = isinstance(config.store, Path)
-        snapshot = Snapshot.open(folder, verify=config.verify, files="other", rows_here=rows_here, progress=paced)
-        _check_identity(snapshot, published.identity, "was published")
-        wish.check()
-        shards: ShardsFactory
-        hot = None
-        if self._local is not None:
-            model, version = published.model, published.version
-            with self._local.node.generations.lease(model, version) as lease:
-                rows = f"is of the rows of version {version} of model {model!r} that are in this process"
-                _check_identity(snapshot, lease.payload.manifest_identity, rows)
-            plan = self._local.plan_of(snapshot)
-            shards = local_shards([self._local.node])
-        else:
-            assert topology is not None
-            plan = Plan.of_snapshot(
-                snapshot,
-                topology.num_shards,
-                topology.sharding,
-                replicate_bytes=topology.replicate_bytes,
-                file=config.plan,
+        with ExitStack() as closing:
+            # Row files are the shard nodes' to fetch, and to check.
+            held = self._store.hold(
+                model, version, identity=published.identity, with_rows=False, verify=config.verify, progress=paced
             )
-            replicas = partial(self._replicas, snapshot)
-            shards = replicated = replicated_shards(snapshot, plan, replicas, service.clock, config.replica_policy)
-            if self._hot is not None:
-                # Runs after the keeper has ended, and told for the last time.
-                closing.callback(self._hot_reports.pop, (published.model, published.version), None)
-                keeper = self._hot.start(snapshot, plan, partial(replicated, ReplicaEvents()))
-                closing.callback(keeper.close)
-                hot = keeper.rows
-        return ServedModel.load(
-            snapshot,
-            plan,
-            shards,
-            limits=service.limits,
-            num_replicas=config.num_replicas,
-            dtype=config.dtype,
-            wire_dtype=config.wire_dtype,
-            metrics=service.metrics,
-            clock=service.clock,
-            on_close=closing.close,
-            loop=loop,
-            hot=hot,
-            trust_exported=config.trust_exported,
-            warming=config.warming,
-        )
+            closing.callback(held.close)
+            rows_here = isinstance(config.store, Path)
+            snapshot = Snapshot.open(
+                held.path, verify=config.verify, files="other", rows_here=rows_here, progress=paced
+            )
+            _check_identity(snapshot, published.identity, "was published")
+            wish.check()
+            shards: ShardsFactory
+            hot = None
+            if self._local is not None:
+                with self._local.node.generations.lease(model, version) as lease:
+                    rows = f"is of the rows of version {version} of model {model!r} that are in this process"
+                    _check_identity(snapshot, lease.payload.manifest_identity, rows)
+                plan = self._local.plan_of(snapshot)
+                shards = local_shards([self._local.node])
+            else:
+                assert topology is not None
+                plan = Plan.of_snapshot(
+                    snapshot,
+                    topology.num_shards,
+                    topology.sharding,
+                    replicate_bytes=topology.replicate_bytes,
+                    file=config.plan,
+                )
+
+                def replicas(index: int) -> ReplicaSource:
+                    current = partial(self.directory.current, model, version, index)
+                    return ReplicaSource(current, partial(ShardClient, clock=service.clock, tls=self._node_tls))
+
+                shards = replicated = replicated_shards(snapshot, plan, replicas, service.clock, config.replica_policy)
+                if self._hot is not None:
+                    # Runs after the keeper has ended, and told for the last time.
+                    closing.callback(self._hot_reports.pop, (model, version), None)
+                    keeper = self._hot.start(snapshot, plan, partial(replicated, ReplicaEvents()))
+                    closing.callback(keeper.close)
+                    hot = keeper.rows
+            kept = ExitStack()
+            served = ServedModel.load(
+                snapshot,
+                plan,
+                shards,
+                config,
+                limits=service.limits,
+                metrics=service.metrics,
+                clock=service.clock,
+                on_close=kept.close,
+                loop=loop,
+                hot=hot,
+            )
+            kept.push(closing.pop_all())
+            return served
 
     def _tell_hot(self, status: HotStatus) -> None:
-        """Count what a version's hot rows answered, on its keeper's thread."""
         self._service.metrics.hot_rows(status)
         key = status.model, status.version
         before = self._hot_reports.get(key, HotReport())
@@ -421,13 +374,7 @@ class ServingNode:
     def _here(self) -> set[tuple[str, int]]:
         return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
 
-    def _replicas(self, snapshot: Snapshot, index: int) -> ReplicaSource:
-        """Find the nodes of a shard, which come and go: whoever tells that it has the version ready is asked."""
-        current = partial(self.directory.current, snapshot.spec.model, snapshot.version, index)
-        return ReplicaSource(current, partial(ShardClient, clock=self._service.clock, tls=self._node_tls))
-
     def _is_live(self) -> bool:
-        """Tell whether each expected model has a live version."""
         wanted = self.agent.wanted.values()
         expected = self._models or tuple(sorted(one.model for one in wanted if one.live is not None))
         if not expected:

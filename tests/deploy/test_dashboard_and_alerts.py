@@ -20,7 +20,7 @@ import shard_node.errors
 from serving.api.node_port import NodeMetrics
 from serving.observe.calls import STAGES, Outcome
 from serving.observe.metrics import BATCH_STAGES, CALL_STAGES, ServingMetrics
-from serving.observe.watch import collected
+from serving.observe.watch import StateCollector
 from shard_node.buckets import NodeIdentity
 from shard_node.generation import GenerationState
 from shard_node.node import ShardNode
@@ -61,7 +61,7 @@ def metric_labels() -> dict[str, set[str]]:
         metric for registry in registries for metric in registry._collector_to_names if hasattr(metric, "_name")
     ]
     labels = {metric._name: metric._labelnames for metric in declared}
-    shards = list(collected(()))
+    shards = list(StateCollector(lambda: ()).collect())
     labels |= {family.name: family._labelnames for family in shards}
     found = {"up": {"job", "instance"}}
     for family in (*shards, *(family for registry in registries for family in registry.collect())):

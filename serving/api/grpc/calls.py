@@ -1,7 +1,4 @@
-"""gRPC on streams: heads, messages, statuses, deadlines, and calls of one message or of many.
-
-The format: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
-"""
+"""gRPC on streams (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md): messages, statuses, calls."""
 
 from __future__ import annotations
 
@@ -63,14 +60,7 @@ _NOT_COMPRESSED = b"\x00"
 
 
 class CallHead(NamedTuple):
-    """What is to be known of a call's headers.
-
-    Attributes:
-        timeout_s: how long the client waits; None if it does not say.
-        coding: of messages that are flagged as compressed.
-        refusal: why it is no call that can be served, and the HTTP status that says so; None if it is one.
-        trace_parent: the trace that it belongs to; None if it does not say.
-    """
+    """A call's headers; `coding` of compressed messages; why it can't be served, with the HTTP status, or None."""
 
     path: bytes
     timeout_s: float | None = None
@@ -127,7 +117,8 @@ OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status: int | None) -> bytes:
     """Encode the headers that end a call; `http_status` is None where it was sent before, `kind` "" for no error.
 
-    What was shed says when to come again, in milliseconds: https://github.com/grpc/proposal/blob/master/A6-client-retries.md.
+    What was shed says when to come again, in milliseconds:
+    https://github.com/grpc/proposal/blob/master/A6-client-retries.md.
     """
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
@@ -140,7 +131,7 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
 
 
 def grpc_message(details: str) -> str:
-    """Details as they travel, percent-encoded; cut to `MAX_DETAILS_BYTES`, since peers refuse longer trailers whole."""
+    """Return details percent-encoded; cut to `MAX_DETAILS_BYTES`, since peers refuse longer trailers whole."""
     # No character takes less than a byte.
     quoted = quote(details[: MAX_DETAILS_BYTES + 1], _UNQUOTED, "utf-8", "replace")
     if len(quoted) > MAX_DETAILS_BYTES:
@@ -152,11 +143,7 @@ def grpc_message(details: str) -> str:
 
 
 class MessageReader:
-    """Puts the length-prefixed messages of one stream together, each of at most `max_bytes`.
-
-    Attributes:
-        missing: bytes of the message under way that have not come; 0 until its length is known.
-    """
+    """Joins length-prefixed messages of a stream, of `max_bytes` at most; `missing` bytes of one have not come."""
 
     __slots__ = ("_flag", "_max_bytes", "_parts", "_prefix", "missing")
 
@@ -172,10 +159,10 @@ class MessageReader:
         return not self._prefix and not self.missing
 
     def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
-        """Take bytes up to the end of a message.
+        """Read up to the end of a message.
 
-        Returns a message that is complete, as it was sent, behind its flag (0 as it is, 1 compressed); and the other
-        bytes. Raises InvalidRequestError for one that is longer than the limit, whether it has come or not.
+        Returns its flag (0 plain, 1 compressed) and bytes, or None, and the bytes after it. Raises InvalidRequestError
+        for one that is too long, as soon as its length has come.
         """
         if not self.missing:
             needs = PREFIX_BYTES - len(self._prefix)
@@ -238,13 +225,10 @@ async def plain_message(
 
 @dataclass(frozen=True, slots=True)
 class GrpcMethod:
-    """What answers the calls of one path.
+    """Answers the calls of one path; a streamed one may have several messages, in either direction.
 
-    Attributes:
-        answer: gives the bytes of the one answer; or None once it has written those of a streamed call.
-        scope: what a token has to allow; None if anybody may call it.
-        worth_s: work that a completed call makes good.
-        is_streamed: whether a call may have several messages, in either direction, and go on for ever.
+    `answer` returns the bytes of the one answer; or None once it has written those of a streamed call. `worth_s` is the
+    work that a completed call makes good.
     """
 
     answer: Callable[[GrpcCall], Awaitable[bytes | None]]
@@ -273,22 +257,14 @@ def streamed(
 
 @dataclass(slots=True)
 class GrpcMethods:
-    """The methods of a server by path, such as `/shardrank.v1.RankingService/Rank`, and their calls under way.
-
-    A call's one message must be complete within `receive_timeout_s`; without `tokens` everybody may do everything.
-    """
+    """The methods of a server by path, such as `/shardrank.v1.RankingService/Rank`, and their calls under way."""
 
     by_path: Mapping[bytes, GrpcMethod]
-    max_header_bytes: int
     receive_timeout_s: float
     expanding: asyncio.Semaphore
     tokens: Tokens | None = None
     tasks: dict[asyncio.Task[None], GrpcMethod] = field(default_factory=dict)
     takes_streamed: bool = True
-
-    def make_call(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
-        """Return the call of a new stream."""
-        return GrpcCall(connection, stream_id, read_head(request, self.max_header_bytes), self)
 
     def end_streamed(self) -> None:
         """End the streamed calls, and take no more of them."""
@@ -302,7 +278,7 @@ class GrpcCall:
     """One call: a stream whose data are messages."""
 
     def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: GrpcMethods) -> None:
-        self._head, self._connection, self._stream_id, self._methods = head, connection, stream_id, methods
+        self.head, self.connection, self._stream_id, self._methods = head, connection, stream_id, methods
         method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
         self._reader = MessageReader(0 if method is None else method.max_message_bytes)
         # With their flags, and compressed as they came: what waits is bounded by the window that way. Last, an error.
@@ -318,7 +294,7 @@ class GrpcCall:
 
     def begin(self) -> None:
         """Start the method."""
-        method, methods, head = self._method, self._methods, self._head
+        method, methods, head = self._method, self._methods, self.head
         if head.refusal is not None:
             self._refuse(*head.refusal)
             return
@@ -332,7 +308,7 @@ class GrpcCall:
         except ShardrankError as error:
             self._refuse(error)
         else:
-            task = self._connection.loop.create_task(self._run(method))
+            task = self.connection.loop.create_task(self._run(method))
             self._on_leave = task.cancel
             methods.tasks[task] = method
             task.add_done_callback(methods.tasks.__delitem__)
@@ -362,7 +338,7 @@ class GrpcCall:
             self._end_with(error.with_traceback(None))
             return
         if reader.missing:
-            self._connection.grant_up_to(self._stream_id, reader.missing)
+            self.connection.grant_up_to(self._stream_id, reader.missing)
 
     def ended(self) -> None:
         """Note that no further message comes."""
@@ -383,7 +359,7 @@ class GrpcCall:
         self._messages.clear()
         self._bytes.refund_all()
         if self._on_leave is not None:
-            self._connection.spent(CANCELLED_CALL_S)
+            self.connection.spent(CANCELLED_CALL_S)
             self._on_leave()
 
     def give_way(self, error: ShardrankError) -> None:
@@ -397,24 +373,14 @@ class GrpcCall:
         """Have `callback` called when the client leaves, instead of the method being cancelled."""
         self._on_leave = callback
 
-    @property
-    def connection(self) -> Http2Protocol:
-        """The connection that it came on."""
-        return self._connection
-
-    @property
-    def trace_parent(self) -> Parent | None:
-        """What the client says of a trace."""
-        return self._head.trace_parent
-
     def when_taken(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the answer is sent, or given up."""
-        self._connection.when_taken(self._stream_id, callback)
+        self.connection.when_taken(self._stream_id, callback)
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has none."""
-        timeout_s = self._head.timeout_s
-        return None if timeout_s is None else max(0.0, timeout_s - (self._connection.clock() - self._began))
+        timeout_s = self.head.timeout_s
+        return None if timeout_s is None else max(0.0, timeout_s - (self.connection.clock() - self._began))
 
     async def receive(self) -> bytes:
         """Await the message of a call. Raises ShardrankError if none comes in time, or it can't be read."""
@@ -432,7 +398,7 @@ class GrpcCall:
 
     async def messages(self) -> AsyncIterator[bytes]:
         """All messages; others have their turn after a few. Raises ShardrankError for one that can't be read."""
-        connection = self._connection
+        connection = self.connection
         for number in itertools.count(1):
             await self._wait()
             if number % MESSAGES_OF_A_TURN == 0:
@@ -448,10 +414,10 @@ class GrpcCall:
         head = b"" if self._has_head else ANSWER_HEAD
         self._has_head = True
         if self._working_since:
-            self._connection.spent(self._connection.clock() - self._working_since)
+            self.connection.spent(self.connection.clock() - self._working_since)
             self._working_since = 0.0
-        if not self._connection.send(self._stream_id, head, _prefixed(message)):
-            self._drained = self._connection.loop.create_future()
+        if not self.connection.send(self._stream_id, head, _prefixed(message)):
+            self._drained = self.connection.loop.create_future()
             await self._drained
 
     async def _run(self, method: GrpcMethod) -> None:
@@ -461,26 +427,26 @@ class GrpcCall:
         except ShardrankError as error:
             if isinstance(error, InvalidRequestError) and error.kind != "unknown_id" and self._working_since:
                 # It was seen while the message was read, in one go: what that took beyond the usual is charged.
-                took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
-                self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
+                took_s = self.connection.clock() - self._working_since - REFUSED_CALL_S
+                self.connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
             if isinstance(error, OverloadedError) and not method.is_streamed:
                 # It is not its client's fault that nothing was completed.
-                self._connection.completed(SMALL_CALL_WORTH_S)
+                self.connection.completed(SMALL_CALL_WORTH_S)
             self._refuse(error)
         except asyncio.CancelledError:
             # By the client, who hears nothing of it, or because the server stops.
             self._end(grpc.StatusCode.UNAVAILABLE, STOPPING)
             raise
         except Exception:
-            logger.exception("gRPC method %s failed", self._head.path.decode("latin-1"))
+            logger.exception("gRPC method %s failed", self.head.path.decode("latin-1"))
             self._end(grpc.StatusCode.INTERNAL, INTERNAL, ShardrankError.kind)
         else:
             if message is None:
                 self._end(grpc.StatusCode.OK, "")
             else:
-                self._connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
+                self.connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
                 self._bytes.hold(len(message))
-                self._connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
+                self.connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
         finally:
             self.when_taken(self._bytes.refund_all)
 
@@ -488,13 +454,12 @@ class GrpcCall:
         self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
 
     def _end(self, code: grpc.StatusCode, details: str, kind: str = "", http_status: int = 200) -> None:
-        """End the call with a status; nothing more of it is kept."""
         self._ignores_more = True
         self._messages.clear()
         self._reader.clear()
         self._bytes.refund_all()
         block = status_block(code, details, kind, http_status=None if self._has_head else http_status)
-        self._connection.send(self._stream_id, b"", b"", block)
+        self.connection.send(self._stream_id, b"", b"", block)
 
     async def _plain(self) -> bytes:
         """Return the next message as it was before it was compressed, or the error that stands in its place."""
@@ -502,13 +467,13 @@ class GrpcCall:
             # No variable of this frame may hold it.
             raise self._messages.popleft()  # type: ignore[misc]  # it is one
         flag, message = self._messages.popleft()  # type: ignore[misc]  # it is none
-        method, connection = self._method, self._connection
+        method, connection = self._method, self.connection
         assert method is not None
         if method.is_streamed:
             connection.grant(self._stream_id, PREFIX_BYTES + len(message))
         if flag:
             try:
-                max_bytes, coding = method.max_message_bytes, self._head.coding
+                max_bytes, coding = method.max_message_bytes, self.head.coding
                 account = self._bytes, connection.spent, self._methods.expanding
                 message = await plain_message(flag, message, coding, max_bytes, *account)
             except InvalidRequestError as error:
@@ -529,9 +494,8 @@ class GrpcCall:
         self._wake()
 
     async def _wait(self) -> None:
-        """Until there is a message, an error, or the end."""
         if not self._messages and not self._has_all:
-            self._waiter = self._connection.loop.create_future()
+            self._waiter = self.connection.loop.create_future()
             await self._waiter
 
     def _wake(self) -> None:

@@ -67,14 +67,9 @@ class Exchange(Protocol):
 
 @dataclass(slots=True)
 class _Stream:
-    """What a stream may send and take.
+    """What a stream may send and receive, in bytes; `send_window` is negative if the peer made it smaller.
 
-    Attributes:
-        send_window: bytes of data that the peer still takes; negative if it made its windows smaller.
-        receive_window: bytes of data that the peer may still send.
-        has_all: whether the peer has sent everything.
-        unsent, trailers: data that the peer's windows hold back, and the header block that goes out behind them.
-        waits_since: when it last could send something of them.
+    The peer's windows hold back `unsent` data, and the header block `trailers` after it, since `waits_since`.
     """
 
     exchange: Exchange
@@ -91,17 +86,15 @@ class Connection:
 
     Attributes:
         streams: those that are neither answered nor dropped, by id.
-        can_read: whether there is more to read of what was fed already.
-        is_refusing: whether further streams are passed over; the peer was told that they will be.
-        is_over: whether everything was said, and only the peer's close is waited for.
-        failure: what it ended with; None if nothing was wrong.
+        is_refusing: whether further streams are passed over, as the peer was told.
+        is_over: whether only the peer's close is waited for.
     """
 
     def __init__(
         self,
         limits: wire.ConnectionLimits,
         clock: Callable[[], float],
-        open_stream: Callable[[int, wire.HeaderList], Exchange],
+        open_stream: Callable[[int, wire.HeaderList], Exchange] | None,
     ) -> None:
         self.limits = limits
         self.streams: dict[int, _Stream] = {}
@@ -125,14 +118,12 @@ class Connection:
         self._received = 0
         # Of the header block that goes on in the next frame: its bytes, stream and flags.
         self._block: tuple[bytes, int, int] | None = None
-        # What the peer takes.
         self._blocked: dict[int, _Stream] = {}
         self._window = self._new_window = wire.DEFAULT_WINDOW
         self._frame_size = wire.DEFAULT_FRAME_SIZE
         self._sent_at = self._held_at = 0.0
         # What goes out before the next header block; None as long as the peer has not made the table smaller.
         self._table_size: bytes | None = None
-        # How it is kept.
         self._made = self._idle_since = self._pinged = clock()
         self._asked_to_go: float | None = None
         self._told_last_stream_id = wire.MAX_STREAM_ID
@@ -167,10 +158,10 @@ class Connection:
             self._out.append(wire.window_update(stream_id, size))
 
     def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
-        """Send a header block, data, and a header block that ends the stream; what is empty is left out.
+        """Send a header block, data, and a header block that ends the stream, without those that are empty.
 
-        What the peer's windows do not take is sent when they do; then the exchange is told, and until then no further
-        data may be sent on the stream. Nothing is sent on one that is over. Returns whether all of it was sent.
+        What the peer's windows hold back is sent later, then the exchange is `drained`; until then no further data may
+        be sent on the stream. Returns whether all of it was sent.
         """
         stream, size = self.streams.get(stream_id), len(body)
         if stream is None:
@@ -210,24 +201,30 @@ class Connection:
                 self._drop(stream_id)
 
     def ask_to_go(self) -> None:
-        """Have it end: streams that there are, or that come before the peer knows, are served.
+        """Let streams end that there are, or that come before the peer knows; idempotent.
 
         In two steps (RFC 9113, section 6.8): the peer is told to open no further stream, then, once a ping shows that
-        it knows, which one is the last. It is over when that one is answered. A second time changes nothing.
+        it knows, which one is the last.
         """
         if self._asked_to_go is None and not self.is_over:
             self._asked_to_go = self._clock()
             self._out.append(wire.goaway(wire.MAX_STREAM_ID, ErrorCode.NO_ERROR) + wire.frame(wire.PING, 0, 0, _GOING))
 
     def tick(self, num_held: int, num_taken: int) -> bool:
-        """Do what time asks for, every half of `patience_s` or so. Returns False if the connection is to be cut off.
-
-        The peer's host has `num_taken` of the bytes that were sent, and not yet `num_held`.
-        """
+        """Act on time; return False to cut it off. The peer has `num_taken` of the bytes sent, not yet `num_held`."""
         if self.is_over:
             return True
         now, limits = self._clock(), self.limits
-        self._drop_stuck(now, num_held)
+        since = now - 2 * limits.patience_s
+        if self._blocked and num_held:
+            self._held_at = now
+        elif self._blocked and self._held_at <= since:
+            # The peer has all that was sent, and its windows have held these back for too long.
+            for stream_id, stream in list(self._blocked.items()):
+                # One that waits for the connection's window alone may have others before it.
+                last = stream.waits_since if stream.send_window <= 0 else max(stream.waits_since, self._sent_at)
+                if last <= since:
+                    self.reset(stream_id, ErrorCode.CANCEL)
         if self._asked_to_go is not None:
             if not self.is_refusing and now - self._asked_to_go >= limits.patience_s:
                 self._refuse()
@@ -248,7 +245,7 @@ class Connection:
     def _close(self) -> None:
         self.is_over, self.can_read, self._buffer, self._block = True, False, b"", None
         # It is its owner's: nothing is left then that only the garbage collector could free.
-        self._open_stream = _no_stream
+        self._open_stream = None
 
     def _control_frame(self, weight: int = 1) -> None:
         self._control_frames += weight
@@ -257,8 +254,6 @@ class Connection:
 
     def _was_useful(self, count: int) -> None:
         self._control_frames = max(0, self._control_frames - count)
-
-    # What comes in.
 
     def _read(self, until: float) -> None:
         data, clock, at = self._buffer, self._clock, 0
@@ -319,7 +314,12 @@ class Connection:
         if kind == HEADERS:
             self._on_block(wire.unpadded(flags, payload), stream_id, flags)
         elif kind == wire.CONTINUATION:
-            self._on_continuation(flags, payload)
+            if self._block is None:
+                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+            block, stream_id, first_flags = self._block
+            # Each one costs a copy of those before it.
+            self._control_frame(1 + len(block) // BLOCK_BYTES_OF_A_FRAME)
+            self._on_block(block + payload, stream_id, first_flags & END_STREAM | flags & END_HEADERS)
         else:
             self._on_control(kind, flags, stream_id, payload)
         return start + size
@@ -348,7 +348,6 @@ class Connection:
                 self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.FLOW_CONTROL_ERROR)
                 stream = None
             elif flags & PADDED:
-                # Nobody else takes the padding.
                 self.grant(stream_id, padding + 1)
         if stream is None:
             # The peer may not know yet that the stream is over: what was on the way then is little.
@@ -360,7 +359,6 @@ class Connection:
         return at if size else self._pass_on(data, at)
 
     def _pass_on(self, data: bytes, at: int) -> int:
-        """Pass on what there is of a payload. Returns where it stopped."""
         stop = min(len(data), at + self._left)
         self._left -= stop - at
         content_end = stop - max(0, self._padding - self._left)
@@ -386,7 +384,6 @@ class Connection:
         if kind == wire.SETTINGS:
             weight += size // SETTINGS_BYTES_OF_A_FRAME + len(self.streams) // STREAMS_OF_A_FRAME
         elif kind == wire.WINDOW_UPDATE and not stream_id:
-            # It is offered to all who wait.
             weight += len(self._blocked) // STREAMS_OF_A_FRAME
         self._control_frame(weight)
         if kind == wire.WINDOW_UPDATE:
@@ -399,14 +396,6 @@ class Connection:
             self._out.append(wire.frame(wire.PING, ACK, 0, payload))
         elif kind == wire.PING and payload == _GOING:
             self._refuse()
-
-    def _on_continuation(self, flags: int, payload: bytes) -> None:
-        if self._block is None:
-            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
-        block, stream_id, first_flags = self._block
-        # Each one costs a copy of those before it.
-        self._control_frame(1 + len(block) // BLOCK_BYTES_OF_A_FRAME)
-        self._on_block(block + payload, stream_id, first_flags & END_STREAM | flags & END_HEADERS)
 
     def _on_block(self, block: bytes, stream_id: int, flags: int) -> None:
         if not stream_id & 1:
@@ -423,12 +412,17 @@ class Connection:
         weight = len(block) // BLOCK_BYTES_OF_A_FRAME + max(0, found.num_spelled - SPELLED_HEADERS)
         if weight:
             self._control_frame(weight)
-        if is_request:
-            self._on_request(stream_id, found, flags)
-        else:
-            self._on_trailers(stream_id, bool(flags & END_STREAM) and found.problem is None)
-
-    def _on_request(self, stream_id: int, headers: wire.HeaderList, flags: int) -> None:
+        has_all = bool(flags & END_STREAM)
+        if not is_request:
+            # Trailers.
+            stream = self.streams.get(stream_id)
+            self._control_frame()
+            if stream is not None and (stream.has_all or not has_all or found.problem is not None):
+                self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
+            elif stream is not None:
+                stream.has_all = True
+                stream.exchange.ended()
+            return
         self.last_stream_id = stream_id
         if self.is_refusing:
             self._control_frame()
@@ -436,24 +430,11 @@ class Connection:
             self._control_frame()
             self._out.append(wire.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
         else:
-            exchange = self._open_stream(stream_id, headers)
-            has_all = bool(flags & END_STREAM)
+            assert self._open_stream is not None
+            exchange = self._open_stream(stream_id, found)
             self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window, has_all)
             if has_all:
                 exchange.ended()
-
-    def _on_trailers(self, stream_id: int, is_right: bool) -> None:
-        stream = self.streams.get(stream_id)
-        self._control_frame()
-        if stream is None:
-            return
-        if stream.has_all or not is_right:
-            self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
-        else:
-            stream.has_all = True
-            stream.exchange.ended()
-
-    # What goes out.
 
     def _on_window_update(self, stream_id: int, increment: int) -> None:
         code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR
@@ -558,22 +539,3 @@ class Connection:
             self._out.append(wire.goaway(self.last_stream_id, ErrorCode.NO_ERROR))
             if not self.streams:
                 self._close()
-
-    def _drop_stuck(self, now: float, num_held: int) -> None:
-        """Drop streams that the peer's windows hold back for too long. They count while it has all that was sent."""
-        if not self._blocked:
-            return
-        if num_held:
-            self._held_at = now
-        since = now - 2 * self.limits.patience_s
-        if self._held_at > since:
-            return
-        for stream_id, stream in list(self._blocked.items()):
-            # One that waits for the connection's window alone may have others before it.
-            last = stream.waits_since if stream.send_window <= 0 else max(stream.waits_since, self._sent_at)
-            if last <= since:
-                self.reset(stream_id, ErrorCode.CANCEL)
-
-
-def _no_stream(stream_id: int, headers: wire.HeaderList) -> Exchange:
-    raise AssertionError(f"stream {stream_id} of a connection that is over, with {len(headers)} headers")

@@ -1,7 +1,4 @@
-"""HTTP/2 on sockets: a port, its connections, and how they share the event loop.
-
-Bytes are handed to a `Connection` as they come, and sent once a turn of the loop. Nothing here knows gRPC.
-"""
+"""HTTP/2 on sockets: a port, its connections, and how they share the event loop. Nothing here knows gRPC."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         self.loop, self.clock = listener.loop, listener.clock
         self.connection = Connection(listener.limits, listener.clock, self._open_stream)
         self.listener = listener
-        # Streams that came, and are to begin.
         self._begun: list[int] = []
         # To be told once the answers of streams are sent.
         self._untaken: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
@@ -54,7 +50,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the settings."""
-        # Uvloop's are none of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
         self.has_connected = True
         self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
@@ -184,17 +179,25 @@ class Http2Protocol(Accepted, asyncio.Protocol):
                     callback()
 
     def _give_way(self, error: OverloadedError) -> None:
-        """Refuse the calls whose messages are not complete."""
         for stream in list(self.connection.streams.values()):
             stream.exchange.give_way(error)
 
     def _changed(self) -> None:
         """Have sent at the end of the loop's turn what there is: a batch's answers are ready together."""
-        if self.connection.is_over:
-            self._linger()
-        elif not self._will_flush:
-            self._will_flush = True
-            self.loop.call_soon(self.flush)
+        if not self.connection.is_over:
+            if not self._will_flush:
+                self._will_flush = True
+                self.loop.call_soon(self.flush)
+        # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
+        elif not self._is_lingering and not self._transport.is_closing():
+            self._is_lingering = True
+            self.flush()
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            if not self.connection.is_refusing:
+                # It broke a rule: whatever else it sends is its own to keep.
+                self._transport.pause_reading()
+            self.loop.call_later(LINGER_S, self._end_linger, self._num_held())
 
     def _open_stream(self, stream_id: int, headers: HeaderList) -> Exchange:
         self._begun.append(stream_id)
@@ -204,18 +207,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
     def _resume(self) -> None:
         if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
             self._transport.resume_reading()
-
-    def _linger(self) -> None:
-        # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
-        if not self._is_lingering and not self._transport.is_closing():
-            self._is_lingering = True
-            self.flush()
-            if self._transport.can_write_eof():
-                self._transport.write_eof()
-            if not self.connection.is_refusing:
-                # It broke a rule: whatever else it sends is its own to keep.
-                self._transport.pause_reading()
-            self.loop.call_later(LINGER_S, self._end_linger, self._num_held())
 
     def _end_linger(self, before: int) -> None:
         if self._transport.is_closing():
@@ -235,7 +226,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         try:
             (in_kernel,) = struct.unpack("i", fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)))
         except (OSError, AttributeError):
-            # It was closed in this turn of the loop.
             return 0
         return self._transport.get_write_buffer_size() + int(in_kernel)
 
@@ -253,9 +243,8 @@ class Http2Protocol(Accepted, asyncio.Protocol):
 class Http2Listener(Front[Http2Protocol]):
     """Listens, and keeps the connections. Belongs to one event loop.
 
-    `make_exchange` makes what serves a stream, of a connection and the request that it got; what it raises is a defect.
-    A connection that causes more than `max_idle_work_s` of work without a call that is completed is ended.
-    `note` is told the kind of each connection that is refused.
+    `make_exchange` makes what serves a stream. A connection that causes more than `max_idle_work_s` of work without a
+    call that is completed is ended. `note` is called with the kind of each refusal.
     """
 
     def __init__(

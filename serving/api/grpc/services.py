@@ -22,9 +22,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from loader.errors import OverloadedError
 from serving.api import documents
 from serving.api.dealing import Place
-from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
+from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, read_head, streamed
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
-from serving.api.grpc.wire import ConnectionLimits
+from serving.api.grpc.wire import ConnectionLimits, HeaderList
 from serving.api.tokens import Scope, Tokens
 from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError
 from serving.formats.infer import InferGrpcCodec
@@ -50,10 +50,7 @@ _Fields = dict[str, Any]
 
 
 class GrpcServer:
-    """A gRPC listener over one service.
-
-    Without `tokens` everybody may do everything; the context `tls` offers `h2`.
-    """
+    """A gRPC listener over one service; without `tokens` everybody may do everything; the context `tls` offers `h2`."""
 
     def __init__(
         self,
@@ -64,9 +61,11 @@ class GrpcServer:
         limits = service.limits
         self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
-        self._methods = GrpcMethods(
-            by_path, limits.max_header_bytes, limits.receive_timeout_s, service.expanding, tokens
-        )
+        self._methods = GrpcMethods(by_path, limits.receive_timeout_s, service.expanding, tokens)
+
+        def make_call(connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
+            return GrpcCall(connection, stream_id, read_head(request, limits.max_header_bytes), self._methods)
+
         patience_s = limits.receive_timeout_s / 2
         of_a_connection = ConnectionLimits(
             max_streams=limits.max_concurrent_streams,
@@ -81,7 +80,7 @@ class GrpcServer:
             of_a_connection,
             limits.max_connections,
             service.buffers,
-            self._methods.make_call,
+            make_call,
             time.monotonic,
             limits.max_idle_work_ms / 1000 or math.inf,
             tls,
@@ -230,7 +229,6 @@ class Health:
                 if changed is None:
                     changed = self._changed = asyncio.get_running_loop().create_future()
                 yield self._message(name)
-                # Others wait for the same; one that is cancelled takes nothing from them.
                 await asyncio.shield(changed)
         raise InvalidRequestError("", "the call has no request message", kind="malformed")
 
@@ -265,7 +263,6 @@ def reflection_methods() -> dict[bytes, GrpcMethod]:
 
 
 def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
-    """Return the same file in another package."""
     text = text_format.MessageToString(file).replace(file.package, package)
     moved = text_format.Parse(text, FileDescriptorProto())
     moved.name = f"{package.replace('.', '/')}/reflection.proto"
@@ -274,7 +271,7 @@ def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
 
 def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
     async def ranked(call: GrpcCall) -> bytes:
-        return (await answer(service, codec, call.receive, call, call.trace_parent)).body
+        return (await answer(service, codec, call.receive, call, call.head.trace_parent)).body
 
     return GrpcMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 

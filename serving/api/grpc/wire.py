@@ -95,13 +95,11 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may take.
+    """What one connection may use.
 
     Attributes:
-        max_streams: at once.
-        max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1). Whoever reads it refuses more.
+        max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1); whoever reads it refuses more.
         stream_window, connection_window: bytes that a peer may send unasked.
-        frame_size: longest payload that it is asked to send.
         patience_s: for the peer's first frames, and for any frame after a ping, which it is sent at this interval.
             A stream whose data it does not let go on for twice as long is dropped.
         idle_s, age_s: time without a stream, and time at all, after which it is asked to go.
@@ -180,13 +178,10 @@ def unpadded(flags: int, payload: bytes) -> bytes:
 
 
 class HeaderList(NamedTuple):
-    """The headers of one block.
+    """The headers of one block, and their bytes as RFC 9113 counts them (section 10.5.1).
 
-    Attributes:
-        headers: in their order.
-        size: bytes that they take, as RFC 9113 counts them (section 10.5.1).
-        problem: why a request with them is malformed (sections 8.2 and 8.3); None if it is right.
-        num_spelled: those that the block spells out, which take longer to read than those of the table.
+    `problem` is why a request with them is malformed (sections 8.2 and 8.3), or None; `num_spelled` of them are spelled
+    out in the block, and took longer to read.
     """
 
     headers: list[Header]
@@ -255,7 +250,13 @@ class HeaderDecoder:
             elif 0x20 <= first < 0x40:
                 if headers:
                     raise _undecodable("it sets the table's size behind a header")
-                at = self._resize(block, first & 0x1F, at)
+                size = first & 0x1F
+                if size == 0x1F:
+                    size, at = _integer(block, at, 0x1F)
+                if size > DEFAULT_TABLE_BYTES:
+                    raise _undecodable(f"it sets a table of {size} bytes; at most {DEFAULT_TABLE_BYTES}")
+                self._max_table_bytes = size
+                self._evict(0)
                 continue
             else:
                 prefix = 0x3F if first >= 0x40 else 0x0F
@@ -271,7 +272,11 @@ class HeaderDecoder:
                 entry = _entry(name, value)
                 spelled += 1
                 if first >= 0x40:
-                    self._add(entry)
+                    self._evict(entry[1])
+                    # One that is larger than the table empties it (RFC 7541, section 4.4).
+                    if entry[1] <= self._max_table_bytes:
+                        table.insert(_FIRST_DYNAMIC, entry)
+                        self._table_bytes += entry[1]
             header, size, wrong = entry
             headers.append(header)
             total += size
@@ -283,22 +288,6 @@ class HeaderDecoder:
         if is_request and problem is None:
             problem = _request_problem(headers)
         return HeaderList(headers, total, problem, spelled)
-
-    def _resize(self, block: bytes, size: int, at: int) -> int:
-        if size == 0x1F:
-            size, at = _integer(block, at, 0x1F)
-        if size > DEFAULT_TABLE_BYTES:
-            raise _undecodable(f"it sets a table of {size} bytes; at most {DEFAULT_TABLE_BYTES}")
-        self._max_table_bytes = size
-        self._evict(0)
-        return at
-
-    def _add(self, entry: _Entry) -> None:
-        self._evict(entry[1])
-        # One that is larger than the table empties it (RFC 7541, section 4.4).
-        if entry[1] <= self._max_table_bytes:
-            self._table.insert(_FIRST_DYNAMIC, entry)
-            self._table_bytes += entry[1]
 
     def _evict(self, room: int) -> None:
         table = self._table

@@ -55,7 +55,7 @@ def test_every_column_of_the_inputs_comes_from_one_place(kind, levers, most):
     assert written.max() == 1
     areas = [
         written[first : first + area.count(most) * area.width].reshape(-1, area.width)
-        for first, area in zip(layout.output_places(most).areas, layout.areas, strict=True)
+        for first, area in zip(layout.output_places(most)[0], layout.areas, strict=True)
     ]
     for run, source, column, target in layout.sums:
         assert areas[source][:, column : column + run.count * run.dim].all()

@@ -19,7 +19,7 @@ from serving.api.node_port import running_node_port
 from serving.cli.serve import _load, shard_node
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
-from serving.versions.served_model import ServedModel
+from serving.versions.served_model import LoadOptions, ServedModel
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.errors import GenerationNotFoundError
@@ -71,8 +71,8 @@ def following_model(model: ApiModel, service: RankingService, position: DeltaPos
     tables = load_tables(snapshot, plan.partition(0), plan.digest)
     node.generations.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
     node.generations.flip(MODEL, snapshot.version)
-    options = {"dtype": "float32", "metrics": service.metrics, "on_close": node.close}
-    return ServedModel.load(snapshot, plan, lambda on_retry: [LocalShard(node)], **options)
+    options, shards = LoadOptions(dtype="float32"), [LocalShard(node)]
+    return ServedModel.load(snapshot, plan, lambda _: shards, options, metrics=service.metrics, on_close=node.close)
 
 
 def delta_metric(text: str, name: str) -> float:

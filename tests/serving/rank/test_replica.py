@@ -24,7 +24,7 @@ from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_when_possible
-from serving.versions.served_model import ServedModel
+from serving.versions.served_model import LoadOptions, ServedModel
 from shard_node.answer import Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
@@ -54,7 +54,7 @@ async def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, cap
     plan = Plan.make(snapshot.spec)
     node = make_node(snapshot, plan, 0)
     served = ServedModel.load(
-        snapshot, plan, lambda on_retry: [DeadlyShard(node)], dtype="float32", on_close=node.close
+        snapshot, plan, lambda on_retry: [DeadlyShard(node)], LoadOptions(dtype="float32"), on_close=node.close
     )
     service = RankingService()
     service.install(served)

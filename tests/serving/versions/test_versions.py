@@ -37,7 +37,7 @@ from shardrank_testing.waiting import Clock
 
 SHARE = 0.5
 KEYS = [f"user-{number}" for number in range(40)]
-CHOICE = CanaryChoice.of(2, SHARE)
+CHOICE = CanaryChoice(2, SHARE)
 IN_CANARY = next(key for key in KEYS if CHOICE.takes(MODEL, key))
 
 
@@ -211,14 +211,14 @@ def taken(choice: CanaryChoice, model: str, keys: list[str]) -> set[str]:
 @given(MODELS, st.text(max_size=8), st.floats(min_value=0.01, max_value=0.99))
 def test_the_canary_gets_its_share_of_the_keys_within_chance(model, prefix, share):
     num_keys = 4000
-    count = len(taken(CanaryChoice.of(2, share), model, [f"{prefix}{number}" for number in range(num_keys)]))
+    count = len(taken(CanaryChoice(2, share), model, [f"{prefix}{number}" for number in range(num_keys)]))
     deviation = math.sqrt(num_keys * share * (1 - share))
     assert abs(count - num_keys * share) < 6 * deviation
 
 
 @given(MODELS, st.lists(REQUEST_KEYS, max_size=50), SHARES, SHARES)
 def test_a_share_that_grows_keeps_the_keys_that_are_in(model, keys, one, other):
-    smaller, larger = (CanaryChoice.of(2, share) for share in sorted((one, other)))
+    smaller, larger = (CanaryChoice(2, share) for share in sorted((one, other)))
     assert taken(smaller, model, keys) <= taken(larger, model, keys)
 
 
@@ -230,4 +230,4 @@ def test_the_hash_is_the_same_in_every_process_and_release():
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 1.5, math.nan, math.inf])
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(ConfigError, match="not above 0 and below 1"):
-        CanaryChoice.of(2, share)
+        RankingService().set_canary("films", 2, share)

@@ -137,7 +137,7 @@ class Served:
             return HttpReply(503, b"no", headers=(("retry-after", "1"),)) if refuses and b"x-refuse" in head else None
 
         behind = partial(behind_gate, config)
-        self.gates = Gates(behind, limits, self.metrics, self.buffers, self.clock, refuse=refuse)
+        self.gates = Gates(behind, limits, self.metrics.failed, self.buffers, self.clock, refuse=refuse)
 
     def _leave(self) -> None:
         self.left += 1

@@ -33,7 +33,7 @@ from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService, answer
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
-from serving.versions.served_model import ServedModel
+from serving.versions.served_model import LoadOptions, ServedModel
 from shard_node.answer import FLOAT32_SUMS, Forms
 from shard_node.answer import Answer as ShardAnswer
 from shard_node.bags import KeyedBags
@@ -335,8 +335,8 @@ def gated_service(model: ApiModel, gate: Gate, limits: RequestLimits | None = No
         snapshot,
         plan,
         lambda on_retry: [GatedShard(node, gate)],
+        LoadOptions(dtype="float32"),
         limits=service.limits,
-        dtype="float32",
         metrics=service.metrics,
         clock=service.clock,
         on_close=node.close,
