@@ -58,7 +58,7 @@ sys.modules["obstore"] = None
 from loader.errors import StoreUrlError
 from loader.stores import open_store
 open_store("models")
-assert "loader.stores.objects" not in sys.modules
+assert "loader.stores.remote" not in sys.modules
 try:
     open_store("s3://bucket")
 except StoreUrlError as error:
