@@ -7,7 +7,9 @@ so that no server has to guess, and its message names the field, the value and w
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
@@ -22,20 +24,21 @@ class ShardrankError(Exception):
         http_status: status of the HTTP answer that carries it.
         grpc_status: name of the `grpc.StatusCode` that carries it.
         kind: short stable word for metrics and for clients to branch on.
+        kinds: HTTP and gRPC status of those kinds for which they differ from the class's.
     """
 
     http_status: int = 500
     grpc_status: str = "INTERNAL"
     kind: str = "internal"
+    kinds: ClassVar[Mapping[str, tuple[int, str]]] = {}
 
-    def __init_subclass__(
-        cls, *, http_status: int | None = None, grpc_status: str | None = None, kind: str | None = None
-    ) -> None:
-        """Set what is given on the class; the rest is as in the base."""
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Set the attributes that are given on the class; the rest is as in the base."""
         super().__init_subclass__()
-        for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
-            if value is not None:
-                setattr(cls, name, value)
+        for name, value in given.items():
+            if name not in ("http_status", "grpc_status", "kind", "kinds"):
+                raise TypeError(f"{cls.__name__}: {name} is no attribute of an error")
+            setattr(cls, name, value)
 
     def __init__(
         self,
@@ -45,6 +48,8 @@ class ShardrankError(Exception):
         grpc_status: str | None = None,
     ) -> None:
         super().__init__(*args)
+        if kind is not None and kind in self.kinds:
+            self.http_status, self.grpc_status = self.kinds[kind]
         for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
             if value is not None:
                 setattr(self, name, value)
@@ -86,24 +91,21 @@ class SnapshotExistsError(SnapshotError, http_status=409, grpc_status="ALREADY_E
     """A version is immutable: it can't be written a second time."""
 
 
-class StoreError(LoaderError, kind="store"):
-    """Something about a store at a URL."""
+class StoreError(
+    LoaderError,
+    kind="store_access",
+    kinds={
+        "store_url": (400, "INVALID_ARGUMENT"),
+        "store_unavailable": (503, "UNAVAILABLE"),
+        "store_cache": (507, "RESOURCE_EXHAUSTED"),
+    },
+):
+    """A store at a URL refuses: credentials, rights, or a bucket that does not exist.
 
-
-class StoreUrlError(StoreError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="store_url"):
-    """A text that is no store's URL, or a URL that needs what is not installed."""
-
-
-class StoreUnavailableError(StoreError, http_status=503, grpc_status="UNAVAILABLE", kind="store_unavailable"):
-    """The store does not answer within its time limit, or answers that it can't now."""
-
-
-class StoreAccessError(StoreError, kind="store_access"):
-    """The store refuses: credentials, rights, or a bucket that does not exist."""
-
-
-class StoreCacheError(StoreError, http_status=507, grpc_status="RESOURCE_EXHAUSTED", kind="store_cache"):
-    """The local cache has no room for a version, or can't be written. The message carries the numbers."""
+    Other kinds: `store_url`, a text that is no URL of a store, or a URL that needs what is not installed;
+    `store_unavailable`, no answer within the time limit, or one that it can't now; `store_cache`, the local cache has
+    no room for a version, or can't be written.
+    """
 
 
 class ExportError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_export"):

@@ -14,6 +14,7 @@ store is another folder here. Locks end with their processes; the file of a lock
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -23,13 +24,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
-from loader.errors import StoreCacheError
+from loader.errors import StoreError
 from loader.progress import Progress
 from loader.snapshot.manifest import FileEntry
 from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders
 
 IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
 _POLL_S: Final = 0.05
+_log = logging.getLogger(__name__)
 
 
 class SnapshotCache:
@@ -66,7 +68,7 @@ class SnapshotCache:
 
         The order is: those whose identity is not in `keep`, then by their last use. Only within `locked`.
 
-        Raises StoreCacheError if the bytes do not fit.
+        Raises StoreError of the kind `store_cache` if the bytes do not fit.
         """
         roots = [path for path in self.folder.iterdir() if IDENTITY.fullmatch(path.name) and (path / "lock").exists()]
         sizes = {root: sum(path.lstat().st_size for path in root.rglob("*") if path.is_file()) for root in roots}
@@ -80,26 +82,20 @@ class SnapshotCache:
                         shutil.rmtree(path)
                     used_bytes -= sizes[root]
         if needed_bytes and used_bytes + needed_bytes > self.max_bytes:
-            raise StoreCacheError(
+            raise StoreError(
                 f"store cache {self.folder}: {needed_bytes} bytes of {folder.parent.name} version {folder.name} are "
-                f"needed, {used_bytes} bytes are in use, and it may hold {self.max_bytes} (--store-cache-gb)"
+                f"needed, {used_bytes} bytes are in use, and it may hold {self.max_bytes} (--store-cache-gb)",
+                kind="store_cache",
             )
 
 
 def missing_files(folder: Path, entries: Sequence[FileEntry]) -> list[FileEntry]:
     """Return the files that a version's folder does not have in the manifest's size."""
-    paths = [folder / entry.path for entry in entries]
-    sizes = [path.stat().st_size if path.exists() else None for path in paths]
-    return [entry for entry, size_bytes in zip(entries, sizes, strict=True) if size_bytes != entry.size_bytes]
+    return [entry for entry in entries if not _has_size(folder / entry.path, entry.size_bytes)]
 
 
-def damaged_files(folder: Path, entries: Sequence[FileEntry], progress: Progress) -> list[FileEntry]:
-    """Return those of a version's files that are there, with another SHA-256 than the manifest's.
-
-    They stay in their places until they are fetched again: another process may be about to open them.
-    """
-    missing = missing_files(folder, entries)
-    entries = [entry for entry in entries if entry not in missing]
+def delete_damaged_files(folder: Path, entries: Sequence[FileEntry], progress: Progress) -> None:
+    """Delete those of a version's files that have another SHA-256 than the manifest's."""
     done, total = 0, sum(entry.size_bytes for entry in entries)
 
     def on_bytes(count: int) -> None:
@@ -107,7 +103,11 @@ def damaged_files(folder: Path, entries: Sequence[FileEntry], progress: Progress
         done += count
         progress("checking SHA-256", done, total)
 
-    return [entry for entry in entries if hash_file(folder / entry.path, on_bytes) != entry.sha256]
+    for entry in entries:
+        path = folder / entry.path
+        if _has_size(path, entry.size_bytes) and hash_file(path, on_bytes) != entry.sha256:
+            _log.warning("%s is not what was fetched: it is fetched again", path)
+            path.unlink(missing_ok=True)  # another process may have found the same
 
 
 def put_in_place(path: Path, target: Path) -> None:
@@ -116,6 +116,10 @@ def put_in_place(path: Path, target: Path) -> None:
     make_folders(target.parent)
     path.rename(target)
     fsync_path(target.parent)
+
+
+def _has_size(path: Path, size_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size == size_bytes
 
 
 def _lock_alone(lock: IO[str]) -> bool:

@@ -26,18 +26,16 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from loader.errors import (
     ExportError,
     SnapshotCorruptError,
     SnapshotExistsError,
     SnapshotNotFoundError,
-    StoreAccessError,
-    StoreCacheError,
-    StoreUnavailableError,
-    StoreUrlError,
+    StoreError,
     cut,
 )
 from loader.progress import Progress, all_or_first_error, no_progress
@@ -63,7 +61,7 @@ from loader.snapshot.store import (
     manifest_texts_of,
     version_numbers,
 )
-from loader.stores.cache import IDENTITY, SnapshotCache, damaged_files, missing_files, put_in_place
+from loader.stores.cache import IDENTITY, SnapshotCache, delete_damaged_files, missing_files, put_in_place
 from loader.stores.place import FETCHING, StoreUrl
 
 try:
@@ -71,9 +69,8 @@ try:
     from obstore import exceptions as refusals
     from obstore.store import from_url
 except ImportError as missing:
-    raise StoreUrlError(f"a store at a URL needs obstore: pip install 'shardrank[stores]' ({missing})") from missing
-if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    message = f"a store at a URL needs obstore: pip install 'shardrank[stores]' ({missing})"
+    raise StoreError(message, kind="store_url") from missing
 
 RANGE_BYTES: Final = 8 << 20
 """Of one request. It must come within a third of the store's time limit."""
@@ -84,49 +81,35 @@ _OTHERS_TRASH_S: Final = 3600.0
 """What a run has set aside for longer than that, it did not live to delete."""
 _VARIABLES: Final = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 # Of the client, not of the cloud; obstore drops the environment's as soon as it is given any.
-_CLIENT_KEYS: Final = (
-    "ALLOW_HTTP",
-    "ALLOW_INVALID_CERTIFICATES",
-    "PROXY_URL",
-    "PROXY_CA_CERTIFICATE",
-    "PROXY_EXCLUDES",
-)
-_REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d")
+_CLIENT_KEYS: Final = "allow_http allow_invalid_certificates proxy_url proxy_ca_certificate proxy_excludes"
+_REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d|NoSuchBucket")
 _log = logging.getLogger(__name__)
 
 
 def _open_client(place: StoreUrl) -> Any:
-    """Open obstore's client of a URL; nothing is asked yet. Raises StoreUrlError if what the URL needs is not set."""
+    """Open obstore's client of a URL; nothing is asked yet. Raises StoreError if what the URL needs is not set."""
     # A request is tried three times at least, unless the store holds each as long as it may.
     request_s, variables = place.timeout_s / 3, _VARIABLES[place.url.partition("://")[0]]
-    given = {key: os.environ.get(f"{variables}_{key.upper()}") for key in _CLIENT_KEYS}
+    given = {key: os.environ.get(f"{variables}_{key.upper()}") for key in _CLIENT_KEYS.split()}
     client: dict[str, Any] = {key: value for key, value in given.items() if value is not None} | {
         "timeout": timedelta(seconds=request_s),
         "connect_timeout": timedelta(seconds=min(request_s, 5.0)),
     }
-    retries: dict[str, Any] = {
-        "max_retries": 1000,  # time is what bounds them
-        "retry_timeout": timedelta(seconds=place.timeout_s - request_s),
-        "backoff": {
-            "init_backoff": timedelta(seconds=min(0.1, place.timeout_s / 100)),
-            "max_backoff": timedelta(seconds=5),
-        },
-    }
+    retries: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=place.timeout_s - request_s)}
     try:
         return from_url(place.url, client_options=client, retry_config=retries)  # type: ignore[call-overload]
     except (refusals.BaseError, ValueError) as error:
-        raise StoreUrlError(f"store {place.url}: {_first_line(error)}") from error
+        raise StoreError(f"store {place.url}: {_first_line(error)}", kind="store_url") from error
 
 
 class RemoteStore(Store):
     """Finds, fetches and writes snapshots at a URL. Each call asks the store; thread-safe, and blocks.
 
-    Besides what `Store` raises, every call raises StoreUnavailableError if the store does not answer within its time
-    limit, StoreAccessError if it refuses.
+    Besides what `Store` raises, every call raises StoreError if the store refuses, or does not answer in time.
     """
 
     def __init__(self, place: StoreUrl) -> None:
-        """Open a store; nothing is asked yet. Raises StoreUrlError if what the URL needs is not set."""
+        """Open a store; nothing is asked yet. Raises StoreError if what the URL needs is not set."""
         super().__init__(place.cache)
         self.name = place.url
         self.cache = SnapshotCache(place.cache, place.cache_bytes)
@@ -167,7 +150,7 @@ class RemoteStore(Store):
 
         With an `identity` of which all is in the cache, the store is not asked. Not to be called on an event loop.
 
-        Raises also StoreCacheError: the cache has no room, or its disk fails.
+        Raises also StoreError of the kind `store_cache`: the cache has no room, or its disk fails.
         """
         version = self.latest(model) if version is None else version
         content = self._cached_manifest(model, version, identity) or self._read_manifest(model, version)
@@ -191,15 +174,17 @@ class RemoteStore(Store):
         try:
             held = self.cache.hold(digest, model, version, is_checked=verify)
             try:
-                damaged = damaged_files(held.path, entries if verify else entries[: len(texts)], progress)
-                if damaged or missing_files(held.path, entries):
+                delete_damaged_files(held.path, entries if verify else entries[: len(texts)], progress)
+                if missing_files(held.path, entries):
+                    # Another process may fetch them meanwhile.
                     with self.cache.locked(progress):
-                        self._sync(held.path, entries, damaged, keep, progress)
+                        if missing := missing_files(held.path, entries):
+                            self._fetch(held.path, missing, keep, progress)
             except BaseException:
                 held.close()
                 raise
         except OSError as error:
-            raise StoreCacheError(f"store cache {self.cache.folder}: {error}") from error
+            raise StoreError(f"store cache {self.cache.folder}: {error}", kind="store_cache") from error
         return held
 
     def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
@@ -214,7 +199,7 @@ class RemoteStore(Store):
                 "ends that an hour later"
             )
         if self._has(model, version, identity, source):
-            self._objects_of(folder, entries)
+            self._check_sizes(folder, entries)
             return url, False
         is_first = self._create(claim, identity.encode())
         claimed_by = None if is_first else self._read(claim, _MAX_SMALL_BYTES)
@@ -224,24 +209,22 @@ class RemoteStore(Store):
                 "as that version; if nobody does that any more, delete this object"
             )
         # Another process may have finished it between the first check and the claim.
-        if self._has(model, version, identity, source):
-            self.delete_files([claim])
-            return url, False
-        # Under this claim only this snapshot's files were put up, each as a whole. What was there before is anybody's.
-        sizes = {} if is_first else {meta["path"]: meta["size"] for meta in self._list(folder)}
-        done, total = 0, sum(entry.size_bytes for entry in entries)
-        for entry in entries:
-            if sizes.get(f"{folder}/{entry.path}") != entry.size_bytes:
-                self.write_file(f"{folder}/{entry.path}", snapshot_file(source, entry.path))
-            done += entry.size_bytes
-            progress("putting into the store", done, total)
-        self.write_file(f"{folder}/{CHECKSUM_NAME}", texts[CHECKSUM_NAME].encode())
-        # If an answer was lost, it is there already, and is ours.
-        self._create(f"{folder}/{MANIFEST_NAME}", texts[MANIFEST_NAME].encode())
-        if not self._has(model, version, identity, source):
-            raise ExportError(f"{url}: deleted while it was put up")
+        if is_new := not self._has(model, version, identity, source):
+            # Files that were there before the first claim are anybody's, and may be incomplete.
+            sizes = {} if is_first else {meta["path"]: meta["size"] for meta in self._list(folder)}
+            done, total = 0, sum(entry.size_bytes for entry in entries)
+            for entry in entries:
+                if sizes.get(f"{folder}/{entry.path}") != entry.size_bytes:
+                    self.write_file(f"{folder}/{entry.path}", snapshot_file(source, entry.path))
+                done += entry.size_bytes
+                progress("putting into the store", done, total)
+            self.write_file(f"{folder}/{CHECKSUM_NAME}", texts[CHECKSUM_NAME].encode())
+            # If an answer was lost, it is there already, and is ours.
+            self._create(f"{folder}/{MANIFEST_NAME}", texts[MANIFEST_NAME].encode())
+            if not self._has(model, version, identity, source):
+                raise ExportError(f"{url}: deleted while it was put up")
         self.delete_files([claim])
-        return url, True
+        return url, is_new
 
     def set_aside(self, model: str, version: int) -> None:
         """As `Store.set_aside`."""
@@ -305,7 +288,7 @@ class RemoteStore(Store):
             return []
         return [meta["path"].removeprefix(f"{model}/") for meta in self._list(model)]
 
-    def _list(self, folder: str) -> list[ObjectMeta]:
+    def _list(self, folder: str) -> list[Any]:
         with self._translated("listed", folder):
             return [meta for chunk in obstore.list(self._client, folder) for meta in chunk]
 
@@ -316,7 +299,7 @@ class RemoteStore(Store):
                 response = obstore.get(self._client, path)
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
-                    raise StoreAccessError(f"{self.name}/{path}: {_first_line(error)}: NoSuchBucket") from error
+                    raise
                 return None
             if (size := response.meta["size"]) > max_bytes:
                 raise SnapshotCorruptError(f"{self.name}/{path}: {size} bytes, at most {max_bytes} are read")
@@ -359,56 +342,43 @@ class RemoteStore(Store):
             )
         return stored is not None
 
-    def _objects_of(self, folder: str, entries: Sequence[FileEntry]) -> dict[str, ObjectMeta]:
-        """Return a version's objects. Raises SnapshotCorruptError if a file's is missing, or of another size."""
-        objects = {meta["path"].removeprefix(f"{folder}/"): meta for meta in self._list(folder)}
+    def _check_sizes(self, folder: str, entries: Sequence[FileEntry]) -> None:
+        """Raise SnapshotCorruptError if the object of one of a version's files is missing, or of another size."""
+        sizes = {meta["path"]: meta["size"] for meta in self._list(folder)}
         for entry in entries:
-            size = objects[entry.path]["size"] if entry.path in objects else None
-            if size != entry.size_bytes:
+            path = f"{folder}/{entry.path}"
+            if (size := sizes.get(path)) != entry.size_bytes:
                 problem = "missing" if size is None else f"{size} bytes, the manifest says {entry.size_bytes}"
-                raise SnapshotCorruptError(f"{self.name}/{folder}/{entry.path}: {problem}")
-        return objects
+                raise SnapshotCorruptError(f"{self.name}/{path}: {problem}")
 
-    def _sync(
-        self,
-        folder: Path,
-        entries: Sequence[FileEntry],
-        damaged: Sequence[FileEntry],
-        keep: Collection[str],
-        progress: Progress,
-    ) -> None:
-        """Fetch the files that are missing in a version's folder of the cache, and those that are still damaged."""
-        work = folder.parents[1] / "fetching"
+    def _fetch(self, folder: Path, entries: Sequence[FileEntry], keep: Collection[str], progress: Progress) -> None:
+        """Fetch files of a version into its folder of the cache, which is locked. Raises as `hold`."""
+        source, work = f"{folder.parent.name}/{folder.name}", folder.parents[1] / "fetching"
+        total, done, slots = sum(entry.size_bytes for entry in entries), 0, asyncio.Semaphore(FILES_AT_A_TIME)
+        self._check_sizes(source, entries)
         shutil.rmtree(work, ignore_errors=True)
+        self.cache.make_room(total, folder, keep)
         work.mkdir()
-        missing = missing_files(folder, entries)
-        if not (fetched := missing + damaged_files(folder, damaged, no_progress)):
-            return
-        objects = self._objects_of(f"{folder.parent.name}/{folder.name}", fetched)
-        # Damaged files are counted where they are.
-        self.cache.make_room(sum(entry.size_bytes for entry in missing), folder, keep)
-        _log.info("fetching %d files from %s into %s", len(fetched), self.name, folder)
-        slots, done, total = asyncio.Semaphore(FILES_AT_A_TIME), 0, sum(entry.size_bytes for entry in fetched)
+        _log.info("fetching %d files, %d bytes, from %s/%s into %s", len(entries), total, self.name, source, folder)
 
-        async def fetch_file(path: Path, entry: FileEntry) -> None:
+        async def fetch_file(number: int, entry: FileEntry) -> None:
             nonlocal done
-            meta, digest = objects[entry.path], hashlib.sha256()
+            path, digest, url = work / str(number), hashlib.sha256(), f"{source}/{entry.path}"
             async with slots:
                 with path.open("wb") as file:
                     for begin in range(0, entry.size_bytes, RANGE_BYTES):
-                        content = await self._read_range(meta, begin, min(begin + RANGE_BYTES, entry.size_bytes))
+                        content = await self._read_range(url, begin, min(begin + RANGE_BYTES, entry.size_bytes))
                         await asyncio.to_thread(digest.update, content)
                         file.write(content)
                         done += len(content)
                 if (sha256 := digest.hexdigest()) != entry.sha256:
                     raise SnapshotCorruptError(
-                        f"{self.name}/{meta['path']}: SHA-256 is {sha256}, the manifest says {entry.sha256}"
+                        f"{self.name}/{url}: SHA-256 is {sha256}, the manifest says {entry.sha256}"
                     )
                 await asyncio.to_thread(put_in_place, path, folder / entry.path)
 
         async def fetch_files() -> None:
-            files = [fetch_file(work / str(number), entry) for number, entry in enumerate(fetched)]
-            fetching = asyncio.ensure_future(all_or_first_error(files))
+            fetching = asyncio.ensure_future(all_or_first_error(starmap(fetch_file, enumerate(entries))))
 
             async def report() -> None:
                 while not fetching.done():
@@ -420,17 +390,11 @@ class RemoteStore(Store):
         asyncio.run(fetch_files())
         progress(FETCHING, total, total)
 
-    async def _read_range(self, meta: ObjectMeta, begin: int, end: int) -> memoryview:
-        """Return bytes [begin, end) of an object. Raises SnapshotCorruptError if it changed since it was listed."""
-        path, options = meta["path"], {"range": (begin, end), "if_match": meta["e_tag"]}
+    async def _read_range(self, path: str, begin: int, end: int) -> memoryview:
         with self._translated("read", path):
-            try:
-                # obstore bounds each try: a store may drip a body, or answer each one at the last moment.
-                async with asyncio.timeout(self._timeout_s):
-                    response = await obstore.get_async(self._client, path, options=options)  # type: ignore[arg-type]
-                    return memoryview(await response.bytes_async())
-            except (refusals.PreconditionError, FileNotFoundError) as error:
-                raise SnapshotCorruptError(f"{self.name}/{path}: changed or went away while it was fetched") from error
+            # obstore bounds each try: a store may drip a body, or answer each one at the last moment.
+            async with asyncio.timeout(self._timeout_s):
+                return memoryview(await obstore.get_range_async(self._client, path, start=begin, end=end))
 
     @contextmanager
     def _translated(self, action: str, path: str) -> Iterator[None]:
@@ -438,14 +402,15 @@ class RemoteStore(Store):
         try:
             yield
         except (refusals.BaseError, OSError) as error:
-            failure = f"{self.name}/{path}".rstrip("/") + f": can't be {action}: "
-            if isinstance(error, TimeoutError):
-                raise StoreUnavailableError(f"{failure}no answer within {self._timeout_s:g} s") from error
-            is_denied = isinstance(error, refusals.PermissionDeniedError | refusals.UnauthenticatedError)
-            error_class = StoreAccessError if is_denied or _REFUSED.search(str(error)) else StoreUnavailableError
-            raise error_class(failure + _first_line(error)) from error
+            late = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+            is_refused = isinstance(error, refusals.PermissionDeniedError | refusals.UnauthenticatedError)
+            raise StoreError(
+                f"{self.name}/{path}".rstrip("/") + f": can't be {action}: {late or _first_line(error)}",
+                kind="store_access" if is_refused or _REFUSED.search(str(error)) else "store_unavailable",
+            ) from error
 
 
 def _first_line(error: BaseException) -> str:
-    """Leave out the account of itself that obstore gives below the first line."""
-    return cut(str(error).partition("\n")[0], 400)
+    """Return obstore's message without the account of itself below it, but with the code of an answer of S3."""
+    code = re.search(r"<Code>\w+", str(error))
+    return cut(str(error).partition("\n")[0], 400) + (f": {code[0].removeprefix('<Code>')}" if code else "")
