@@ -106,16 +106,6 @@ if #names < tonumber(ARGV[4]) then return {'', found} end
 return {names[#names], found}
 """
 """Entries or announcements, and the name to go on after; '' after the last one."""
-ANNOUNCE: Final = """
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-redis.call('ZADD', KEYS[2], 0, ARGV[3])
-return 1
-"""
-WITHDRAW: Final = """
-redis.call('DEL', KEYS[1])
-redis.call('ZREM', KEYS[2], ARGV[1])
-return 1
-"""
 ACQUIRE: Final = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 0 end
@@ -245,8 +235,6 @@ class RedisRegistry:
         pool_class = _MasterPool if settings.sentinels else BlockingConnectionPool
         self._client: Any = Redis.from_pool(pool_class(**options))
         self._checked_at = -math.inf
-        self._scripts: dict[str, Any] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._inspected = False
         self._maxmemory = 0
         self._closed = False
@@ -283,12 +271,15 @@ class RedisRegistry:
         """See `Registry.announce`."""
         check_value(check_key(key), value)
         check_ttl(key, ttl_s)
-        keys = [self._at("announced", key), self._at("announcements")]
-        await self._script(ANNOUNCE, keys, [value, _milliseconds(ttl_s), key])
+        at, index, expiry_ms = self._at("announced", key), self._at("announcements"), _milliseconds(ttl_s)
+        # A pipeline is empty once it was executed: there is one for each try.
+        pipeline = self._client.pipeline
+        await self._run(lambda: pipeline().set(at, value, px=expiry_ms).zadd(index, {key: 0}).execute())
 
     async def withdraw(self, key: str) -> None:
         """See `Registry.withdraw`."""
-        await self._script(WITHDRAW, [self._at("announced", check_key(key)), self._at("announcements")], [key])
+        at, index, pipeline = self._at("announced", check_key(key)), self._at("announcements"), self._client.pipeline
+        await self._run(lambda: pipeline().delete(at).zrem(index, key).execute())
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
         """See `Registry.announced`."""
@@ -381,35 +372,18 @@ class RedisRegistry:
 
         Raises RegistryUnavailableError if Redis can't be reached, takes too long, or refuses.
         """
-        if script not in self._scripts:
-            self._scripts[script] = self._client.register_script(script)
-        ready = self._scripts[script]
+        ready = self._client.register_script(script)
         return await self._run(lambda: ready(keys=keys, args=args), repeatable)
 
     async def _command(self, *parts: str) -> Any:
         """Run a command that only reads. Raises as `_script`."""
-        return await self._run(lambda: self._client.execute_command(*parts), True)
+        return await self._run(lambda: self._client.execute_command(*parts))
 
-    async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
+    async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool = True) -> Any:
         if self._closed:
             raise RegistryUnavailableError(f"registry {self.name} is closed")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        elif self._loop is not loop:
-            raise RuntimeError(f"registry {self.name} belongs to another event loop: open one for each")
-        task = asyncio.current_task()
-        cancels = task.cancelling() if task is not None else 0
-        try:
-            return await self._answer(send, repeatable)
-        finally:
-            # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what
-            # it waits for is done by then. Whoever cancelled would wait for ever.
-            if task is not None and task.cancelling() > cancels:
-                raise asyncio.CancelledError
-
-    async def _answer(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
-        pool = self._client.connection_pool
+        pool, task = self._client.connection_pool, asyncio.current_task()
+        cancels = 0 if task is None else task.cancelling()
 
         async def drop_idle(error: Exception) -> None:
             await pool.disconnect(inuse_connections=False)
@@ -423,10 +397,15 @@ class RedisRegistry:
                 answer = await retry.call_with_retry(send, drop_idle)
                 await self._inspect()
                 return answer
-        except TimeoutError as error:
-            raise self._unavailable(f"no answer within {self._call_timeout_s:g} s") from error
-        except (RedisError, OSError) as error:
-            raise self._unavailable(error) from error
+        except (RedisError, OSError) as error:  # TimeoutError is an OSError
+            late = f"no answer within {self._call_timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+            reason = late or cut(error) or type(error).__name__
+            raise RegistryUnavailableError(f"registry {self.name}: {reason}") from error
+        finally:
+            # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what
+            # it waits for is done by then. Whoever cancelled would wait for ever.
+            if task is not None and task.cancelling() > cancels:
+                raise asyncio.CancelledError
 
     async def _follow_master(self) -> None:
         """Drop the connections to who was the master; ask a sentinel once in `MASTER_CHECK_S`.
@@ -470,9 +449,6 @@ class RedisRegistry:
                 self.name,
                 policy,
             )
-
-    def _unavailable(self, reason: object) -> RegistryUnavailableError:
-        return RegistryUnavailableError(f"registry {self.name}: {cut(reason) or type(reason).__name__}")
 
 
 def _entry(key: str, value: Any, revision: Any) -> Entry:

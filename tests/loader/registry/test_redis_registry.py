@@ -158,6 +158,12 @@ async def test_a_write_whose_answer_was_lost_is_done_once(server):
         proxy.answers_to_lose = 1
         await registry.append("s", 2, b"2")
         assert await registry.read("s", 0) == [StreamEntry(1, b"1"), StreamEntry(2, b"2")]
+        proxy.answers_to_lose = 1
+        await registry.announce("nodes/a", b"1", 60.0)
+        assert await registry.announced("nodes/") == {"nodes/a": b"1"}
+        proxy.answers_to_lose = 1
+        await registry.withdraw("nodes/a")
+        assert await registry.announced("nodes/") == {}
         # Redis knows the script from here on, so that the answer that is lost is that of the deletion.
         await registry.delete("b", await registry.put("b", b"", 0))
         proxy.answers_to_lose = 1
