@@ -132,24 +132,21 @@ class SnapshotExistsError(SnapshotError, http_status=409, grpc_status="ALREADY_E
     """A version is immutable: it can't be written a second time."""
 
 
-class StoreError(ShardrankError, kind="store"):
-    """Something about a store at a URL."""
+class StoreError(
+    ShardrankError,
+    kind="store_access",
+    kinds={
+        "store_url": (400, "INVALID_ARGUMENT"),
+        "store_unavailable": (503, "UNAVAILABLE"),
+        "store_cache": (507, "RESOURCE_EXHAUSTED"),
+    },
+):
+    """A store at a URL refuses: credentials, rights, or a bucket that does not exist.
 
-
-class StoreUrlError(StoreError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="store_url"):
-    """A text that is no store's URL, or a URL that needs what is not installed."""
-
-
-class StoreUnavailableError(StoreError, http_status=503, grpc_status="UNAVAILABLE", kind="store_unavailable"):
-    """The store does not answer within its time limit, or answers that it can't now."""
-
-
-class StoreAccessError(StoreError, kind="store_access"):
-    """The store refuses: credentials, rights, or a bucket that does not exist."""
-
-
-class StoreCacheError(StoreError, http_status=507, grpc_status="RESOURCE_EXHAUSTED", kind="store_cache"):
-    """The local cache has no room for a version, or can't be written. The message carries the numbers."""
+    Other kinds: `store_url`, a text that is no URL of a store, or a URL that needs what is not installed;
+    `store_unavailable`, no answer within the time limit, or one that it can't now; `store_cache`, the local cache has
+    no room for a version, or can't be written.
+    """
 
 
 class ExportError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_export"):

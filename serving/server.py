@@ -133,13 +133,15 @@ async def serve(
     Until then `probe_port`, a private HTTP port on loopback, tells how it is.
 
     `load` installs the models; `on_listening` and `on_ready` are called with the ports before it and after it; `leave`
-    once it has been cancelled, before anything else: it still answers requests then. `open_registry` opens the registry
-    of its fleet once more, for the page at the admin port; None without a fleet.
+    once requests have ended: until then it follows what is wanted, and a rollout waits for it. `open_registry` opens
+    the registry of its fleet once more, for the page at the admin port; None without a fleet.
 
     Raises ConfigError if a port can't be bound, CardError once the cards have failed, and as `load`.
     """
     try:
         async with contextlib.AsyncExitStack() as stack:
+            if leave is not None:
+                stack.push_async_callback(leave)
             admin_port = None
             tokens, ssl = _protection(service, config, "http")
             if config.admin_port is not None:
@@ -156,19 +158,15 @@ async def serve(
                 await stack.enter_async_context(running_admin(service, "127.0.0.1", probe_port, tokens=tokens))
                 listening = Listening(config.host, config.http_port, config.grpc_port)
             on_listening(replace(listening, admin_port=admin_port))
-            try:
-                await load()
-                settle_heap()
-                if probe_port is None:
-                    await service.watch.refresh()
-                    notify_ready()
-                else:
-                    listening = await stack.enter_async_context(running_server(service, config))
-                on_ready(replace(listening, admin_port=admin_port))
-                await service.watch.cards_failed()
-            finally:
-                if leave is not None:
-                    await leave()
+            await load()
+            settle_heap()
+            if probe_port is None:
+                await service.watch.refresh()
+                notify_ready()
+            else:
+                listening = await stack.enter_async_context(running_server(service, config))
+            on_ready(replace(listening, admin_port=admin_port))
+            await service.watch.cards_failed()
     finally:
         await asyncio.to_thread(service.close)
 

@@ -24,15 +24,14 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
-from redis.asyncio.connection import AbstractConnection, Connection
+from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ReadOnlyError, RedisError
 
 from loader.errors import (
     RegistryConflictError,
@@ -41,7 +40,7 @@ from loader.errors import (
     StreamSequenceError,
     cut,
 )
-from loader.registry.redis_url import RedisUrl, parse_redis_url
+from loader.registry.redis_url import parse_redis_url
 from loader.registry.registry import (
     Entry,
     StreamBounds,
@@ -56,12 +55,8 @@ from loader.registry.registry import (
 )
 
 _MAX_CONNECTIONS: Final = 16
-_SENTINEL_SHARE: Final = 0.25
-"""Of the time that a read may take, for one from a sentinel."""
 MASTER_CHECK_S: Final = 1.0
-FindMaster: TypeAlias = Callable[[], Awaitable[tuple[str, int]]]
 _log = logging.getLogger(__name__)
-_FINAL = (AuthenticationError, AuthorizationError, BusyLoadingError)
 
 # TIME makes a script's effects differ from run to run: before Redis 7 it has to be told that effects are replicated.
 # Lua numbers are doubles: microseconds since the epoch fit until the year 2255. They are above all revisions that were
@@ -111,16 +106,6 @@ if #names < tonumber(ARGV[4]) then return {'', found} end
 return {names[#names], found}
 """
 """Entries or announcements, and the name to go on after; '' after the last one."""
-ANNOUNCE: Final = """
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-redis.call('ZADD', KEYS[2], 0, ARGV[3])
-return 1
-"""
-WITHDRAW: Final = """
-redis.call('DEL', KEYS[1])
-redis.call('ZREM', KEYS[2], ARGV[1])
-return 1
-"""
 ACQUIRE: Final = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 0 end
@@ -179,75 +164,31 @@ TRIM_ENTRIES: Final = 1024
 class _TlsConnection(SSLConnection):
     """Reads its certificates whenever it connects, so that renewed ones count; redis-py reads them once in its life."""
 
-    async def connect(self) -> None:
-        if not self.is_connected:
-            self.ssl_context.context = None
-        await super().connect()  # type: ignore[no-untyped-call]
+    async def _connect(self) -> None:
+        self.ssl_context.context = None
+        await super()._connect()  # type: ignore[no-untyped-call]
 
 
-class _ToMaster(Connection):
-    """Connects to whom the sentinels call the master now, if it says so too.
+class _MasterConnection(SentinelManagedConnection):
+    """Connects to whom the sentinels call the master, if it says so too: what is read from a replica may be old."""
 
-    A sentinel may not have heard yet that it was replaced, and what is read from a replica may be old.
-    """
-
-    def __init__(self, *, find_master: FindMaster, **options: Any) -> None:
-        super().__init__(**options)
-        self._find_master = find_master
-
-    async def connect(self) -> None:
-        if self.is_connected:
-            return
-        self.host, self.port = await self._find_master()
-        await super().connect()  # type: ignore[no-untyped-call]
+    async def connect_to(self, address: tuple[str, int]) -> None:
+        await super().connect_to(address)  # type: ignore[no-untyped-call]
         try:
             await self.send_command("ROLE")
             if (role := (await self.read_response())[0]) != b"master":
                 raise RedisConnectionError(f"{self.host}:{self.port} is a {role.decode()}, and was called the master")
         except RedisError:
-            # What is open is not asked again: one that may not say so is no better than one that says no.
             await self.disconnect()
             raise
 
 
-class _ToMasterByTls(_ToMaster, _TlsConnection):
+class _MasterTlsConnection(_MasterConnection, _TlsConnection):
     """The same, over TLS."""
 
 
-class _Sentinels:
-    """Knows who is the master from whichever of a fleet's sentinels tells it."""
-
-    def __init__(self, settings: RedisUrl, options: dict[str, Any], timeout_s: float) -> None:
-        self._name, has_tls = settings.master, settings.scheme == "rediss"
-        options = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_s)
-        options |= settings.sentinel_connection
-        one_of: Any = Sentinel  # it has no types
-        self._each = [one_of([one], sentinel_kwargs={**options, "ssl": has_tls}) for one in settings.sentinels]
-        for one in self._each if has_tls else ():
-            one.sentinels[0].connection_pool.connection_class = _TlsConnection
-
-    async def find_master(self) -> tuple[str, int]:
-        """Ask who told it last; if that one does not, all others at once: that takes no longer if many are away.
-
-        Raises MasterNotFoundError, with what each one said.
-        """
-        failures = []
-        for asked in (self._each[:1], self._each[1:]):
-            answers = await asyncio.gather(*(one.discover_master(self._name) for one in asked), return_exceptions=True)
-            for one, answer in zip(asked, answers, strict=True):
-                if isinstance(answer, RedisError):
-                    failures.append(str(answer))
-                    continue
-                if isinstance(answer, BaseException):
-                    raise answer
-                self._each = [one, *(other for other in self._each if other is not one)]
-                host, port = answer
-                return host, port
-        raise MasterNotFoundError("; ".join(failures))
-
-    async def close(self) -> None:
-        for one in self._each:
-            await one.aclose()
+class _MasterPool(BlockingConnectionPool, SentinelConnectionPool):
+    """Waits for a connection if all are in use, which redis-py's pool of a master does not."""
 
 
 class RedisRegistry:
@@ -273,32 +214,27 @@ class RedisRegistry:
         self.url, self.name = url, settings.name
         self._prefix = f"shardrank:{settings.fleet}:"
         self._call_timeout_s = call_timeout_s
-        options: dict[str, Any] = {
-            "socket_timeout": socket_timeout_s,
-            "socket_connect_timeout": socket_timeout_s,
-            # What may be repeated is decided in `_send`.
-            "retry": Retry(NoBackoff(), 0),
-            "protocol": 2,
-        }
-        kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
-        kind = kinds.get(settings.scheme, Connection)
-        self._sentinels: _Sentinels | None = None
-        self._master: tuple[str, int] | None = None
-        self._asked_at = -math.inf
+        # What is repeated is decided in `_run`.
+        options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "protocol": 2}
+        timeouts = ("socket_timeout", "socket_connect_timeout")
+        options |= settings.connection | dict.fromkeys(timeouts, socket_timeout_s)
+        has_tls = options.get("connection_class") is SSLConnection
+        if has_tls:
+            options["connection_class"] = _TlsConnection
+        options |= {"max_connections": _MAX_CONNECTIONS, "timeout": socket_timeout_s}
+        self._sentinel: Any = None
         if settings.sentinels:
-            kind = _ToMasterByTls if kind is _TlsConnection else _ToMaster
-            self._sentinels = _Sentinels(settings, options, socket_timeout_s * _SENTINEL_SHARE)
-            options["find_master"] = self._sentinels.find_master
-        pool = BlockingConnectionPool(
-            connection_class=kind,
-            max_connections=_MAX_CONNECTIONS,
-            timeout=socket_timeout_s,
-            **options,
-            **settings.connection,
-        )
-        self._client: Any = Redis.from_pool(pool)
-        self._scripts: dict[str, Any] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+            # redis-py asks one after the other: all of them together may take as long as one read from Redis.
+            of_sentinel = dict.fromkeys(timeouts, socket_timeout_s / len(settings.sentinels))
+            options["connection_class"] = _MasterTlsConnection if has_tls else _MasterConnection
+            sentinel: Any = Sentinel  # it has no types
+            self._sentinel = sentinel(settings.sentinels, sentinel_kwargs=settings.sentinel_connection | of_sentinel)
+            options |= {"service_name": settings.master, "sentinel_manager": self._sentinel}
+            for client in self._sentinel.sentinels if has_tls else ():
+                client.connection_pool.connection_class = _TlsConnection
+        pool_class = _MasterPool if settings.sentinels else BlockingConnectionPool
+        self._client: Any = Redis.from_pool(pool_class(**options))
+        self._checked_at = -math.inf
         self._inspected = False
         self._maxmemory = 0
         self._closed = False
@@ -335,12 +271,15 @@ class RedisRegistry:
         """See `Registry.announce`."""
         check_value(check_key(key), value)
         check_ttl(key, ttl_s)
-        keys = [self._at("announced", key), self._at("announcements")]
-        await self._script(ANNOUNCE, keys, [value, _milliseconds(ttl_s), key])
+        at, index, expiry_ms = self._at("announced", key), self._at("announcements"), _milliseconds(ttl_s)
+        # A pipeline is empty once it was executed: there is one for each try.
+        pipeline = self._client.pipeline
+        await self._run(lambda: pipeline().set(at, value, px=expiry_ms).zadd(index, {key: 0}).execute())
 
     async def withdraw(self, key: str) -> None:
         """See `Registry.withdraw`."""
-        await self._script(WITHDRAW, [self._at("announced", check_key(key)), self._at("announcements")], [key])
+        at, index, pipeline = self._at("announced", check_key(key)), self._at("announcements"), self._client.pipeline
+        await self._run(lambda: pipeline().delete(at).zrem(index, key).execute())
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
         """See `Registry.announced`."""
@@ -409,8 +348,8 @@ class RedisRegistry:
         """End its connections."""
         self._closed = True
         await self._client.aclose()
-        if self._sentinels is not None:
-            await self._sentinels.close()
+        if self._sentinel is not None:
+            await self._sentinel.aclose()
 
     async def _pages(self, index: str, values: str, prefix: str) -> list[tuple[str, bytes, bytes]]:
         start, end = (f"[{prefix}", f"[{prefix}\x7f") if prefix else ("-", "+")
@@ -433,77 +372,59 @@ class RedisRegistry:
 
         Raises RegistryUnavailableError if Redis can't be reached, takes too long, or refuses.
         """
-        if script not in self._scripts:
-            self._scripts[script] = self._client.register_script(script)
-        ready = self._scripts[script]
+        ready = self._client.register_script(script)
         return await self._run(lambda: ready(keys=keys, args=args), repeatable)
 
     async def _command(self, *parts: str) -> Any:
         """Run a command that only reads. Raises as `_script`."""
-        return await self._run(lambda: self._client.execute_command(*parts), True)
+        return await self._run(lambda: self._client.execute_command(*parts))
 
-    async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
+    async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool = True) -> Any:
         if self._closed:
             raise RegistryUnavailableError(f"registry {self.name} is closed")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        elif self._loop is not loop:
-            raise RuntimeError(f"registry {self.name} belongs to another event loop: open one for each")
-        task = asyncio.current_task()
-        cancels = task.cancelling() if task is not None else 0
+        pool, task = self._client.connection_pool, asyncio.current_task()
+        cancels = 0 if task is None else task.cancelling()
+
+        async def drop_idle(error: Exception) -> None:
+            await pool.disconnect(inuse_connections=False)
+
+        # ReadOnlyError: it was the master and is none any more; nothing was written. Otherwise the connection may have
+        # been open since before Redis was restarted: a new one may work.
+        retry = Retry(NoBackoff(), 1, (ReadOnlyError, RedisConnectionError) if repeatable else (ReadOnlyError,))
         try:
-            return await self._answer(send, repeatable)
+            async with asyncio.timeout(self._call_timeout_s):
+                await self._follow_master()
+                answer = await retry.call_with_retry(send, drop_idle)
+                await self._inspect()
+                return answer
+        except (RedisError, OSError) as error:  # TimeoutError is an OSError
+            late = f"no answer within {self._call_timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+            reason = late or cut(error) or type(error).__name__
+            raise RegistryUnavailableError(f"registry {self.name}: {reason}") from error
         finally:
             # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what
             # it waits for is done by then. Whoever cancelled would wait for ever.
             if task is not None and task.cancelling() > cancels:
                 raise asyncio.CancelledError
 
-    async def _answer(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
-        try:
-            async with asyncio.timeout(self._call_timeout_s):
-                if self._sentinels is not None:
-                    await self._follow_master(self._sentinels)
-                answer = await self._send(send, repeatable)
-                await self._inspect()
-                return answer
-        except TimeoutError as error:
-            raise self._unavailable(f"no answer within {self._call_timeout_s:g} s") from error
-        except (RedisError, OSError) as error:
-            raise self._unavailable(error) from error
-
-    async def _follow_master(self, sentinels: _Sentinels) -> None:
+    async def _follow_master(self) -> None:
         """Drop the connections to who was the master; ask a sentinel once in `MASTER_CHECK_S`.
 
         After a failover that was ordered the old one goes on taking writes, which are lost, for ten seconds and more.
         """
-        now = asyncio.get_running_loop().time()
-        if now < self._asked_at + MASTER_CHECK_S:
+        pool, now = self._client.connection_pool, asyncio.get_running_loop().time()
+        if self._sentinel is None or now < self._checked_at + MASTER_CHECK_S:
             return
-        self._asked_at = now
+        self._checked_at, before = now, pool.master_address
         try:
-            master = await sentinels.find_master()
+            master = await pool.get_master_address()
         except RedisError as error:
             # Sentinels that are away change nothing for who has a connection; who needs one will be told.
             _log.info("registry %s: who is the master is not known: %s", self.name, cut(error))
             return
-        if self._master not in (None, master):
+        if before not in (None, master):
             _log.warning("registry %s: %s:%d is the master now", self.name, *master)
-            await self._client.connection_pool.disconnect()
-        self._master = master
-
-    async def _send(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
-        try:
-            return await send()
-        except ReadOnlyError:
-            # It was the primary and is none any more; nothing was written. New connections find the new one.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-        except RedisConnectionError as error:
-            if not repeatable or isinstance(error, _FINAL):
-                raise
-        # A connection that was open when Redis was restarted: a new one may work.
-        return await send()
+            await pool.disconnect()
 
     async def _inspect(self) -> None:
         """Tells once, in the log, of settings with which Redis can lose what is kept in it."""
@@ -528,9 +449,6 @@ class RedisRegistry:
                 self.name,
                 policy,
             )
-
-    def _unavailable(self, reason: object) -> RegistryUnavailableError:
-        return RegistryUnavailableError(f"registry {self.name}: {cut(reason) or type(reason).__name__}")
 
 
 def _entry(key: str, value: Any, revision: Any) -> Entry:

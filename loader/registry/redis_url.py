@@ -1,4 +1,4 @@
-"""Read the URL of a Redis: where it is or who knows where, whose keys, credentials, TLS.
+"""Read the URL of a Redis: redis-py's, with a fleet, files of passwords, and sentinels.
 
 ```
 redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]                              rediss:// with TLS
@@ -18,19 +18,24 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio.connection import parse_url
 
 from loader.errors import RegistryRecordError, cut
 from loader.registry.registry import without_password
 
 _TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-"""Options of `rediss://`, by the names of redis-py."""
 _SENTINEL_OPTIONS: Final = ("sentinel_user", "sentinel_password_file")
-_OPTIONS: Final = ("fleet", *_TLS_FILES, "password_file", *_SENTINEL_OPTIONS)
-_PORT: Final = 6379
-_SENTINEL_PORT: Final = 26379
+_OPTIONS: Final = ("fleet", *_TLS_FILES, "password_file")
 MAX_SENTINELS: Final = 16
-_SENTINEL = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:/\[\]@,]+))(?::(?P<port>[0-9]{1,5}))?")
+_DATABASE: Final = r"/?(?P<database>[0-9]{0,5})"
+_PATHS: Final = {
+    "unix": (r"/.+", "unix:///PATH of a socket"),
+    "sentinel": (rf"/(?P<master>[A-Za-z0-9_.\-]{{1,256}})(?:{_DATABASE})?", "a host and /MASTER[/DB] with a number DB"),
+    **dict.fromkeys(("redis", "rediss"), (_DATABASE, "a host without a path or with a number /DB")),
+}
+"""By scheme, the pattern of a path, and how it is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +44,14 @@ class RedisUrl:
 
     Attributes:
         name: its text without the password.
-        scheme: `redis`, `rediss` or `unix`.
         fleet: whose keys.
-        connection: arguments of the client's connection; with sentinels it has no host.
+        connection: redis-py's arguments of a connection; with sentinels it has no host.
         sentinels: host and port of each; () without.
         master: the name by which sentinels know it.
-        sentinel_connection: arguments of connections to sentinels.
+        sentinel_connection: redis-py's arguments of connections to sentinels.
     """
 
     name: str
-    scheme: str
     fleet: str
     connection: dict[str, Any] = field(repr=False)
     sentinels: tuple[tuple[str, int], ...] = ()
@@ -58,14 +61,17 @@ class RedisUrl:
 
 def parse_redis_url(url: str) -> RedisUrl:
     """Read a URL. Raises RegistryRecordError, without the password, if it is not one."""
-    name = without_password(url)
     try:
         parts = urlsplit(url)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         scheme, _, kind = parts.scheme.partition("+")
-        sentinels = _sentinels(parts) if kind else ()
-        port = _PORT if kind or parts.port is None else parts.port
-    except ValueError:
+        login, at, hosts = parts.netloc.rpartition("@")
+        sentinels = [parse_url(f"redis://{host}") for host in hosts.split(",") if kind]
+        addresses = tuple((sentinel["host"], sentinel.get("port", 26379)) for sentinel in sentinels)
+        connection: dict[str, Any] = {**parse_url(f"{scheme}://{login}{at}{'' if kind else hosts}")}
+        if len(sentinels) > MAX_SENTINELS:
+            raise ValueError("too many sentinels")
+    except (ValueError, KeyError):
         # Nothing of it is told: a password may stand where it does not belong.
         raise RegistryRecordError(
             f"registry URL {url.partition(':')[0]}://***: it can't be read as a URL; "
@@ -73,99 +79,57 @@ def parse_redis_url(url: str) -> RedisUrl:
             "percent-encoded; "
             f"redis+sentinel://[...@]HOST[:PORT][,HOST[:PORT]...]/MASTER[/DB] with at most {MAX_SENTINELS} hosts"
         ) from None
-    options = dict(pairs)
+    name, options, allowed = without_password(url), dict(pairs), _OPTIONS + (_SENTINEL_OPTIONS if kind else ())
+    pattern, form = _PATHS[kind or scheme]
     try:
-        if len(options) != len(pairs) or (set(options) - set(_OPTIONS)) or parts.fragment:
-            found = [cut(key, 40) for key, _ in pairs]
-            raise ValueError(f"allowed are the options {list(_OPTIONS)}, each once; found are {found}")
-        if not kind and (wrong := [name for name in _SENTINEL_OPTIONS if name in options]):
-            raise ValueError(f"{', '.join(wrong)}: only for {scheme}+sentinel://")
-        fleet = options.get("fleet", "default")
-        if not re.fullmatch(r"[A-Za-z0-9_.\-]{1,64}", fleet):
+        if len(options) != len(pairs) or (set(options) - set(allowed)) or parts.fragment:
+            given = [cut(option, 40) for option, _ in pairs]
+            raise ValueError(f"allowed are the options {list(allowed)}, each once; given are {given}")
+        if not re.fullmatch(r"[A-Za-z0-9_.\-]{1,64}", fleet := options.get("fleet", "default")):
             raise ValueError(f"fleet {cut(repr(fleet))}; allowed are 1 to 64 characters out of A-Z a-z 0-9 _ . -")
-        tls = _tls(scheme, options)
-        login = _credentials("", unquote(parts.username or ""), unquote(parts.password or ""), options)
-        if not kind:
-            return RedisUrl(name, scheme, fleet, _place(parts, port) | login | tls)
-        master, database = _master(parts.path)
-        to_sentinels = _credentials("sentinel_", options.get("sentinel_user"), None, options) | tls
-        return RedisUrl(name, scheme, fleet, {"db": database} | login | tls, sentinels, master, to_sentinels)
+        if (path := re.fullmatch(pattern, parts.path)) is None or bool(hosts) == (scheme == "unix"):
+            raise ValueError(f"{form} is needed")
+        connection |= {"path": unquote(parts.path)} if scheme == "unix" else {"db": int(path["database"] or 0)}
+        tls = _tls_files(scheme, options)
+        connection |= _login(connection.get("username"), connection.get("password"), "password_file", options) | tls
+        sentinel_login = _login(options.get("sentinel_user"), None, "sentinel_password_file", options)
     except ValueError as error:
         raise RegistryRecordError(f"registry URL {cut(name)}: {error}") from None
+    master = path["master"] if kind else ""
+    return RedisUrl(name, fleet, connection, addresses, master, {**sentinel_login, **tls, "ssl": scheme == "rediss"})
 
 
-def _place(parts: SplitResult, port: int) -> dict[str, Any]:
-    if parts.scheme == "unix":
-        if parts.hostname or not parts.path:
-            raise ValueError("unix:///PATH of a socket is needed")
-        return {"path": unquote(parts.path)}
-    if not parts.hostname:
-        raise ValueError("a host is needed")
-    return {"host": parts.hostname, "port": port, "db": _database(parts.path.removeprefix("/"))}
-
-
-def _database(text: str) -> int:
-    if text and not re.fullmatch(r"[0-9]{1,5}", text):
-        raise ValueError(f"database {cut(repr(text))}; allowed is a number")
-    return int(text or 0)
-
-
-def _sentinels(parts: SplitResult) -> tuple[tuple[str, int], ...]:
-    """Hosts and ports of a list. Raises ValueError, which may have a password in it, for what is none."""
-    found = []
-    for text in parts.netloc.rpartition("@")[2].split(","):
-        if (match := _SENTINEL.fullmatch(text)) is None or int(match["port"] or 0) > 65535:
-            raise ValueError(f"sentinel {text!r}")
-        found.append((match["ipv6"] or match["host"], int(match["port"] or _SENTINEL_PORT)))
-    if len(found) > MAX_SENTINELS:
-        raise ValueError(f"{len(found)} sentinels")
-    return tuple(found)
-
-
-def _master(path: str) -> tuple[str, int]:
-    name, _, database = path.removeprefix("/").partition("/")
-    if not re.fullmatch(r"[A-Za-z0-9_.\-]{1,256}", name):
-        raise ValueError(f"master {cut(repr(name))}; /NAME by which the sentinels know it is needed, as in /mymaster/0")
-    return name, _database(database)
-
-
-def _credentials(prefix: str, user: str | None, password: str | None, options: dict[str, str]) -> dict[str, Any]:
-    """User and password; the file that may have it is the option `<prefix>password_file`."""
-    user, password = user or None, password or None
-    if (path := options.get(option := f"{prefix}password_file")) is not None:
+def _login(user: str | None, password: str | None, option: str, options: dict[str, str]) -> dict[str, Any]:
+    """Return the user and the password, which may be in the file that an option names."""
+    if option in options:
         if password is not None:
             raise ValueError(f"a password and a {option}; one is allowed")
         try:
-            password = Path(path).read_text(encoding="utf-8").strip()
+            password = Path(options[option]).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ValueError(f"{option}: {reason}") from None
+            raise ValueError(f"{option}: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}") from None
         if not password:
             raise ValueError(f"{option}: it is empty")
-    if user is not None and password is None:
-        hint = "" if prefix else "; redis://:PASSWORD@HOST gives a password alone"
-        raise ValueError(f"a {prefix}user without a password{hint}")
-    return {key: value for key, value in (("username", user), ("password", password)) if value is not None}
+    if user and not password:
+        raise ValueError(f"a user without a password or {option}; redis://:PASSWORD@HOST is a password alone")
+    return {key: value for key, value in (("username", user), ("password", password)) if value}
 
 
-def _tls(scheme: str, options: dict[str, str]) -> dict[str, Any]:
+def _tls_files(scheme: str, options: dict[str, str]) -> dict[str, Any]:
+    """Return redis-py's arguments for the files of TLS, which can be read and fit together."""
     files: dict[str, Any] = {option: options[option] for option in _TLS_FILES if option in options}
-    if scheme != "rediss":
-        if files:
-            raise ValueError(f"{', '.join(files)}: only for rediss://")
-        return {}
-    for option, path in files.items():
-        if not Path(path).is_file():
-            raise ValueError(f"{option} {cut(path)}: there is no such file")
-    cert, key = files.get("ssl_certfile"), files.get("ssl_keyfile")
-    if (cert is None) != (key is None):
+    if files and scheme != "rediss":
+        raise ValueError(f"{', '.join(files)}: only for rediss://")
+    if ("ssl_certfile" in files) != ("ssl_keyfile" in files):
         raise ValueError("ssl_certfile and ssl_keyfile belong together")
-    if cert is not None:
-        # Without a password OpenSSL would ask for one at the terminal.
-        files["ssl_password"] = ""
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, "")
-        except OSError as error:
-            reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error
-            raise ValueError(f"ssl_certfile {cut(cert)} with ssl_keyfile {cut(key)}: {reason}") from None
-    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True} | files
+    try:
+        context = ssl.create_default_context(cafile=files.get("ssl_ca_certs"))
+        if "ssl_certfile" in files:
+            # Without a password OpenSSL would ask for one at the terminal.
+            files["ssl_password"] = ""
+            context.load_cert_chain(files["ssl_certfile"], files["ssl_keyfile"], "")
+    except OSError as error:
+        reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error
+        names = ", ".join(f"{option} {cut(path)}" for option, path in files.items() if path)
+        raise ValueError(f"{names}: {reason}") from None
+    return files

@@ -471,7 +471,7 @@ def snapshot_file(root: Path, relative_path: str) -> Path:
 def manifest_texts(manifest: Manifest) -> dict[str, str]:
     """Return the two files' texts by name. The second is what `sha256sum --check` reads."""
     text = manifest.to_json()
-    return {MANIFEST_NAME: text, CHECKSUM_NAME: _checksum_line(hashlib.sha256(text.encode()).hexdigest())}
+    return {MANIFEST_NAME: text, CHECKSUM_NAME: checksum_line(hashlib.sha256(text.encode()).hexdigest())}
 
 
 def read_manifest(root: Path) -> tuple[Manifest, str]:
@@ -509,7 +509,7 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
 def check_manifest_checksum(root: Path, identity: str) -> None:
     """Raise SnapshotCorruptError unless `manifest.json`, of SHA-256 `identity`, is byte for byte what was written."""
     stated = read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
-    if stated != _checksum_line(identity).encode():
+    if stated != checksum_line(identity).encode():
         raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
 
 
@@ -531,5 +531,6 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def _checksum_line(digest: str) -> str:
+def checksum_line(digest: str) -> str:
+    """Return the content of `manifest.json.sha256`: what `sha256sum` writes for that SHA-256 (hex)."""
     return f"{digest}  {MANIFEST_NAME}\n"

@@ -273,6 +273,12 @@ async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
     return used
 
 
+async def identities_in_use(fleet: FleetRegistry) -> set[str]:
+    """Return the identities of all models' versions as `versions_in_use`: live, staged or previous ones."""
+    in_use = {model: await versions_in_use(fleet, model) for model in await fleet.wanted()}
+    return {record.identity for record in await fleet.versions() if record.version in in_use.get(record.model, ())}
+
+
 async def _staying(fleet: FleetRegistry, model: str, published: Iterable[PublishedVersion], keep: int) -> set[int]:
     highest = sorted(record.version for record in published)[-keep:]
     return {*highest, *await versions_in_use(fleet, model)}

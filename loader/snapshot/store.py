@@ -119,20 +119,17 @@ class Store:
         """Return (model, version) of each export that was interrupted, or is still running."""
         return [
             (model, version)
-            for model in _folders(self.path)
-            if MODEL_NAME.fullmatch(model)
-            for version in version_numbers(_folders(self.path / model), WORK_FOLDER_PREFIX)
+            for model in self._model_names()
+            for version in version_numbers(self._version_names(model), WORK_FOLDER_PREFIX)
         ]
 
     def models(self) -> list[str]:
         """Return the names of the models that have at least one version, sorted."""
-        return [name for name in _folders(self.path) if MODEL_NAME.fullmatch(name) and self.versions(name)]
+        return [name for name in self._model_names() if self.versions(name)]
 
     def versions(self, model: str) -> list[int]:
         """List a model's versions, ascending; empty if it has no such model. Unfinished exports do not count."""
-        if not MODEL_NAME.fullmatch(model):
-            return []
-        return version_numbers(_folders(self.path / model))
+        return version_numbers(self._version_names(model))
 
     def latest(self, model: str) -> int:
         """Return the highest version. Raises SnapshotNotFoundError if there is none."""
@@ -175,6 +172,7 @@ class Store:
         identity: str | None = None,
         with_rows: bool = True,
         verify: bool = True,
+        keep: Collection[str] = (),
         progress: Progress = no_progress,
     ) -> HeldSnapshot:
         """Find a version, by default the latest, and have it stay until it is let go.
@@ -183,7 +181,8 @@ class Store:
         far as that is known; without `with_rows` row files are not fetched; `verify` compares files that were fetched
         before with their SHA-256; `progress` is given bytes, and what it raises calls off the fetch.
 
-        Raises SnapshotError if there is no such version, or it is not what its manifest says.
+        Versions whose identities are in `keep` make room for it after all others. Raises SnapshotError if there is no
+        such version, or it is not what its manifest says.
         """
         return HeldSnapshot(self.snapshot_path(model, version))
 
@@ -298,9 +297,14 @@ class Store:
 
     def _set_aside_versions(self, model: str) -> list[int]:
         """List the versions that are out of sight, ascending; they may come back until they are deleted."""
-        if not MODEL_NAME.fullmatch(model):
-            return []
-        return version_numbers([name.removesuffix(_GONE_SUFFIX) for name in _folders(self.path / model)], TRASH_PREFIX)
+        return version_numbers([name.removesuffix(_GONE_SUFFIX) for name in self._version_names(model)], TRASH_PREFIX)
+
+    def _model_names(self) -> list[str]:
+        return _folders(self.path)
+
+    def _version_names(self, model: str) -> list[str]:
+        """List what is in a model's folder; nothing for what can't be a model."""
+        return _folders(self.path / model) if MODEL_NAME.fullmatch(model) else []
 
     def _told_unfinished(self, model: str | None = None) -> str:
         names = [f"{name}/{version}" for name, version in self.unfinished() if model in (None, name)]

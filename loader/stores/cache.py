@@ -1,15 +1,14 @@
-"""The folder that versions of stores at URLs are fetched into, bounded in bytes and shared by a machine's processes.
+"""The folder that versions of stores at URLs are synced into, bounded in bytes and shared by a machine's processes.
 
 ```
-<cache>/lock                                      held (flock) while room is made
-<cache>/<identity>/lock                           held, shared, by who uses the version; its time: the last use
-<cache>/<identity>/<model>/<version>/             the snapshot: a file that is there was checked against the manifest
-<cache>/<identity>/parts/                         files that are being fetched (`loader.stores.remote`)
+<cache>/lock                            held (flock) by the process that makes room and fetches
+<cache>/<identity>/lock                 held, shared, by each process that uses the version; its time: the last use
+<cache>/<identity>/<model>/<version>/   the snapshot: each file had the manifest's SHA-256 when it was put there
+<cache>/<identity>/fetching/            files that are not complete
 ```
 
-The identity is the SHA-256 of the manifest, which has those of all other files: what lies under it was right when it
-came, from whichever store, and a version that was replaced in its store is another one here. Locks end with their
-processes.
+The identity is the SHA-256 of the manifest, which has those of all other files, so a version that was replaced in its
+store is another folder here. Locks end with their processes; the file of a lock is never deleted.
 """
 
 from __future__ import annotations
@@ -20,218 +19,113 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Final
 
-import xxhash
-
-from loader.errors import StoreCacheError
+from loader.errors import StoreError
 from loader.progress import Progress
 from loader.snapshot.manifest import FileEntry
-from loader.snapshot.store import fsync_path, hash_file, make_folders
+from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders
 
-IDENTITY = re.compile(r"[0-9a-f]{64}")
-_LOOK_S = 0.05
-_PARTS = "parts"
-
+IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
+_POLL_S: Final = 0.05
 _log = logging.getLogger(__name__)
-
-Tick: TypeAlias = Callable[[], None]
-"""Called while something is waited for; raises to give up."""
-
-
-@dataclass(slots=True)
-class CacheEntry:
-    """A version in the cache, which stays there until `close`."""
-
-    root: Path
-    folder: Path
-    _lock: IO[str]
-    _damaged: dict[str, os.stat_result] = field(default_factory=dict)
-
-    def part_path(self, entry: FileEntry) -> Path:
-        """Return where a file lies while it is fetched."""
-        return self.root / _PARTS / xxhash.xxh3_128_hexdigest(entry.path.encode())
-
-    def missing(self, entries: Sequence[FileEntry]) -> list[FileEntry]:
-        """Return the files that are not here yet, or are those that `check` found damaged."""
-        return [one for one in entries if not self._is_here(one)]
-
-    def check(self, entries: Sequence[FileEntry], progress: Progress) -> None:
-        """Find files that are no longer what they were when they were fetched: they are missing until replaced.
-
-        They stay in their places until then, and are not counted in the bound: others may be about to open them, or
-        replace them first.
-        """
-        here = [one for one in entries if self._is_here(one)]
-        done, total = 0, sum(one.size_bytes for one in here)
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            progress("checking SHA-256", done, total)
-
-        for one in here:
-            path = self.folder / one.path
-            # Looked at before: what takes its place from now on is another file.
-            seen = path.stat()
-            if hash_file(path, on_bytes) != one.sha256:
-                _log.warning("%s is not what was fetched: it is fetched again", path)
-                self._damaged[one.path] = seen
-
-    def close(self) -> None:
-        """Let it go. Idempotent."""
-        if not self._lock.closed:
-            with suppress(OSError):
-                os.utime(self._lock.fileno())
-            self._lock.close()
-
-    def _is_here(self, entry: FileEntry) -> bool:
-        try:
-            found = (self.folder / entry.path).stat()
-        except FileNotFoundError:
-            return False
-        damaged = self._damaged.get(entry.path)
-        # Whoever replaced it has checked it.
-        return found.st_size == entry.size_bytes and (damaged is None or not os.path.samestat(found, damaged))
 
 
 class SnapshotCache:
-    """Versions by their identity. Holds nothing open; every process of a machine may have one of the same folder."""
+    """Versions by their identity. Holds nothing open; the processes of a machine may share its folder."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
 
-    def take(
-        self,
-        identity: str,
-        model: str,
-        version: int,
-        texts: Mapping[str, bytes],
-        entries: Sequence[FileEntry],
-        tick: Tick,
-    ) -> CacheEntry:
-        """Return a version's place, with room for these files of it; versions that nobody uses make it.
-
-        Args:
-            identity: of the snapshot.
-            model: its name.
-            version: its number.
-            texts: small files that are written at once if they are not there: the manifest and its checksum.
-            entries: files that are to be here.
-            tick: called while other processes make room.
-
-        Raises:
-            StoreCacheError: there is no room, as what is used stays; or the folder can't be written.
-        """
+    def hold(self, identity: str, model: str, version: int, *, is_checked: bool) -> HeldSnapshot:
+        """Return a version's folder, with the files that were fetched so far; none is deleted before it is closed."""
         root = self.folder / identity
-        folder = root / model / str(version)
-        try:
-            make_folders(self.folder)
-            with self._making_room(tick):
-                folder.mkdir(parents=True, exist_ok=True)
-                (root / _PARTS).mkdir(exist_ok=True)
-                lock = _shared(root / "lock")
-                try:
-                    entry = CacheEntry(root, folder, lock)
-                    os.utime(lock.fileno())
-                    wanted = [one for one in entry.missing(entries) if not entry.part_path(one).exists()]
-                    self._make_room(root, sum(one.size_bytes for one in wanted), f"{model} version {version}")
-                    for name, content in texts.items():
-                        _write(folder / name, content)
-                    for one in wanted:
-                        # From here on its bytes are counted, whoever else makes room.
-                        with entry.part_path(one).open("wb") as file:
-                            file.truncate(one.size_bytes)
-                except BaseException:
-                    lock.close()
-                    raise
-        except OSError as error:
-            raise StoreCacheError(f"store cache {self.folder}: {error}") from error
-        return entry
+        make_folders(root)
+        lock = (root / "lock").open("a")
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+        def close() -> None:
+            if not lock.closed:
+                os.utime(lock.fileno())
+                lock.close()
+
+        return HeldSnapshot(root / model / str(version), close, is_checked)
 
     @contextmanager
-    def _making_room(self, tick: Tick) -> Iterator[None]:
-        with (self.folder / "lock").open("w") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    tick()
-                    time.sleep(_LOOK_S)
+    def locked(self, progress: Progress) -> Iterator[None]:
+        """Let no other process make room or fetch. While it waits it calls `progress`, which may raise."""
+        with (self.folder / "lock").open("a") as lock:
+            while not _lock_alone(lock):
+                progress("waiting for the cache", 0, 1)
+                time.sleep(_POLL_S)
             yield
 
-    def _make_room(self, own: Path, needed_bytes: int, what: str) -> None:
-        """Drop versions that nobody uses, the longest unused first. Raises StoreCacheError if it is too little."""
-        if not needed_bytes:
-            return
-        others = [one for one in self.folder.iterdir() if IDENTITY.fullmatch(one.name) and one != own]
-        sizes = {one: _tree_bytes(one) for one in others}
-        held = _tree_bytes(own) + sum(sizes.values())
-        for root in sorted(others, key=_used_at):
-            if held + needed_bytes <= self.max_bytes:
-                break
-            if _drop(root):
-                held -= sizes[root]
-        if held + needed_bytes > self.max_bytes:
-            raise StoreCacheError(
-                f"store cache {self.folder}: {needed_bytes} bytes of {what} are needed, {held} bytes are in use, "
-                f"and it may hold {self.max_bytes} (--store-cache-gb)"
+    def make_room(self, needed_bytes: int, folder: Path, keep: Collection[str]) -> None:
+        """Delete versions that no process holds until so many bytes of the version at `folder` fit.
+
+        The order is: those whose identity is not in `keep`, then by their last use. Only within `locked`.
+
+        Raises StoreError of the kind `store_cache` if the bytes do not fit.
+        """
+        roots = [path for path in self.folder.iterdir() if IDENTITY.fullmatch(path.name) and (path / "lock").exists()]
+        sizes = {root: sum(path.lstat().st_size for path in root.rglob("*") if path.is_file()) for root in roots}
+        used_bytes = sum(sizes.values())
+        for root in sorted(roots, key=lambda path: (path.name in keep, (path / "lock").stat().st_mtime)):
+            if used_bytes + needed_bytes <= self.max_bytes:
+                return
+            with (root / "lock").open("a") as lock:
+                if root not in folder.parents and _lock_alone(lock):
+                    for path in [path for path in root.iterdir() if path.is_dir()]:
+                        shutil.rmtree(path)
+                    used_bytes -= sizes[root]
+        if needed_bytes and used_bytes + needed_bytes > self.max_bytes:
+            raise StoreError(
+                f"store cache {self.folder}: {needed_bytes} bytes of {folder.parent.name} version {folder.name} are "
+                f"needed, {used_bytes} bytes are in use, and it may hold {self.max_bytes} (--store-cache-gb)",
+                kind="store_cache",
             )
 
 
-def _shared(path: Path) -> IO[str]:
-    file = path.open("a")
-    # Whoever drops a version holds the cache's lock, as we do: nobody has this one alone.
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
+def missing_files(folder: Path, entries: Sequence[FileEntry]) -> list[FileEntry]:
+    """Return the files that a version's folder does not have in the manifest's size."""
+    return [entry for entry in entries if not _has_size(folder / entry.path, entry.size_bytes)]
 
 
-def _drop(root: Path) -> bool:
-    """Delete a version unless somebody uses it."""
-    with (root / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        # Killed in between, it is a version of which fewer files are here.
-        shutil.rmtree(root)
+def delete_damaged_files(folder: Path, entries: Sequence[FileEntry], progress: Progress) -> None:
+    """Delete those of a version's files that have another SHA-256 than the manifest's."""
+    done, total = 0, sum(entry.size_bytes for entry in entries)
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("checking SHA-256", done, total)
+
+    for entry in entries:
+        path = folder / entry.path
+        if _has_size(path, entry.size_bytes) and hash_file(path, on_bytes) != entry.sha256:
+            _log.warning("%s is not what was fetched: it is fetched again", path)
+            path.unlink(missing_ok=True)  # another process may have found the same
+
+
+def put_in_place(path: Path, target: Path) -> None:
+    """Make a complete file durable, and rename it into its place."""
+    fsync_path(path)
+    make_folders(target.parent)
+    path.rename(target)
+    fsync_path(target.parent)
+
+
+def _has_size(path: Path, size_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size == size_bytes
+
+
+def _lock_alone(lock: IO[str]) -> bool:
+    """Return whether a lock was free, and is now held."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True
-
-
-def _used_at(root: Path) -> float:
-    try:
-        return (root / "lock").stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _tree_bytes(root: Path) -> int:
-    """Bytes of all files, those included that are being fetched, whose room is taken from the start."""
-    found = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            # A file that was fetched meanwhile is counted where it is now, or a moment ago: nothing else is removed.
-            found += max(0, _size(Path(folder, name)))
-    return found
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return -1
-
-
-def _write(path: Path, content: bytes) -> None:
-    if _size(path) == len(content) and path.read_bytes() == content:
-        return
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_bytes(content)
-    fsync_path(unfinished)
-    unfinished.rename(path)
-    fsync_path(path.parent)

@@ -1,4 +1,4 @@
-"""A store at a URL: versions are fetched into a local cache and read from there; new ones are put up whole.
+"""A store at a URL: versions are synced into a local cache and read from there; new ones are put up whole.
 
 What lies at the URL is laid out as in a folder. There is no rename, so the manifest is what makes a version exist: it
 is written last, and only if there is none. Who writes a version claims it first, so that files of two never mix:
@@ -10,45 +10,43 @@ is written last, and only if there is none. Who writes a version claims it first
 <url>/<model>/.trash-<version>         out of sight, to be deleted
 ```
 
-Files are fetched into the cache in parts, several at a time, each complete file checked before it is in place. A
-journal alongside says in its first line which object is fetched (ETag, size), then for each part that is written its
-checksum. A fetch that was killed reads what is on the disk against it and fetches only the rest. The process that
-fetches a file holds it (flock); others fetch other files, or wait.
+The client is obstore (Rust's object_store), which retries with exponential backoff and jitter, and takes credentials
+as the clouds' own libraries do, from the environment or the machine's identity.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
-import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from datetime import timedelta
+from itertools import starmap
 from pathlib import Path
-from typing import Final
-
-import xxhash
+from typing import Any, Final
 
 from loader.errors import (
     ExportError,
     SnapshotCorruptError,
-    SnapshotError,
     SnapshotExistsError,
     SnapshotNotFoundError,
-    StoreCacheError,
+    StoreError,
+    cut,
 )
-from loader.progress import Progress, all_or_first_error, ended, no_progress
+from loader.progress import Progress, all_or_first_error, no_progress
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
-    check_manifest_checksum,
     check_relative_path,
+    checksum_line,
     parse_manifest,
     read_manifest,
     snapshot_file,
@@ -60,264 +58,82 @@ from loader.snapshot.store import (
     HeldSnapshot,
     Store,
     StoredFile,
-    fsync_path,
-    hash_file,
     manifest_texts_of,
     version_numbers,
 )
-from loader.stores.cache import IDENTITY, CacheEntry, SnapshotCache
-from loader.stores.objects import ObjectFolder, ObjectInfo
+from loader.stores.cache import IDENTITY, SnapshotCache, delete_damaged_files, missing_files, put_in_place
 from loader.stores.place import FETCHING, StoreUrl
 
-PART_BYTES: Final = 8 << 20
+try:
+    import obstore
+    from obstore import exceptions as refusals
+    from obstore.store import from_url
+except ImportError as missing:
+    message = f"a store at a URL needs obstore: pip install 'shardrank[stores]' ({missing})"
+    raise StoreError(message, kind="store_url") from missing
+
+RANGE_BYTES: Final = 8 << 20
 """Of one request. It must come within a third of the store's time limit."""
-PARTS_AT_A_TIME: Final = 8
-_LOOK_S: Final = 0.1
+FILES_AT_A_TIME: Final = 8
+_POLL_S: Final = 0.1
 _MAX_SMALL_BYTES: Final = 4096
 _OTHERS_TRASH_S: Final = 3600.0
 """What a run has set aside for longer than that, it did not live to delete."""
+_VARIABLES: Final = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+# Of the client, not of the cloud; obstore drops the environment's as soon as it is given any.
+_CLIENT_KEYS: Final = "allow_http allow_invalid_certificates proxy_url proxy_ca_certificate proxy_excludes"
+_REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d|NoSuchBucket")
 _log = logging.getLogger(__name__)
 
 
-class PartFile:
-    """A file that is being fetched. Only who has its lock may use it: see `PartFile.open`."""
-
-    def __init__(self, path: Path, descriptor: int, info: ObjectInfo) -> None:
-        self.path, self.info, self._descriptor = path, info, descriptor
-        self._journal_path = path.with_name(f"{path.name}.journal")
-        self.done = self._recover()
-        self._journal = self._journal_path.open("a", encoding="utf-8")
-
-    @classmethod
-    def open(cls, path: Path, info: ObjectInfo) -> PartFile | None:
-        """Take the file's lock and what is there of it; None while another process has it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have put it in its place since we opened it.
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                os.truncate(descriptor, info.size_bytes)
-                return cls(path, descriptor, info)
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        return None
-
-    @property
-    def missing(self) -> list[int]:
-        """The numbers of the parts that are to be fetched."""
-        count = -(-self.info.size_bytes // PART_BYTES)
-        return [number for number in range(count) if number not in self.done]
-
-    @property
-    def done_bytes(self) -> int:
-        """Bytes of the parts that are here."""
-        return sum(end - begin for begin, end in map(self.bounds, self.done))
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """Return the bytes [begin, end) of a part."""
-        return number * PART_BYTES, min((number + 1) * PART_BYTES, self.info.size_bytes)
-
-    def write(self, number: int, content: memoryview) -> None:
-        """Put a part in its place, then on record."""
-        begin, view = number * PART_BYTES, content
-        while view:
-            written = os.pwrite(self._descriptor, view, begin)
-            begin, view = begin + written, view[written:]
-        self._journal.write(f"{json.dumps([number, xxhash.xxh3_128_hexdigest(content)])}\n")
-        self._journal.flush()
-        self.done.add(number)
-
-    def finish(self, target: Path, entry: FileEntry) -> None:
-        """Check the whole file and put it in its place. Raises SnapshotCorruptError, and forgets what is here."""
-        if (found := hash_file(self.path)) != entry.sha256:
-            self.drop()
-            where = f"{target}: fetched from {self.info.path}"
-            raise SnapshotCorruptError(f"{where}: SHA-256 is {found}, the manifest says {entry.sha256}")
-        os.fsync(self._descriptor)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.path.rename(target)
-        fsync_path(target.parent)
-        self._journal_path.unlink(missing_ok=True)
-
-    def drop(self) -> None:
-        """Forget what is here."""
-        self._journal_path.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Let others have it."""
-        self._journal.close()
-        os.close(self._descriptor)
-
-    def _recover(self) -> set[int]:
-        """Return the parts that are on the disk as the journal says; begin a new one if it is of another object."""
-        head = {"etag": self.info.etag, "size_bytes": self.info.size_bytes, "part_bytes": PART_BYTES}
-        lines: list[str] = []
-        with suppress(FileNotFoundError, UnicodeDecodeError):
-            lines = self._journal_path.read_text(encoding="utf-8").split("\n")
-        stated: dict[int, str] = {}
-        if lines and lines[0] == json.dumps(head):
-            with suppress(ValueError, TypeError):  # a damaged line; what follows is fetched again
-                for line in lines[1:-1]:  # what follows the last newline is empty, or was not written to its end
-                    number, checksum = json.loads(line)
-                    stated[int(number)] = str(checksum)
-        count = -(-self.info.size_bytes // PART_BYTES)
-        done = {number for number, checksum in stated.items() if number < count and self._is(number, checksum)}
-        kept = "".join(f"{json.dumps([number, stated[number]])}\n" for number in sorted(done))
-        self._journal_path.write_text(f"{json.dumps(head)}\n{kept}", encoding="utf-8")
-        return done
-
-    def _is(self, number: int, checksum: str) -> bool:
-        begin, end = self.bounds(number)
-        return xxhash.xxh3_128_hexdigest(os.pread(self._descriptor, end - begin, begin)) == checksum
-
-
-class _Fetch:
-    """One run of `fetch`, in an event loop of its own."""
-
-    def __init__(
-        self, objects: ObjectFolder, place: CacheEntry, found: Mapping[str, ObjectInfo], progress: Progress
-    ) -> None:
-        self._objects, self._place, self._found, self._progress = objects, place, found, progress
-        self._free = asyncio.Semaphore(PARTS_AT_A_TIME)
-        self._done = self._total = 0
-
-    async def run(self, entries: Sequence[FileEntry]) -> None:
-        self._total = sum(one.size_bytes for one in entries)
-        files = iter(entries)
-        # As many files as parts at a time: that is enough for small ones, and few stay begun when this is killed.
-        tasks = [asyncio.ensure_future(self._files(files)) for _ in range(min(PARTS_AT_A_TIME, len(entries)))]
-        await all_or_first_error([*tasks, self._tick(tasks)])
-
-    async def _tick(self, others: Sequence[asyncio.Future[None]]) -> None:
-        while not all(one.done() for one in others):
-            self._told(0)
-            await asyncio.wait(others, timeout=_LOOK_S)
-
-    def _told(self, count: int) -> None:
-        self._done += count
-        self._progress(FETCHING, self._done, self._total)
-
-    async def _files(self, files: Iterator[FileEntry]) -> None:
-        for entry in files:
-            await self._file(entry)
-
-    async def _file(self, entry: FileEntry) -> None:
-        path, info = self._place.part_path(entry), self._found[entry.path]
-        target = self._place.folder / entry.path
-        while self._place.missing([entry]):
-            part = PartFile.open(path, info)
-            if part is None:
-                await asyncio.sleep(_LOOK_S)
-                continue
-            try:
-                if not self._place.missing([entry]):
-                    part.drop()
-                    break
-                self._told(part.done_bytes)
-                await self._parts(part)
-                finishing = asyncio.ensure_future(asyncio.to_thread(part.finish, target, entry))
-                try:
-                    await asyncio.shield(finishing)
-                finally:
-                    await ended(finishing)
-            finally:
-                part.close()
-            return
-        self._told(entry.size_bytes)
-
-    async def _parts(self, part: PartFile) -> None:
-        async def one(number: int) -> None:
-            begin, end = part.bounds(number)
-            async with self._free:
-                content = await self._objects.read_range(part.info.path, begin, end, part.info.etag)
-            part.write(number, content)
-            self._told(end - begin)
-
-        # It ends them all: nobody writes to a file that is let go.
-        await all_or_first_error([one(number) for number in part.missing])
-
-
-def fetch(
-    objects: ObjectFolder,
-    place: CacheEntry,
-    entries: Sequence[FileEntry],
-    found: Mapping[str, ObjectInfo],
-    progress: Progress,
-) -> None:
-    """Fetch files that are missing in the cache. Blocks; not to be called where an event loop runs.
-
-    Args:
-        objects: where they are.
-        place: where they go; it has room for them.
-        entries: the files, with the SHA-256 that each must have.
-        found: by path in the snapshot, the object.
-        progress: told bytes, from this thread; what it raises ends the fetch, which goes on when it is run again.
-
-    Raises:
-        SnapshotCorruptError: a file is not what the manifest says, or changed meanwhile. It is fetched anew next time.
-        StoreUnavailableError, StoreAccessError: as `ObjectFolder`.
-        StoreCacheError: the disk is full, or fails.
-    """
-    if not entries:
-        return
+def _open_client(place: StoreUrl) -> Any:
+    """Open obstore's client of a URL; nothing is asked yet. Raises StoreError if what the URL needs is not set."""
+    # A request is tried three times at least, unless the store holds each as long as it may.
+    request_s, variables = place.timeout_s / 3, _VARIABLES[place.url.partition("://")[0]]
+    given = {key: os.environ.get(f"{variables}_{key.upper()}") for key in _CLIENT_KEYS.split()}
+    client: dict[str, Any] = {key: value for key, value in given.items() if value is not None} | {
+        "timeout": timedelta(seconds=request_s),
+        "connect_timeout": timedelta(seconds=min(request_s, 5.0)),
+    }
+    retries: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=place.timeout_s - request_s)}
     try:
-        asyncio.run(_Fetch(objects, place, found, progress).run(entries))
-    except OSError as error:
-        raise StoreCacheError(f"store cache {place.root}: {error}") from error
+        return from_url(place.url, client_options=client, retry_config=retries)  # type: ignore[call-overload]
+    except (refusals.BaseError, ValueError) as error:
+        raise StoreError(f"store {place.url}: {_first_line(error)}", kind="store_url") from error
 
 
 class RemoteStore(Store):
     """Finds, fetches and writes snapshots at a URL. Each call asks the store; thread-safe, and blocks.
 
-    Besides what `Store` raises, every call raises StoreUnavailableError or StoreAccessError, as `ObjectFolder`.
+    Besides what `Store` raises, every call raises StoreError if the store refuses, or does not answer in time.
     """
 
     def __init__(self, place: StoreUrl) -> None:
-        """Open a store; nothing is asked yet. Raises StoreUrlError if what the URL needs is not set."""
+        """Open a store; nothing is asked yet. Raises StoreError if what the URL needs is not set."""
         super().__init__(place.cache)
         self.name = place.url
-        self.objects = ObjectFolder(place.url, place.timeout_s)
-        self._aside: dict[str, set[int]] = {}
         self.cache = SnapshotCache(place.cache, place.cache_bytes)
+        self._timeout_s = place.timeout_s
+        self._client = _open_client(place)
+        self._aside: dict[str, set[int]] = {}
 
     def check_exists(self) -> None:
         """Raise SnapshotNotFoundError if there is no version of any model."""
         if not self.models():
             raise SnapshotNotFoundError(f"store {self.name} has no model{self._told_unfinished()}")
 
-    def unfinished(self) -> list[tuple[str, int]]:
-        """As `Store.unfinished`: the versions that are claimed."""
-        return [
-            (model, version)
-            for model in self.objects.folders()
-            if MODEL_NAME.fullmatch(model)
-            for version in version_numbers(self._listed(model), WORK_FOLDER_PREFIX)
-        ]
-
-    def models(self) -> list[str]:
-        """As `Store.models`."""
-        return [name for name in self.objects.folders() if MODEL_NAME.fullmatch(name) and self.versions(name)]
-
     def versions(self, model: str) -> list[int]:
         """As `Store.versions`: those with a manifest."""
-        if not MODEL_NAME.fullmatch(model):
-            return []
-        paths = self._listed(model)
-        found = [one.removesuffix(f"/{MANIFEST_NAME}") for one in paths if one.endswith(f"/{MANIFEST_NAME}")]
-        return sorted(set(version_numbers(found)) - set(version_numbers(paths, TRASH_PREFIX)))
+        names = self._version_names(model)
+        folders = [name.removesuffix(f"/{MANIFEST_NAME}") for name in names if name.endswith(f"/{MANIFEST_NAME}")]
+        return sorted(set(version_numbers(folders)) - set(version_numbers(names, TRASH_PREFIX)))
 
     def manifest(self, model: str, version: int) -> tuple[Manifest, str] | None:
         """As `Store.manifest`."""
-        texts = self._manifest_texts(model, version)
-        if texts is None:
+        if (content := self._read_manifest(model, version)) is None:
             return None
-        where, content = f"{self.name}/{model}/{version}/{MANIFEST_NAME}", texts[MANIFEST_NAME]
-        return parse_manifest(where, content), hashlib.sha256(content).hexdigest()
+        url = f"{self.name}/{model}/{version}/{MANIFEST_NAME}"
+        return parse_manifest(url, content), hashlib.sha256(content).hexdigest()
 
     def hold(
         self,
@@ -327,99 +143,97 @@ class RemoteStore(Store):
         identity: str | None = None,
         with_rows: bool = True,
         verify: bool = True,
+        keep: Collection[str] = (),
         progress: Progress = no_progress,
     ) -> HeldSnapshot:
         """As `Store.hold`: fetches what is missing in the cache. Every file was checked against the manifest.
 
         With an `identity` of which all is in the cache, the store is not asked. Not to be called on an event loop.
 
-        Raises also StoreCacheError: the cache has no room, or its disk fails.
+        Raises also StoreError of the kind `store_cache`: the cache has no room, or its disk fails.
         """
-        if version is not None and not MODEL_NAME.fullmatch(model):
-            raise self.no_version(model, version)
-        if version is not None and identity is not None:
-            held = self._held_already(model, version, identity, with_rows=with_rows, verify=verify, progress=progress)
-            if held is not None:
-                return held
         version = self.latest(model) if version is None else version
-        texts = self._manifest_texts(model, version)
-        if texts is None:
+        content = self._cached_manifest(model, version, identity) or self._read_manifest(model, version)
+        if content is None:
             raise self.no_version(model, version)
-        where, content = f"{self.name}/{model}/{version}", texts[MANIFEST_NAME]
-        manifest, found = parse_manifest(f"{where}/{MANIFEST_NAME}", content), hashlib.sha256(content).hexdigest()
-        if identity not in (None, found):
+        url, digest = f"{self.name}/{model}/{version}", hashlib.sha256(content).hexdigest()
+        manifest = parse_manifest(f"{url}/{MANIFEST_NAME}", content)
+        if identity not in (None, digest):
             raise SnapshotCorruptError(
-                f"{where}: identity (SHA-256 of its manifest) is {found}, published was {identity}"
+                f"{url}: identity (SHA-256 of its manifest) is {digest}, published was {identity}"
             )
-        entries = _files(where, manifest, with_rows=with_rows)
-        objects = self._objects_of(model, version, entries)
-        tick = partial(progress, "waiting for the cache", 0, 1)
-        entry = self.cache.take(found, model, version, texts, entries, tick)
+        rows = {entry.path for files in manifest.tables for entry in files.rows}
+        texts = (MANIFEST_NAME, content), (CHECKSUM_NAME, checksum_line(digest).encode())
+        entries = [
+            FileEntry(path=path, size_bytes=len(text), sha256=hashlib.sha256(text).hexdigest()) for path, text in texts
+        ]
+        entries += [entry for entry in manifest.files() if with_rows or entry.path not in rows]
+        # Before anything is written at such a path.
+        for entry in entries:
+            check_relative_path(url, entry.path)
         try:
-            check_manifest_checksum(entry.folder, found)
-            if verify:
-                entry.check(entries, progress)
-            missing = entry.missing(entries)
-            if missing:
-                size = sum(one.size_bytes for one in missing)
-                _log.info("fetching %d files of %s, %d bytes, into %s", len(missing), where, size, entry.folder)
-            fetch(self.objects, entry, missing, objects, progress)
-            for one in entries:
-                snapshot_file(entry.folder, one.path)
-        except BaseException:
-            entry.close()
-            raise
-        return HeldSnapshot(entry.folder, entry.close, is_checked=verify)
+            held = self.cache.hold(digest, model, version, is_checked=verify)
+            try:
+                delete_damaged_files(held.path, entries if verify else entries[: len(texts)], progress)
+                if missing_files(held.path, entries):
+                    # Another process may fetch them meanwhile.
+                    with self.cache.locked(progress):
+                        if missing := missing_files(held.path, entries):
+                            self._fetch(held.path, missing, keep, progress)
+            except BaseException:
+                held.close()
+                raise
+        except OSError as error:
+            raise StoreError(f"store cache {self.cache.folder}: {error}", kind="store_cache") from error
+        return held
 
     def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
         """As `Store.put`: files first, the manifest last. Who writes another snapshot of that version is refused."""
         texts, manifest = manifest_texts_of(source, identity), read_manifest(source)[0]
-        model, version = manifest.spec.model, manifest.version
-        where, claim = f"{model}/{version}", f"{model}/{WORK_FOLDER_PREFIX}{version}"
+        model, version, entries = manifest.spec.model, manifest.version, manifest.files()
+        folder, claim = f"{model}/{version}", f"{model}/{WORK_FOLDER_PREFIX}{version}"
+        url = f"{self.name}/{folder}"
         if version in self._set_aside_versions(model):
             raise ExportError(
-                f"{self.name}/{where} is being deleted; if whoever does so died, `shardrank publish --retain` of "
-                "another version ends that an hour later"
+                f"{url} is being deleted; if whoever does so died, `shardrank publish --retain` of another version "
+                "ends that an hour later"
             )
-        if self._is_here(model, version, identity, source):
-            self._objects_of(model, version, manifest.files())
-            return f"{self.name}/{where}", False
-        is_first = self.objects.create(claim, identity.encode())
-        if not is_first:
-            other = self.objects.read(claim, _MAX_SMALL_BYTES)
-            if other is not None and other != identity.encode():
-                raise ExportError(
-                    f"{self.name}/{claim}: a snapshot of identity {other.decode(errors='replace')} is being published "
-                    f"as that version; if nobody does that any more, delete this object"
-                )
-        # Another one may have been finished between the look and the claim.
-        if self._is_here(model, version, identity, source):
-            self.objects.delete([claim])
-            return f"{self.name}/{where}", False
-        # Under this claim only this snapshot's files were put up, each as a whole. What was there before is anybody's.
-        there = {} if is_first else {one.path: one.size_bytes for one in self.objects.listed(where)}
-        done, total = 0, sum(one.size_bytes for one in manifest.files())
-        for one in manifest.files():
-            if there.get(f"{where}/{one.path}") != one.size_bytes:
-                self.objects.write(f"{where}/{one.path}", snapshot_file(source, one.path))
-            done += one.size_bytes
-            progress("putting into the store", done, total)
-        self.objects.write(f"{where}/{CHECKSUM_NAME}", texts[CHECKSUM_NAME].encode())
-        # If an answer was lost, it is there already, and is ours.
-        self.objects.create(f"{where}/{MANIFEST_NAME}", texts[MANIFEST_NAME].encode())
-        if not self._is_here(model, version, identity, source):
-            raise ExportError(f"{self.name}/{where}: deleted while it was put up")
-        self.objects.delete([claim])
-        return f"{self.name}/{where}", True
+        if self._has(model, version, identity, source):
+            self._check_sizes(folder, entries)
+            return url, False
+        is_first = self._create(claim, identity.encode())
+        claimed_by = None if is_first else self._read(claim, _MAX_SMALL_BYTES)
+        if claimed_by is not None and claimed_by != identity.encode():
+            raise ExportError(
+                f"{self.name}/{claim}: a snapshot of identity {claimed_by.decode(errors='replace')} is being published "
+                "as that version; if nobody does that any more, delete this object"
+            )
+        # Another process may have finished it between the first check and the claim.
+        if is_new := not self._has(model, version, identity, source):
+            # Files that were there before the first claim are anybody's, and may be incomplete.
+            sizes = {} if is_first else {meta["path"]: meta["size"] for meta in self._list(folder)}
+            done, total = 0, sum(entry.size_bytes for entry in entries)
+            for entry in entries:
+                if sizes.get(f"{folder}/{entry.path}") != entry.size_bytes:
+                    self.write_file(f"{folder}/{entry.path}", snapshot_file(source, entry.path))
+                done += entry.size_bytes
+                progress("putting into the store", done, total)
+            self.write_file(f"{folder}/{CHECKSUM_NAME}", texts[CHECKSUM_NAME].encode())
+            # If an answer was lost, it is there already, and is ours.
+            self._create(f"{folder}/{MANIFEST_NAME}", texts[MANIFEST_NAME].encode())
+            if not self._has(model, version, identity, source):
+                raise ExportError(f"{url}: deleted while it was put up")
+        self.delete_files([claim])
+        return url, is_new
 
     def set_aside(self, model: str, version: int) -> None:
         """As `Store.set_aside`."""
-        self.objects.create(f"{model}/{TRASH_PREFIX}{version}", b"")
+        self._create(f"{model}/{TRASH_PREFIX}{version}", b"")
         self._aside.setdefault(model, set()).add(version)
 
     def bring_back(self, model: str, version: int) -> None:
         """As `Store.bring_back`."""
-        self.objects.delete([f"{model}/{TRASH_PREFIX}{version}"])
+        self.delete_files([f"{model}/{TRASH_PREFIX}{version}"])
         self._aside.get(model, set()).discard(version)
 
     @contextmanager
@@ -429,116 +243,174 @@ class RemoteStore(Store):
 
     def delete_set_aside(self, model: str, staying: Collection[int]) -> None:
         """As `Store.delete_set_aside`. What another process has set aside of late is left to it."""
-        found = self.objects.listed(model)
-        old = [one.path.removeprefix(f"{model}/") for one in found if one.age_s >= _OTHERS_TRASH_S]
-        for version in sorted({*version_numbers(old, TRASH_PREFIX), *self._aside.pop(model, set())}):
-            if version in staying:
-                self.bring_back(model, version)
-                continue
-            # The manifest goes first: without it the rest is no version.
-            self.objects.delete([f"{model}/{version}/{MANIFEST_NAME}"])
-            if paths := [one.path for one in self.objects.listed(f"{model}/{version}")]:
-                self.objects.delete(paths)
-            self.objects.delete([f"{model}/{TRASH_PREFIX}{version}"])
+        old = [file.path for file in self.list_files(model) if file.age_s >= _OTHERS_TRASH_S]
+        for version in {*version_numbers(old, f"{model}/{TRASH_PREFIX}"), *self._aside.pop(model, set())}:
+            if version not in staying:
+                # The manifest goes first: without it the rest is no version.
+                self.delete_files([f"{model}/{version}/{MANIFEST_NAME}"])
+                self.delete_files([file.path for file in self.list_files(f"{model}/{version}")])
+            self.bring_back(model, version)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
         """As `Store.read_file`."""
-        content = self.objects.read(path, max_bytes)
+        content = self._read(path, max_bytes)
         if content is None:
-            missing = FileNotFoundError(f"{self.name}/{path}")
-            raise SnapshotCorruptError(f"{self.name}/{path}: missing") from missing
+            raise SnapshotCorruptError(f"{self.name}/{path}: missing") from FileNotFoundError(path)
         return content
 
-    def write_file(self, path: str, content: bytes) -> None:
-        """As `Store.write_file`."""
-        self.objects.write(path, content)
+    def write_file(self, path: str, content: bytes | Path) -> None:
+        """As `Store.write_file`; a file goes in parts of 5 MB, and appears as a whole."""
+        with self._translated("written", path):
+            obstore.put(self._client, path, content, max_concurrency=4)
 
     def list_files(self, folder: str) -> list[StoredFile]:
         """As `Store.list_files`."""
-        return [StoredFile(one.path, one.age_s) for one in self.objects.listed(folder)]
+        now = time.time()
+        return [StoredFile(meta["path"], now - meta["last_modified"].timestamp()) for meta in self._list(folder)]
 
     def delete_files(self, paths: Sequence[str]) -> None:
         """As `Store.delete_files`."""
-        if paths:
-            self.objects.delete(paths)
+        with self._translated("deleted", paths[0] if paths else ""):
+            try:
+                obstore.delete(self._client, paths)
+            except FileNotFoundError:
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        obstore.delete(self._client, path)
 
-    def _set_aside_versions(self, model: str) -> list[int]:
-        return version_numbers(self._listed(model), TRASH_PREFIX) if MODEL_NAME.fullmatch(model) else []
+    def _model_names(self) -> list[str]:
+        with self._translated("listed", ""):
+            prefixes = obstore.list_with_delimiter(self._client)["common_prefixes"]
+        return sorted(prefix.rstrip("/") for prefix in prefixes)
 
-    def _listed(self, model: str) -> list[str]:
-        return [one.path.removeprefix(f"{model}/") for one in self.objects.listed(model)]
+    def _version_names(self, model: str) -> list[str]:
+        if not MODEL_NAME.fullmatch(model):
+            return []
+        return [meta["path"].removeprefix(f"{model}/") for meta in self._list(model)]
 
-    def _manifest_texts(self, model: str, version: int) -> dict[str, bytes] | None:
-        where = f"{model}/{version}"
-        manifest = self.objects.read(f"{where}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
-        if manifest is None:
-            return None
-        checksum = self.objects.read(f"{where}/{CHECKSUM_NAME}", _MAX_SMALL_BYTES)
-        if checksum is None:
-            raise SnapshotCorruptError(f"{self.name}/{where}/{CHECKSUM_NAME}: missing")
-        return {MANIFEST_NAME: manifest, CHECKSUM_NAME: checksum}
+    def _list(self, folder: str) -> list[Any]:
+        with self._translated("listed", folder):
+            return [meta for chunk in obstore.list(self._client, folder) for meta in chunk]
 
-    def _objects_of(self, model: str, version: int, entries: Sequence[FileEntry]) -> dict[str, ObjectInfo]:
-        """Return the object of each file. Raises SnapshotCorruptError for one that is missing or of another size."""
-        where = f"{model}/{version}/"
-        listed = {one.path.removeprefix(where): one for one in self.objects.listed(where.rstrip("/"))}
-        for one in entries:
-            if one.path not in listed:
-                raise SnapshotCorruptError(f"{self.name}/{where}{one.path}: missing")
-            if (size := listed[one.path].size_bytes) != one.size_bytes:
-                raise SnapshotCorruptError(
-                    f"{self.name}/{where}{one.path}: {size} bytes, the manifest says {one.size_bytes}"
-                )
-        return listed
+    def _read(self, path: str, max_bytes: int) -> bytes | None:
+        """Return a small object; None if there is none. Raises SnapshotCorruptError if it is larger."""
+        with self._translated("read", path):
+            try:
+                response = obstore.get(self._client, path)
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return None
+            if (size := response.meta["size"]) > max_bytes:
+                raise SnapshotCorruptError(f"{self.name}/{path}: {size} bytes, at most {max_bytes} are read")
+            return bytes(response.bytes())
 
-    def _held_already(
-        self, model: str, version: int, identity: str, *, with_rows: bool, verify: bool, progress: Progress
-    ) -> HeldSnapshot | None:
-        """Return a version that is in the cache in full; None if it is not."""
-        if (
-            not IDENTITY.fullmatch(identity)
-            or not (self.cache.folder / identity / model / str(version) / MANIFEST_NAME).exists()
-        ):
-            return None
-        entry = self.cache.take(identity, model, version, {}, [], partial(progress, "waiting for the cache", 0, 1))
-        try:
-            if _is_intact(entry.folder, identity):
-                manifest, _ = read_manifest(entry.folder)
-                entries = _files(str(entry.folder), manifest, with_rows=with_rows)
-                if verify:
-                    entry.check(entries, progress)
-                if not entry.missing(entries):
-                    return HeldSnapshot(entry.folder, entry.close, is_checked=verify)
-        except BaseException:
-            entry.close()
-            raise
-        entry.close()
-        return None
-
-    def _is_here(self, model: str, version: int, identity: str, source: Path) -> bool:
-        """Tell whether the store has that snapshot. Raises SnapshotExistsError if it has another one."""
-        there = self.objects.read(f"{model}/{version}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
-        if there is None:
-            return False
-        if (found := hashlib.sha256(there).hexdigest()) != identity:
-            raise SnapshotExistsError(
-                f"{self.name}/{model}/{version} has identity {found}, {source} has {identity}: a version is immutable"
-            )
+    def _create(self, path: str, content: bytes) -> bool:
+        """Write a small object unless there is one already; return whether it was written."""
+        with self._translated("written", path):
+            try:
+                obstore.put(self._client, path, content, mode="create", use_multipart=False)
+            except refusals.AlreadyExistsError:
+                return False
         return True
 
+    def _read_manifest(self, model: str, version: int) -> bytes | None:
+        """Return a manifest; None if there is none. Raises SnapshotCorruptError if it is not what was written."""
+        path = f"{model}/{version}/{MANIFEST_NAME}"
+        content = self._read(path, MAX_MANIFEST_BYTES) if MODEL_NAME.fullmatch(model) else None
+        if content is not None:
+            stated = self.read_file(f"{model}/{version}/{CHECKSUM_NAME}", _MAX_SMALL_BYTES)
+            if stated != checksum_line(hashlib.sha256(content).hexdigest()).encode():
+                raise SnapshotCorruptError(f"{self.name}/{path}: SHA-256 is not the one in {CHECKSUM_NAME}")
+        return content
 
-def _is_intact(folder: Path, identity: str) -> bool:
-    """Tell whether manifest and checksum are what was fetched, and were not dropped a moment ago."""
-    try:
-        check_manifest_checksum(folder, identity)
-        return hash_file(folder / MANIFEST_NAME) == identity
-    except (OSError, SnapshotError):
-        return False
+    def _cached_manifest(self, model: str, version: int, identity: str | None) -> bytes | None:
+        """Return a manifest of that identity from the cache; None if it is not there."""
+        if identity is None or not IDENTITY.fullmatch(identity) or not MODEL_NAME.fullmatch(model):
+            return None
+        path = self.cache.folder / identity / model / str(version) / MANIFEST_NAME
+        content = path.read_bytes() if path.exists() else b""
+        return content if hashlib.sha256(content).hexdigest() == identity else None
+
+    def _has(self, model: str, version: int, identity: str, source: Path) -> bool:
+        """Return whether the store has that snapshot. Raises SnapshotExistsError if it has another one."""
+        stored = self.manifest(model, version)
+        if stored is not None and stored[1] != identity:
+            raise SnapshotExistsError(
+                f"{self.name}/{model}/{version} has identity {stored[1]}, {source} has {identity}: a version is "
+                "immutable"
+            )
+        return stored is not None
+
+    def _check_sizes(self, folder: str, entries: Sequence[FileEntry]) -> None:
+        """Raise SnapshotCorruptError if the object of one of a version's files is missing, or of another size."""
+        sizes = {meta["path"]: meta["size"] for meta in self._list(folder)}
+        for entry in entries:
+            path = f"{folder}/{entry.path}"
+            if (size := sizes.get(path)) != entry.size_bytes:
+                problem = "missing" if size is None else f"{size} bytes, the manifest says {entry.size_bytes}"
+                raise SnapshotCorruptError(f"{self.name}/{path}: {problem}")
+
+    def _fetch(self, folder: Path, entries: Sequence[FileEntry], keep: Collection[str], progress: Progress) -> None:
+        """Fetch files of a version into its folder of the cache, which is locked. Raises as `hold`."""
+        source, work = f"{folder.parent.name}/{folder.name}", folder.parents[1] / "fetching"
+        total, done, slots = sum(entry.size_bytes for entry in entries), 0, asyncio.Semaphore(FILES_AT_A_TIME)
+        self._check_sizes(source, entries)
+        shutil.rmtree(work, ignore_errors=True)
+        self.cache.make_room(total, folder, keep)
+        work.mkdir()
+        _log.info("fetching %d files, %d bytes, from %s/%s into %s", len(entries), total, self.name, source, folder)
+
+        async def fetch_file(number: int, entry: FileEntry) -> None:
+            nonlocal done
+            path, digest, url = work / str(number), hashlib.sha256(), f"{source}/{entry.path}"
+            async with slots:
+                with path.open("wb") as file:
+                    for begin in range(0, entry.size_bytes, RANGE_BYTES):
+                        content = await self._read_range(url, begin, min(begin + RANGE_BYTES, entry.size_bytes))
+                        await asyncio.to_thread(digest.update, content)
+                        file.write(content)
+                        done += len(content)
+                if (sha256 := digest.hexdigest()) != entry.sha256:
+                    raise SnapshotCorruptError(
+                        f"{self.name}/{url}: SHA-256 is {sha256}, the manifest says {entry.sha256}"
+                    )
+                await asyncio.to_thread(put_in_place, path, folder / entry.path)
+
+        async def fetch_files() -> None:
+            fetching = asyncio.ensure_future(all_or_first_error(starmap(fetch_file, enumerate(entries))))
+
+            async def report() -> None:
+                while not fetching.done():
+                    progress(FETCHING, done, total)
+                    await asyncio.wait([fetching], timeout=_POLL_S)
+
+            await all_or_first_error([fetching, report()])
+
+        asyncio.run(fetch_files())
+        progress(FETCHING, total, total)
+
+    async def _read_range(self, path: str, begin: int, end: int) -> memoryview:
+        with self._translated("read", path):
+            # obstore bounds each try: a store may drip a body, or answer each one at the last moment.
+            async with asyncio.timeout(self._timeout_s):
+                return memoryview(await obstore.get_range_async(self._client, path, start=begin, end=end))
+
+    @contextmanager
+    def _translated(self, action: str, path: str) -> Iterator[None]:
+        """Raise what obstore raises as the package's errors."""
+        try:
+            yield
+        except (refusals.BaseError, OSError) as error:
+            late = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+            is_refused = isinstance(error, refusals.PermissionDeniedError | refusals.UnauthenticatedError)
+            raise StoreError(
+                f"{self.name}/{path}".rstrip("/") + f": can't be {action}: {late or _first_line(error)}",
+                kind="store_access" if is_refused or _REFUSED.search(str(error)) else "store_unavailable",
+            ) from error
 
 
-def _files(where: str, manifest: Manifest, *, with_rows: bool) -> list[FileEntry]:
-    for one in manifest.files():
-        check_relative_path(where, one.path)
-    rows = {one.path for files in manifest.tables for one in files.rows}
-    # Before anything is written at such a path.
-    return [one for one in manifest.files() if with_rows or one.path not in rows]
+def _first_line(error: BaseException) -> str:
+    """Return obstore's message without the account of itself below it, but with the code of an answer of S3."""
+    code = re.search(r"<Code>\w+", str(error))
+    return cut(str(error).partition("\n")[0], 400) + (f": {code[0].removeprefix('<Code>')}" if code else "")

@@ -19,7 +19,6 @@ from serving.cli.settings import config_of
 
 Course: TypeAlias = Literal["idle", "beside", "undo", "by-replica"]
 Victim: TypeAlias = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
-Transport: TypeAlias = Literal["unix", "tcp"]
 Order: TypeAlias = Literal["nodes-first", "serving-first"]
 
 PROCESSES: tuple[Victim, ...] = ("coordinator", "shard-node", "serving")
@@ -131,28 +130,18 @@ class BrokenDrillConfig(FleetDrillConfig):
     seed: Seed = 0
 
 
-class UpgradeDrillConfig(OracleShape):
-    """Replace an old release's processes by this one's, one after the other, under load.
+class UpdatingDrillConfig(FleetDrillConfig):
+    """A drill during which rows are updated; the processes of its fleet may be restarted."""
 
-    Two shards of two replicas and two serving processes. The load leaves a serving process before it is replaced. At
-    the end a node of each shard is killed with kill -9 and started again. No request may fail or be answered wrongly.
-
-    Examples:
-      git worktree add --detach ../old-release v0.1.0
-      shardrank drill upgrade --old ../old-release --json upgrade.json
-      shardrank drill upgrade --old ../old-release --transport tcp --order serving-first
-    """
-
-    old: Path = Field(description="Checkout of this repository whose release runs before.")
-    transports: tuple[Transport, ...] = Field(
-        get_args(Transport), description="Between serving processes and shard nodes. Default: all."
-    )
-    orders: tuple[Order, ...] = Field(get_args(Order), description="What is upgraded first.")
-    settle_s: float = Field(3.0, gt=0, le=600, description="Under load after each step.")
-    in_flight: int = Field(2, ge=1, le=256, description="Requests that are always in flight.")
+    workers: Workers = 2
+    shard_node_arguments: tuple[str, ...] = ("--admin-listen", "127.0.0.1:0")
+    # Idle connections are not closed before most of them have been told.
+    serve_arguments: tuple[str, ...] = ("--shutdown-delay-s", "5")
+    updates: float = Field(20.0, gt=0, description="Batches of changed rows a second.")
+    seed: Seed = 0
 
 
-class RestartDrillConfig(FleetDrillConfig):
+class RestartDrillConfig(UpdatingDrillConfig):
     """Restart each process of a fleet in turn, as a rolling update does, under load and row updates.
 
     A process gets SIGTERM, ends by itself, and is started again; the next one follows as soon as it is ready, by
@@ -163,15 +152,34 @@ class RestartDrillConfig(FleetDrillConfig):
       shardrank drill restart --registry redis
     """
 
-    workers: Workers = 2
-    shard_node_arguments: tuple[str, ...] = ("--admin-listen", "127.0.0.1:0")
-    # Idle connections are not closed before most of them have been told.
-    serve_arguments: tuple[str, ...] = ("--shutdown-delay-s", "5")
-    updates: float = Field(20.0, gt=0, description="Batches of changed rows a second.")
-    seed: Seed = 0
+
+class RollingDrillConfig(UpdatingDrillConfig):
+    """A drill during which one version after the other is rolled out as well."""
+
+    rollout_every_s: float = Field(45.0, gt=0, description="Time between two rollouts.")
 
 
-class SoakDrillConfig(FleetDrillConfig):
+class UpgradeDrillConfig(RollingDrillConfig):
+    """Replace an old release's processes by this one's, one after the other, under load, rollouts and row updates.
+
+    Each process gets SIGTERM, ends by itself, and is started again from this checkout; the next one follows as soon as
+    it is ready. No request may fail or be answered wrongly, and the last row updates must be in answers.
+
+    Examples:
+      git worktree add --detach ../old-release v0.1.0
+      shardrank drill upgrade --old ../old-release --json upgrade.json
+      shardrank drill upgrade --old ../old-release --registry redis --order serving-first
+    """
+
+    old: Path = Field(description="Checkout of this repository whose release runs before.")
+    order: Order = Field("nodes-first", description="What is upgraded first.")
+    rollout_every_s: float = Field(1.0, gt=0, description="Time between two rollouts.")
+    # A serving process that is ending follows no flip: what it answers with must stay for longer than its shutdown
+    # delay, and there are two steps from the flip to the end of the old version.
+    step_delay_s: float = 3.0
+
+
+class SoakDrillConfig(RollingDrillConfig):
     """Keep a fleet at work for a while, and report what grows.
 
     Rollouts, row updates, bad requests and new connections go on alongside the load. Once a second memory, descriptors
@@ -183,14 +191,15 @@ class SoakDrillConfig(FleetDrillConfig):
       shardrank drill soak --minutes 480 --rate 50 --json night.json
     """
 
+    workers: Workers = 1
+    shard_node_arguments: tuple[str, ...] = ()
+    serve_arguments: tuple[str, ...] = ()
     rate: Rate = 100.0
     minutes: float = Field(20.0, gt=0, description="Under load, warm-up included.")
-    rollout_every_s: float = Field(45.0, gt=0, description="Time between two rollouts.")
     updates: float = Field(2.0, gt=0, description="Batches of changed rows a second.")
     strangers: float = Field(5.0, gt=0, description="Bad and good requests a second, over new connections.")
     # 42 bytes for each request at the default rate: one entry of a dictionary for each is more than twice that.
     max_mb_per_min: float = Field(0.25, gt=0, description="More growth of a process's memory is a problem.")
-    seed: Seed = 0
 
 
 class OverloadDrillConfig(Frozen):
@@ -251,7 +260,11 @@ def make_command(schema: type[Frozen]) -> click.Command:
 swap = make_command(SwapDrillConfig)
 crash = make_command(CrashDrillConfig)
 broken = make_command(BrokenDrillConfig)
-upgrade = make_command(UpgradeDrillConfig)
+upgrade = opts.together(
+    opts.removed_option("--transport", "the fleet is that of the other drills, over Unix sockets."),
+    opts.removed_option("--settle-s", "the next process follows as soon as the one before is ready."),
+    opts.removed_option("--in-flight", "use --rate."),
+)(make_command(UpgradeDrillConfig))
 restart = make_command(RestartDrillConfig)
 soak = make_command(SoakDrillConfig)
 overload = make_command(OverloadDrillConfig)

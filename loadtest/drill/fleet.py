@@ -382,8 +382,13 @@ def unsettled(
 
 
 @contextlib.asynccontextmanager
-async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progress) -> AsyncIterator[OracleFleet]:
-    """Run a fleet on version 1 and a load on that, warm, its files in a folder. Raises ShardrankError if none is up."""
+async def oracle_fleet(
+    config: FleetDrillConfig, folder: Path, progress: Progress, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[OracleFleet]:
+    """Run a fleet on version 1 and a load on that, warm, its files in a folder. Raises ShardrankError if none is up.
+
+    `environment` is added to that of the fleet's processes.
+    """
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
     spec, store = oracle_spec(config), folder / "store"
@@ -408,6 +413,7 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
             shard_node_arguments=config.shard_node_arguments,
             serve_arguments=("--dtype", "float32", "--hot-rows-gb", str(config.hot_rows_gb), *config.serve_arguments),
             coordinator_arguments=("--step-delay", f"{config.step_delay_s}s"),
+            environment=environment or {},
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,8 @@ async def run_drill(config: RestartDrillConfig, folder: Path, progress: Progress
         await asyncio.sleep(WATCH_S)
         updating.cancel()
         progress("restarts", len(restarts), len(children))
-        ended = ((each["process"], describe_exit(each["exit_code"])) for each in restarts if each["exit_code"])
-        problems = [f"{name}: after SIGTERM it ended with {how}" for name, how in ended]
         figures = {"updates": course.counts["updates"], "restarts": restarts}
-        return await fleet.report(partial(restart_figures, figures), problems)
+        return await fleet.report(partial(restart_figures, figures), exit_problems(restarts))
 
 
 async def restart(child: Child) -> dict[str, Any]:
@@ -67,6 +66,12 @@ async def restart(child: Child) -> dict[str, Any]:
     if not await polled(is_ready, bool, READY_TIMEOUT_S, POLL_S):
         raise LoadError(f"{child.spec.name}: not ready {READY_TIMEOUT_S:g} s after its end")
     return {"exit_code": code, "ended_s": ended - begin, "ready_s": time.monotonic() - ended}
+
+
+def exit_problems(restarts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which processes did not end as they should after SIGTERM."""
+    ended = ((each["process"], each["exit_code"]) for each in restarts)
+    return [f"{name}: after SIGTERM it ended with {describe_exit(code)}" for name, code in ended if code]
 
 
 def restart_figures(figures: dict[str, Any], answers: Rows) -> Judged:

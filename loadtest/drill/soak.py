@@ -22,7 +22,7 @@ import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
-from loadtest.drill.config import RestartDrillConfig, SoakDrillConfig
+from loadtest.drill.config import RollingDrillConfig, SoakDrillConfig, UpdatingDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, TimeSpan, count_kinds, oracle_fleet, read_processes
 from loadtest.drill.oracle import TIMEOUT_MS, OracleRequests, version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
@@ -73,7 +73,6 @@ class SoakCourse:
         samples: by time, in seconds of CLOCK_MONOTONIC, and by process.
         restarted: processes that were seen with another id than at first.
         excluded: rollouts, and the time in which they settle.
-        swapping: held while the live version changes, or is changed.
     """
 
     samples: dict[float, dict[str, Sample]] = field(default_factory=dict)
@@ -81,7 +80,6 @@ class SoakCourse:
     excluded: list[TimeSpan] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    swapping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -90,7 +88,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
     async with oracle_fleet(config, folder, progress) as fleet:
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
         tasks = (
-            _roll_out(config, fleet, course, ends),
+            roll_out(config, fleet, course, ends),
             update_rows(config, fleet, course),
             _call_as_strangers(config, fleet, course),
         )
@@ -108,31 +106,29 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
         return await fleet.report(partial(soak_figures, config, course), course.problems)
 
 
-async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
-    """Swap A for B and back; the last one begins in time to be done. Raises LoadError."""
+async def roll_out(config: RollingDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
+    """Swap A for B and back; the last one begins in time to be done. Raises DrillError."""
     live = FIRST_VERSION
     while time.monotonic() + config.rollout_every_s < ends:
         await asyncio.sleep(config.rollout_every_s)
-        async with course.swapping:
-            begin = time.monotonic()
-            live = await fleet.publish_next(differs_from=live)
-            await fleet.swap_to(live)
-            course.excluded.append(TimeSpan(begin, time.monotonic() + SETTLE_S))
-            course.counts["rollouts"] += 1
+        begin = time.monotonic()
+        live = await fleet.publish_next(differs_from=live)
+        await fleet.swap_to(live)
+        course.excluded.append(TimeSpan(begin, time.monotonic() + SETTLE_S))
+        course.counts["rollouts"] += 1
 
 
-async def update_rows(config: SoakDrillConfig | RestartDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
+async def update_rows(config: UpdatingDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
     """Publish rows of the live version again, as they are, so that its answers stay what they must be."""
     rng, publishers = np.random.default_rng(config.seed), dict[int, AsyncDeltaPublisher]()
     for table in itertools.cycle(fleet.spec.tables):
         await asyncio.sleep(1.0 / config.updates)
-        async with course.swapping:
-            live = await fleet.live_version()
-            if live not in publishers:
-                publishers = {live: AsyncDeltaPublisher(fleet.registry.registry, fleet.spec.model, live)}
-            rows = rng.integers(0, table.num_embeddings, UPDATED_ROWS)
-            await publishers[live].publish(table.name, rows, version_rows(table, live, rows))
-            course.counts["updates"] += 1
+        live = await fleet.live_version()
+        if live not in publishers:
+            publishers = {live: AsyncDeltaPublisher(fleet.registry.registry, fleet.spec.model, live)}
+        rows = rng.integers(0, table.num_embeddings, UPDATED_ROWS)
+        await publishers[live].publish(table.name, rows, version_rows(table, live, rows))
+        course.counts["updates"] += 1
 
 
 async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:

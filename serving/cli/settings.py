@@ -118,7 +118,7 @@ def belongs_to_fleet(ctx: click.Context, fleet_only: Collection[str]) -> bool:
 def store_of(
     store: str | Path, store_cache: Path | None, store_cache_gb: float | None, store_timeout_s: float | None
 ) -> StorePlace:
-    """Return where a store is. Raises StoreUrlError, and UsageError for flags that a folder has no use for."""
+    """Return where a store is. Raises StoreError, and UsageError for flags that a folder has no use for."""
     from loader.stores.place import store_place
 
     values = {"cache": store_cache, "cache_bytes": to_bytes(store_cache_gb), "timeout_s": store_timeout_s}

@@ -79,6 +79,7 @@ class FleetConfig(Frozen):
         replicas, cards: nodes of each shard, and cards of each node.
         plan_file: says how its model's rows are divided, in place of sharding and of what the snapshot carries.
         workers: serving processes on one HTTP and one gRPC port; port 0 is any free one.
+        environment: of every child, added to that of this process.
         on: `here`, or on the hosts of a Ray cluster: then several numbers of shards may be there at a time, and names
             of shard nodes say which one is theirs.
     """
@@ -103,6 +104,7 @@ class FleetConfig(Frozen):
     coordinator_arguments: tuple[str, ...] = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     supervision: SupervisionConfig = SupervisionConfig()
+    environment: dict[str, str] = Field(default_factory=dict)
     on: Literal["here", "ray"] = "here"
 
     @model_validator(mode="after")
@@ -486,7 +488,7 @@ async def running_fleet(
         fleet = FleetRegistry(registry)
         on_begin(await begin(fleet, config))
         supervisor = await stack.enter_async_context(supervised(config.supervision))
-        folder, environment = supervisor.run_directory, {REGISTRY_VARIABLE: config.registry_url}
+        folder, environment = supervisor.run_directory, {**config.environment, REGISTRY_VARIABLE: config.registry_url}
         first, workers = _node_specs(config, fleet, folder, environment), config.worker_names
         await supervisor.start(first, on_ready)
         arguments = [config.worker_flags(name) for name in workers]

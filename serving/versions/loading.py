@@ -124,8 +124,8 @@ def load_served_model(
                 )
                 nodes.append(ShardNode(plan.identity(index)))
                 closing.callback(nodes[-1].close)
-                nodes[-1].stage(snapshot.spec.model, snapshot.version, tables)
-                nodes[-1].flip(snapshot.spec.model, snapshot.version)
+                nodes[-1].generations.stage(snapshot.spec.model, snapshot.version, tables)
+                nodes[-1].generations.flip(snapshot.spec.model, snapshot.version)
             shards = local_shards(nodes)
         return ServedModel.load(
             snapshot,

@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from loader.registry.fleet import (
     WantedModel,
 )
 from loader.registry.registry import Registry
+from loader.snapshot.publishing import identities_in_use
 from loader.snapshot.reader import Snapshot
 from loader.stores import open_store
 from loader.stores.place import StoreUrl
@@ -270,7 +271,8 @@ class ServingNode:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        work = partial(self._load_now, published, topology, tell, asyncio.get_running_loop())
+        keep = await identities_in_use(self._fleet)
+        work = partial(self._load_now, published, topology, tell, asyncio.get_running_loop(), keep)
         name = f"load-{published.model}-{published.version}"
         began = time.monotonic()
         served = await in_background(work, name, self._discard, low_priority=False)
@@ -290,6 +292,7 @@ class ServingNode:
         topology: FleetRecord | None,
         tell: Callable[[float], None],
         loop: asyncio.AbstractEventLoop,
+        keep: Collection[str],
         wish: Wish,
     ) -> ServedModel:
         # OpenMP would give this thread helpers of its own.
@@ -300,7 +303,13 @@ class ServingNode:
         with ExitStack() as closing:
             # Row files are the shard nodes' to fetch, and to check.
             held = self._store.hold(
-                model, version, identity=published.identity, with_rows=False, verify=config.verify, progress=paced
+                model,
+                version,
+                identity=published.identity,
+                with_rows=False,
+                verify=config.verify,
+                keep=keep,
+                progress=paced,
             )
             closing.callback(held.close)
             rows_here = isinstance(config.store, Path)

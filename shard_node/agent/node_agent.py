@@ -25,6 +25,7 @@ from loader.registry.fleet import (
     cut_reason,
 )
 from loader.rollout.coverage import answering_version
+from loader.snapshot.publishing import identities_in_use
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
@@ -190,13 +191,18 @@ class NodeActions:
         published = await self._fleet.version(model, version)
         if published is None:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
-        config = self._config
+        config, keep = self._config, await identities_in_use(self._fleet)
 
         def work(wish: Wish) -> tuple[LoadedTables, HeldSnapshot]:
             progress = wish.over(share_of(tell))
             pace = Pace(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest)
             held = self._store.hold(
-                model, version, identity=published.identity, verify=config.verify, progress=pace.over(progress)
+                model,
+                version,
+                identity=published.identity,
+                verify=config.verify,
+                keep=keep,
+                progress=pace.over(progress),
             )
             try:
                 tables = stage_tables(

@@ -114,6 +114,26 @@ async def test_a_worker_listens_at_a_shared_port_when_it_is_loaded(api_model):
             assert (await client.get(f"http://127.0.0.1:{served}/readyz")).status_code == 200
 
 
+async def test_a_process_leaves_its_fleet_once_requests_have_ended(api_model):
+    """So that a rollout waits for it while it answers."""
+    service, port, left = RankingService(), free_port(), asyncio.Event()
+
+    async def load() -> None:
+        service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
+
+    async def leave() -> None:
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        left.set()
+
+    config, ready = ServerConfig(http_port=port, grpc_port=0, shutdown_delay_s=0), asyncio.Event()
+    serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set(), leave=leave))
+    await ready.wait()
+    serving.cancel()
+    await asyncio.wait([serving])
+    assert left.is_set()
+
+
 async def test_a_worker_that_is_stopped_under_load_loses_no_request(api_model):
     statuses: list[int] = []
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection
 
 from loader.errors import RegistryRecordError
 from loader.registry import open_registry
@@ -30,8 +31,9 @@ def test_a_path_or_a_file_url_is_a_directory(url, path):
     assert str(open_registry(registry.url).path) == path
 
 
-TLS = {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-HOST = {"host": "host", "port": 6379, "db": 0}
+TLS = {"connection_class": SSLConnection}
+UNIX = {"connection_class": UnixDomainSocketConnection}
+HOST = {"host": "host", "db": 0}
 
 
 @pytest.mark.parametrize(
@@ -42,9 +44,13 @@ HOST = {"host": "host", "port": 6379, "db": 0}
         ("redis://[::1]:7000/", "default", {"host": "::1", "port": 7000, "db": 0}),
         ("redis://:p%40ss%2F@host", "default", {**HOST, "password": "p@ss/"}),
         ("redis://user:secret@host", "default", {**HOST, "username": "user", "password": "secret"}),
-        ("rediss://:secret@host/1", "default", {**HOST, "db": 1, "password": "secret", **TLS}),
-        ("unix:///run/redis.sock?fleet=a", "a", {"path": "/run/redis.sock"}),
-        ("unix://:secret@/run/redis.sock", "default", {"path": "/run/redis.sock", "password": "secret"}),
+        (
+            "rediss://:secret@host/1",
+            "default",
+            {**HOST, "db": 1, "password": "secret", "connection_class": SSLConnection},
+        ),
+        ("unix:///run/redis.sock?fleet=a", "a", {"path": "/run/redis.sock", **UNIX}),
+        ("unix://:secret@/run/redis.sock", "default", {"path": "/run/redis.sock", **UNIX, "password": "secret"}),
     ],
 )
 def test_a_redis_url_says_where_and_whose_it_is(url, fleet, connection):
@@ -62,13 +68,13 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
     url = f"redis+sentinel://user:p%40%2Css@a,b:7000,c.d/films-1/3?fleet=x&sentinel_password_file={tmp_path}/password"
     settings = parse_redis_url(url)
     assert settings.sentinels == (("a", 26379), ("b", 7000), ("c.d", 26379))
-    assert (settings.scheme, settings.master, settings.fleet) == ("redis", "films-1", "x")
+    assert (settings.master, settings.fleet) == ("films-1", "x")
     assert settings.connection == {"db": 3, "username": "user", "password": "p@,ss"}
-    assert settings.sentinel_connection == {"password": "wache"}
+    assert settings.sentinel_connection == {"password": "wache", "ssl": False}
     assert parse_redis_url("rediss+sentinel://[::1]:1/m").sentinels == (("::1", 1),)
     encrypted = parse_redis_url("rediss+sentinel://a/m?sentinel_user=x%2541&" + url.partition("x&")[2])
     assert encrypted.connection == {"db": 0, **TLS}
-    assert encrypted.sentinel_connection == {"username": "x%41", "password": "wache", **TLS}
+    assert encrypted.sentinel_connection == {"username": "x%41", "password": "wache", "ssl": True}
     registry = open_registry("redis+sentinel://:secret@a,b/m")
     assert registry.name == "redis+sentinel://***@a,b/m"
     assert "secret" not in repr(settings)
@@ -78,9 +84,10 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
     ("url", "message"),
     [
         *((url, "URL") for url in ("", "http://host/", "file://host/a", "file:///a?fleet=x", "file://", "s3://b/a")),
-        ("redis://", "a host is needed"),
-        ("redis://:secret@", "a host is needed"),
-        ("redis://:secret@host/x", "database 'x'; allowed is a number"),
+        ("redis://", "a host without a path"),
+        ("redis://:secret@", "a host without a path"),
+        ("redis://:secret@host/x", "a host without a path or with a number /DB is needed"),
+        ("redis://:secret@host/1/2", "a host without a path or"),
         ("redis://:secret@host:port", "can't be read as a URL"),
         ("redis://:secret", "can't be read as a URL"),
         ("redis://:secret@host:70000", "can't be read as a URL"),
@@ -91,11 +98,14 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
         ("redis://:secret@host?fleet", "can't be read as a URL"),
         ("redis://:secret@host#a", "allowed are the options"),
         ("redis://:secret@host?ssl_ca_certs=/a", "ssl_ca_certs: only for rediss"),
-        ("rediss://:secret@host?ssl_ca_certs=/none", "/none: there is no such file"),
+        ("rediss://:secret@host?ssl_ca_certs=/none", "ssl_ca_certs /none: No such file"),
         ("redis://:secret@host?ssl_certfile=/a&ssl_keyfile=/b", "ssl_certfile, ssl_keyfile: only for rediss"),
-        ("rediss://:secret@host?ssl_certfile=/none&ssl_keyfile=/b", "ssl_certfile /none: there is no such file"),
+        ("rediss://:secret@host?ssl_certfile=/none&ssl_keyfile=/b", "ssl_certfile /none, ssl_keyfile /b: No such file"),
         ("rediss://:secret@host?ssl_certfile=/etc/passwd", "ssl_certfile and ssl_keyfile belong together"),
-        ("rediss://:secret@h?ssl_certfile=/etc/passwd&ssl_keyfile=/etc/passwd", "/etc/passwd with ssl_keyfile /etc/"),
+        (
+            "rediss://:secret@h?ssl_certfile=/etc/passwd&ssl_keyfile=/etc/passwd",
+            "passwd, ssl_keyfile /etc",
+        ),
         ("redis://:secret@host?password_file=/a", "a password and a password_file; one is allowed"),
         ("redis://host?password_file=/none", "password_file: No such file"),
         ("redis://user@host", "a user without a password"),
@@ -106,13 +116,13 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
         ("redis+sentinel://:secret@a,,b/m", "can't be read as a URL"),
         ("redis+sentinel://:secret@a,b:70000/m", "can't be read as a URL"),
         (f"redis+sentinel://:secret@{','.join('a' * 17)}/m", "at most 16 hosts"),
-        ("redis+sentinel://:secret@a", "master ''; /NAME by which the sentinels know it"),
-        ("redis+sentinel://:secret@a/m n", "master 'm n'"),
-        ("redis+sentinel://:secret@a/m/x", "database 'x'; allowed is a number"),
+        ("redis+sentinel://:secret@a", "a host and /MASTER.+ is needed"),
+        ("redis+sentinel://:secret@a/m n", "a host and /MASTER"),
+        ("redis+sentinel://:secret@a/m/x", "a host and /MASTER.+a number DB"),
         ("redis+sentinel://:secret@a/m?ssl_ca_certs=/a", "ssl_ca_certs: only for rediss"),
-        ("redis+sentinel://:secret@a/m?sentinel_user=u", "a sentinel_user without a password"),
+        ("redis+sentinel://:secret@a/m?sentinel_user=u", "a user without a password or sentinel_password_file"),
         ("redis+sentinel://:secret@a/m?sentinel_password_file=/none", "sentinel_password_file: No such file"),
-        ("redis://:secret@a?sentinel_user=u", "sentinel_user: only for redis.sentinel://"),
+        ("redis://:secret@a?sentinel_user=u", "allowed are the options .+sentinel_user"),
         ("unix+sentinel://:secret@a/m", "allowed are a path, file:///PATH, redis://"),
     ],
 )

@@ -7,13 +7,14 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 from redis.exceptions import ConnectionError
 
 from loader.errors import RegistryConflictError, RegistryUnavailableError, StreamSequenceError
 from loader.registry import open_registry
-from loader.registry.redis_registry import MASTER_CHECK_S, RedisRegistry, _ToMaster
+from loader.registry.redis_registry import MASTER_CHECK_S, RedisRegistry, _MasterConnection
 from loader.registry.registry import StreamBounds, StreamEntry
 from shard_node.wire.tls import TlsConfig, server_context
 from shardrank_testing.certificates import Authority, needs_openssl
@@ -157,6 +158,12 @@ async def test_a_write_whose_answer_was_lost_is_done_once(server):
         proxy.answers_to_lose = 1
         await registry.append("s", 2, b"2")
         assert await registry.read("s", 0) == [StreamEntry(1, b"1"), StreamEntry(2, b"2")]
+        proxy.answers_to_lose = 1
+        await registry.announce("nodes/a", b"1", 60.0)
+        assert await registry.announced("nodes/") == {"nodes/a": b"1"}
+        proxy.answers_to_lose = 1
+        await registry.withdraw("nodes/a")
+        assert await registry.announced("nodes/") == {}
         # Redis knows the script from here on, so that the answer that is lost is that of the deletion.
         await registry.delete("b", await registry.put("b", b"", 0))
         proxy.answers_to_lose = 1
@@ -325,13 +332,10 @@ async def test_streams_and_locks_go_on_after_the_death_of_a_master(watched, capl
     """And who is called the master, but says that it is none, is not sent a command."""
     caplog.set_level(logging.DEBUG)
     master, replica = watched.servers
-
-    async def find_master() -> tuple[str, int]:
-        return "127.0.0.1", replica.port
-
-    connection = _ToMaster(find_master=find_master, password="geheim", protocol=2)
+    pool = SimpleNamespace(check_connection=False)
+    connection = _MasterConnection(connection_pool=pool, password="geheim", protocol=2)
     with pytest.raises(ConnectionError, match=r"is a slave, and was called the master"):
-        await connection.connect()
+        await connection.connect_to(("127.0.0.1", replica.port))
     assert not connection.is_connected
     async with traffic_on(watched) as traffic:
         registry = traffic.registry

@@ -33,7 +33,7 @@ from loader.registry.fleet import (
 from loader.registry.registry import StreamBounds
 from loader.rollout.plan import encode_rollout
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.publishing import Publication, Retained, publish, retain
+from loader.snapshot.publishing import Publication, Retained, identities_in_use, publish, retain
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store
 from shardrank_testing.errors import raises_kind
@@ -243,6 +243,14 @@ async def test_versions_of_the_last_rollout_stay(stocked: Shop) -> None:
     )
     await stocked.fleet.registry.put(rollout_key(MODEL), encode_rollout(rollout), 0)
     assert await stocked.retain(1) == Retained(kept=(1, 2, 3, 5), dropped=(4,))
+
+
+async def test_identities_in_use_are_those_that_stay(stocked: Shop) -> None:
+    await stocked.fleet.put_wanted(WantedModel(model=MODEL, epoch=1, live=2, hold=(2, 3)), None)
+    records = await stocked.fleet.versions(MODEL)
+    in_use = {record.identity for record in records if record.version in (2, 3)}
+    assert await identities_in_use(stocked.fleet) == in_use
+    assert len(in_use) == 2
 
 
 async def test_a_version_that_a_node_holds_stays_though_unwanted(stocked: Shop) -> None:

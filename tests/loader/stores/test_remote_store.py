@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -20,9 +19,6 @@ from loader.errors import (
     SnapshotCorruptError,
     SnapshotExistsError,
     SnapshotNotFoundError,
-    StoreAccessError,
-    StoreCacheError,
-    StoreUnavailableError,
 )
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry
@@ -33,6 +29,7 @@ from loader.snapshot.store import Store
 from loader.stores import remote as remote_module
 from loader.stores.place import StoreUrl
 from loader.stores.remote import RemoteStore
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.processes import wait_until
 from shardrank_testing.s3_server import Bucket
 from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, rewrite_manifest, write_snapshot
@@ -41,12 +38,12 @@ from shardrank_testing.tcp_proxy import TcpProxy, threaded_proxy
 SPEC = one_table_spec(8000, 32, dtype="fp32")
 """One row file of 1 MB."""
 ROWS = "tables/items/rows-00000-of-00001.safetensors"
-PART_BYTES = 64 << 10
+RANGE_BYTES = 64 << 10
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "PART_BYTES", PART_BYTES)
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "RANGE_BYTES", RANGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Remote:
 
     def cached(self) -> list[Path]:
         """Files of rows that are in their places in the cache."""
-        return [path for path in self.cache.rglob("rows-*") if "parts" not in path.parts]
+        return list(self.cache.rglob("rows-*"))
 
 
 @pytest.fixture(scope="module")
@@ -133,23 +130,23 @@ def test_a_version_is_immutable_and_two_who_write_it_never_mix(
 ) -> None:
     store = remote.store()
     other, _ = write_snapshot(tmp_path / "other", SPEC, seed=9, version=1)
-    create, write = store.objects.create, store.objects.write
+    create, write = store._create, store.write_file
 
     def dies(path: str, content: bytes) -> bool:
         if path.endswith(MANIFEST_NAME):
             raise KeyboardInterrupt
         return create(path, content)
 
-    monkeypatch.setattr(store.objects, "create", dies)
+    monkeypatch.setattr(store, "_create", dies)
     with pytest.raises(KeyboardInterrupt):
         put(store, remote.made / "1")
-    monkeypatch.setattr(store.objects, "create", create)
+    monkeypatch.setattr(store, "_create", create)
     assert (store.versions("small"), store.unfinished()) == ([], [("small", 1)])
     with pytest.raises(ExportError, match=r"small/\.export-1: a snapshot of identity .* is being published"):
         put(store, other)
     # Run again it goes on: what is there is not written a second time.
     written: list[str] = []
-    monkeypatch.setattr(store.objects, "write", lambda path, content: (written.append(path), write(path, content)))
+    monkeypatch.setattr(store, "write_file", lambda path, content: (written.append(path), write(path, content)))
     assert put(store, remote.made / "1")[1]
     assert written == [f"small/1/{CHECKSUM_NAME}"]
     with pytest.raises(SnapshotExistsError, match="a version is immutable"):
@@ -163,54 +160,40 @@ KILLED = """
     from pathlib import Path
     from loader.stores import remote
     from loader.stores.place import StoreUrl
-    from loader.stores.remote import RemoteStore
 
-    remote.PART_BYTES, remote.PARTS_AT_A_TIME = int(sys.argv[3]), 2
-    RemoteStore(StoreUrl(url=sys.argv[1], cache=Path(sys.argv[2]))).hold("small", 1)
+    remote.FILES_AT_A_TIME = 1
+    remote.RemoteStore(StoreUrl(url=sys.argv[1], cache=Path(sys.argv[2]))).hold("small", 1)
 """
 
 
-def test_a_process_that_dies_in_the_middle_goes_on_where_it_was(remote: Remote) -> None:
-    store = remote.store()
-    put(store, remote.made / "1")
-    size = (remote.made / "1" / ROWS).stat().st_size
-    # All that is held back is of two parts at most.
-    remote.proxy.hold_after = remote.proxy.answer_bytes + size // 2
-
-    def journals() -> list[Path]:
-        found = remote.cache.rglob("*.journal")
-        return [path for path in found if path.read_text().count("\n") > 4]
-
+def test_a_killed_fetch_goes_on_with_the_files_it_lacks(remote: Remote, tmp_path: Path) -> None:
+    folder, _ = write_snapshot(tmp_path / "made", SPEC, rows_per_file=4096)
+    put(remote.store(), folder)
+    first, second = sorted(folder.rglob("rows-*"))
+    remote.proxy.hold_after = remote.proxy.answer_bytes + first.stat().st_size + second.stat().st_size // 2
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), remote.bucket.url, str(remote.cache), str(PART_BYTES)]
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), remote.bucket.url, str(remote.cache)]
     process = subprocess.Popen(command, env=environment)
     try:
-        wait_until(lambda: bool(journals()), "some of its parts to be on record")
+        wait_until(lambda: bool(remote.cached()), "its first file of rows to be in place")
     finally:
         process.kill()
         process.wait()
-    assert not remote.cached()
-    (journal,) = journals()
-    parts = [json.loads(line)[0] for line in journal.read_text().splitlines()[1:]]
-    # One part was written and then lost by the disk: it is fetched again.
-    with journal.with_suffix("").open("r+b") as file:
-        file.seek(parts[0] * PART_BYTES)
-        file.write(b"lost")
+    assert [path.name for path in remote.cached()] == [first.name]
     remote.proxy.hold_after = None
     wait_until(lambda: not remote.proxy.is_in_use, "what was on its way to the dead process to end")
     remote.proxy.answer_bytes = 0
-    with store.hold("small", 1) as held:
-        assert files_of(held.path) == files_of(remote.made / "1")
+    with remote.store().hold("small", 1) as held:
+        assert files_of(held.path) == files_of(folder)
         Snapshot.open(held.path)
-    assert remote.proxy.answer_bytes < size - (len(parts) - 1) * PART_BYTES + (64 << 10)
-    assert not list(remote.cache.rglob("*.journal"))
+    assert remote.proxy.answer_bytes < second.stat().st_size + first.stat().st_size // 2
 
 
 @pytest.mark.parametrize("after_bytes", [0, 200_000])
 def test_a_store_that_stalls_is_unavailable_within_its_limit(remote: Remote, after_bytes: int) -> None:
     put(remote.store(), remote.made / "1")
     remote.proxy.hold_after = remote.proxy.answer_bytes + after_bytes
-    with pytest.raises(StoreUnavailableError, match=r"can't be (read|listed)"):
+    with raises_kind("store_unavailable", r"can't be (read|listed)"):
         remote.store(timeout_s=0.6).hold("small", 1)
     assert not remote.cached()
 
@@ -222,7 +205,6 @@ def test_an_object_that_changes_during_its_fetch_is_never_mixed(
     put(store, remote.made / "1")
     right, other = (remote.made / "1" / ROWS).read_bytes(), (remote.made / "2" / ROWS).read_bytes()
     assert len(right) == len(other)
-    monkeypatch.setattr(remote_module, "PARTS_AT_A_TIME", 1)
     half = remote.proxy.hold_after = remote.proxy.answer_bytes + len(right) // 2
 
     def change() -> None:
@@ -232,7 +214,7 @@ def test_an_object_that_changes_during_its_fetch_is_never_mixed(
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(change)
-        with pytest.raises(SnapshotCorruptError, match=f"{ROWS}: changed or went away while it was fetched"):
+        with pytest.raises(SnapshotCorruptError, match=f"{ROWS}: SHA-256 is .*, the manifest says"):
             store.hold("small", 1)
     # What was fetched of the first object is not gone on with, and the second one is not what the manifest says.
     with pytest.raises(SnapshotCorruptError, match="the manifest says"):
@@ -321,7 +303,7 @@ def test_a_manifest_whose_paths_leave_the_snapshot_is_refused(remote: Remote, tm
 
 
 def test_a_bucket_that_is_not_there_is_refused(remote: Remote) -> None:
-    with pytest.raises(StoreAccessError, match="NoSuchBucket"):
+    with raises_kind("store_access", "NoSuchBucket"):
         remote.store(url="s3://no-such-bucket").hold("small", 1)
 
 
@@ -340,7 +322,7 @@ def test_the_cache_keeps_its_bound_and_drops_nothing_in_use(remote: Remote) -> N
     store.hold("small", 3).close()
     assert here() == [1, 3]
     third = store.hold("small", 3)
-    with pytest.raises(StoreCacheError, match=r"of small version 4 are needed, \d+ bytes are in use, and it may hold"):
+    with raises_kind("store_cache", r"of small version 4 are needed, \d+ bytes are in use, and it may hold"):
         store.hold("small", 4)
     assert here() == [1, 3]
     first.close()
@@ -350,6 +332,16 @@ def test_the_cache_keeps_its_bound_and_drops_nothing_in_use(remote: Remote) -> N
         assert here() == [3, 4]
         assert sum(path.stat().st_size for path in remote.cache.rglob("*")) <= 3 * one
     third.close()
+
+
+def test_versions_in_use_make_room_after_all_others(remote: Remote) -> None:
+    size_bytes = sum(map(len, files_of(remote.made / "1").values()))
+    store = remote.store(cache_bytes=2 * size_bytes + size_bytes // 2)
+    for version in (1, 2, 3):
+        put(store, remote.made / str(version))
+        in_use = [read_manifest(remote.made / "1")[1]]
+        store.hold("small", version, keep=in_use).close()
+    assert sorted(int(path.parents[2].name) for path in remote.cached()) == [1, 3]
 
 
 async def test_versions_are_published_and_retired_at_a_url(remote: Remote, directory: DirectoryRegistry) -> None:
@@ -363,7 +355,7 @@ async def test_versions_are_published_and_retired_at_a_url(remote: Remote, direc
     assert (again.copied, again.is_new) == (False, False)
     remote.bucket.put("small/.trash-4", b"")  # another run's, that may bring it back
     assert (await retain(fleet, place, "small", 2)).dropped == (1, 2)
-    assert [one.path for one in store.objects.listed("small") if one.path.startswith(("small/1/", "small/2/"))] == []
+    assert store.list_files("small/1") == store.list_files("small/2") == []
     assert (store.versions("small"), store.next_version("small")) == ([3], 5)
     with pytest.raises(ExportError, match="is being deleted"):
         put(store, remote.made / "4")  # though all of it is still there

@@ -1,40 +1,38 @@
-"""The steps of `drill upgrade`, and what is a problem in them."""
+"""In which order `drill upgrade` replaces processes, and what is a problem in it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loadtest.drill.config import Order
-from loadtest.drill.fleet import count_kinds
-from loadtest.drill.upgrade import NODES, SERVING, plan_steps, upgrade_limits
+from loadtest.drill.fleet import ANSWER
+from loadtest.drill.upgrade import LOOKUPS, upgrade_figures, upgrade_order
 
-
-@pytest.mark.parametrize(("order", "names"), [("nodes-first", NODES + SERVING), ("serving-first", SERVING + NODES)])
-def test_each_process_is_upgraded_and_two_nodes_die(order: Order, names: tuple[str, ...]):
-    begin, *steps = plan_steps(order)
-    assert (begin, steps[:6]) == (("begin", ""), [("upgrade", name) for name in names])
-    assert steps[6:] == [(what, name) for name in ("node-0-0", "node-1-1") for what in ("kill -9", "start")]
-
-
-STEP = {"transport": "tcp", "order": "nodes-first", "step": "upgrade serve-1", "nodes": "4 new", "serving": "2 new"}
-STEP |= {"answers": 7, "stored_bytes": 10, "float16_bytes": 20, "float32_bytes": 30}
-OLD = {**STEP, "nodes": "4 old", "stored_bytes": 0, "float16_bytes": 0}
+NODES = ["shard-0-0", "shard-0-1", "shard-1-0"]
+SERVING = ["serve-0", "serve-1"]
 
 
 @pytest.mark.parametrize(
-    ("step", "problems"),
+    ("order", "names"),
     [
-        (STEP, []),
-        (OLD, []),
-        ({**STEP, "answers": 0}, ["tcp, nodes-first, upgrade serve-1: answers"]),
-        # All processes are new, so they must be used.
-        ({**STEP, "stored_bytes": 0}, ["tcp, nodes-first, upgrade serve-1: stored_bytes"]),
-        ({**STEP, "float16_bytes": 0}, ["tcp, nodes-first, upgrade serve-1: float16_bytes"]),
+        ("nodes-first", [*NODES, "coordinator", *SERVING]),
+        ("serving-first", [*SERVING, "coordinator", *NODES]),
     ],
 )
-def test_each_limit_is_kept_by_itself(step: dict[str, Any], problems: list[str]):
-    for kind, more in ((0, []), (1, ["failed"])):
-        limits = upgrade_limits({**count_kinds([kind]), "steps": [STEP, step]})
-        assert [limit.name for limit in limits if not limit.ok] == [*more, *problems]
+def test_one_kind_is_upgraded_before_the_other(order: Order, names: list[str]):
+    assert upgrade_order(dict.fromkeys(["coordinator", *NODES, *SERVING]), order) == names
+
+
+DONE = {"rollouts": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
+
+
+@pytest.mark.parametrize("changed", [{}, {"rollouts": 0}, {"updates": 0}, {"lookups_with_last_delta": LOOKUPS - 1}])
+def test_each_limit_is_kept_by_itself(changed: dict[str, Any]):
+    for code, more in ((0, []), (1, ["failed"]), (2, ["mixed"]), (3, ["wrong"])):
+        answers = np.zeros(2, ANSWER)
+        answers["code"][1] = code
+        _, limits = upgrade_figures({**DONE, **changed}, answers)
+        assert [limit.name for limit in limits if not limit.ok] == [*more, *changed]
