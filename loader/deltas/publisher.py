@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from loader.access_counts import AccessCounts, write_access_counts
-from loader.deltas.batch import DeltaBatch, rows_per_batch
+from loader.deltas.batch import DeltaBatch, PrunedRows, PrunedUpdates, rows_per_batch, stored_updates
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
-from loader.deltas.divided import PrunedRows, PrunedUpdates, stored_updates
 from loader.errors import (
     DeltaError,
     DeltaFormatError,
@@ -36,7 +35,7 @@ from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_classes import RowClasses
 from loader.stores import open_store
-from loader.stores.place import StoreUrl
+from loader.stores.cache import StoreUrl
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0

@@ -22,12 +22,93 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TypeAlias
+from urllib.parse import unquote, urlsplit
 
-from loader.errors import StoreError
+import xxhash
+from pydantic import Field, ValidationError, field_validator
+
+from loader.errors import StoreError, cut
 from loader.progress import Progress
+from loader.registry.registry import without_password
 from loader.snapshot.manifest import FileEntry
 from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders
+from loader.snapshot.tables import Frozen, schema_errors
+
+DEFAULT_CACHE_BYTES: Final = 100 * 10**9
+FETCHING: Final = "fetching from the store"
+"""What a fetch reports its progress of, in bytes."""
+_URL: Final = re.compile(r"(s3|gs|az)://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/(?!\.\.?(/|$))[A-Za-z0-9_.=+-]+)*")
+_ALLOWED: Final = (
+    "allowed is s3://, gs:// or az://BUCKET[/PREFIX], a prefix of letters, digits and _ . = + - between slashes; "
+    "file:///PATH, or a path; credentials are taken from the environment"
+)
+
+
+class StoreUrl(Frozen):
+    """A store at a URL.
+
+    Attributes:
+        url: `s3://BUCKET[/PREFIX]`, `gs://BUCKET[/PREFIX]` or `az://CONTAINER[/PREFIX]`.
+        cache: the folder that versions are synced into. Processes of one machine may share it.
+        cache_bytes: what it may hold.
+        timeout_s: how long one request may take, its retries included.
+    """
+
+    url: str
+    cache: Path = Field(
+        default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrank", "stores")
+    )
+    cache_bytes: int = Field(default=DEFAULT_CACHE_BYTES, ge=1)
+    timeout_s: float = Field(default=60.0, gt=0, le=3600)
+
+    @field_validator("url")
+    @classmethod
+    def _check(cls, url: str) -> str:
+        if not _URL.fullmatch(url):
+            # A query may be the signature of a URL that was signed.
+            raise ValueError(f"{cut(without_password(url).partition('?')[0])}: {_ALLOWED}")
+        return url
+
+    def __str__(self) -> str:
+        """Return the URL, which has no secret in it."""
+        return self.url
+
+    @property
+    def exports(self) -> Path:
+        """The folder in which new versions of this store are made; not counted as the cache."""
+        return self.cache / "exports" / xxhash.xxh3_64_hexdigest(self.url.encode())
+
+    @property
+    def arguments(self) -> list[str]:
+        """The flags that give a child process the same store."""
+        cache = ["--store-cache", str(self.cache.absolute()), "--store-cache-gb", repr(self.cache_bytes / 1e9)]
+        return ["--store", self.url, *cache, "--store-timeout-s", repr(self.timeout_s)]
+
+
+StorePlace: TypeAlias = Path | StoreUrl
+
+
+def store_place(text: str | Path | StoreUrl, **cache: object) -> StorePlace:
+    """Read where a store is: a path, `file:///PATH`, or a URL as `StoreUrl` has it, with its other fields.
+
+    Raises StoreError of the kind `store_url` if it is none of these; a path is taken as it is.
+    """
+    if not isinstance(text, str):
+        return text
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        return Path(text)
+    if scheme == "file":
+        parts = urlsplit(text)
+        if parts.netloc in ("", "localhost") and not (parts.query or parts.fragment) and parts.path:
+            return Path(unquote(parts.path))
+    try:
+        return StoreUrl.model_validate({"url": text.rstrip("/"), **cache})
+    except ValidationError as error:
+        problems = "; ".join(map(str, schema_errors(error, [StoreUrl])))
+        raise StoreError(f"store: {problems}", kind="store_url") from error
+
 
 IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
 _POLL_S: Final = 0.05

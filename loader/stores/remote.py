@@ -61,8 +61,15 @@ from loader.snapshot.store import (
     manifest_texts_of,
     version_numbers,
 )
-from loader.stores.cache import IDENTITY, SnapshotCache, delete_damaged_files, missing_files, put_in_place
-from loader.stores.place import FETCHING, StoreUrl
+from loader.stores.cache import (
+    FETCHING,
+    IDENTITY,
+    SnapshotCache,
+    StoreUrl,
+    delete_damaged_files,
+    missing_files,
+    put_in_place,
+)
 
 try:
     import obstore

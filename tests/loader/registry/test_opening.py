@@ -8,8 +8,7 @@ from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection
 from loader.errors import RegistryRecordError
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.redis_registry import RedisRegistry
-from loader.registry.redis_url import parse_redis_url
+from loader.registry.redis_registry import RedisRegistry, parse_redis_url
 
 
 @pytest.mark.parametrize(
