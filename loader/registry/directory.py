@@ -31,18 +31,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.registry import (
-    Entry,
-    StreamBounds,
-    StreamEntry,
-    check_key,
-    check_owner,
-    check_prefix,
-    check_read,
-    check_sequence,
-    check_ttl,
-    check_value,
-)
+from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_prefix, check_stream
 from loader.snapshot.store import fsync_path, make_folders
 
 _SUFFIX: Final = "="
@@ -265,9 +254,9 @@ class DirectoryRegistry:
     @_in_thread
     def put(self, key: str, value: bytes, expected_revision: int) -> int:
         """See `Registry.put`."""
-        check_value(check_key(key), value)
+        check_key(key, value=value)
         with self._keys.locked():
-            self._expect(key, expected_revision)
+            self._expect(self._entry(key) or Entry(b"", 0), key, expected_revision)
             # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
             path = self._keys.path / "~revision"
             last = _read_file(path) or b""
@@ -283,14 +272,14 @@ class DirectoryRegistry:
         """See `Registry.delete`."""
         path = self._keys.file_of(check_key(key))
         with self._keys.locked():
-            self._expect(key, expected_revision)
-            self._keys.remove(path)
+            if (entry := self._entry(key)) is not None:
+                self._expect(entry, key, expected_revision)
+                self._keys.remove(path)
 
     @_in_thread
     def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         """See `Registry.announce`."""
-        check_value(check_key(key), value)
-        check_ttl(key, ttl_s)
+        check_key(key, value=value, ttl_s=ttl_s)
         with self._announced.locked():
             self._announced.put(key, value, ttl_s)
 
@@ -318,8 +307,7 @@ class DirectoryRegistry:
     @_in_thread
     def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
         """See `Registry.acquire`."""
-        check_owner(check_key(key), owner)
-        check_ttl(key, ttl_s)
+        check_key(key, owner=owner, ttl_s=ttl_s)
         with self._locks.locked():
             is_free = self._locks.get(key) in (None, owner.encode())
             if is_free:
@@ -329,7 +317,7 @@ class DirectoryRegistry:
     @_in_thread
     def release(self, key: str, owner: str) -> None:
         """See `Registry.release`."""
-        check_owner(check_key(key), owner)
+        check_key(key, owner=owner)
         with self._locks.locked():
             if self._locks.get(key) == owner.encode():
                 self._locks.remove(self._locks.file_of(key))
@@ -343,9 +331,7 @@ class DirectoryRegistry:
     @_in_thread
     def append(self, stream: str, sequence: int, payload: bytes) -> None:
         """See `Registry.append`."""
-        area = self._stream(stream)
-        check_value(stream, payload)
-        check_sequence(stream, sequence)
+        area = self._stream(check_stream(stream, sequence=sequence, payload=payload))
         with area.locked():
             last = _bounds(area.path).last
             if last and sequence != last + 1:
@@ -355,8 +341,7 @@ class DirectoryRegistry:
     @_in_thread
     def read(self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20) -> list[StreamEntry]:
         """See `Registry.read`. It needs no lock: what is trimmed meanwhile is the lowest entries."""
-        folder = self._stream(stream).path
-        check_read(stream, max_entries, max_bytes)
+        folder = self._stream(check_stream(stream, max_entries=max_entries, max_bytes=max_bytes)).path
         after = max(after, _read_ends(folder).first - 1)
         found: list[StreamEntry] = []
         size = 0
@@ -430,12 +415,10 @@ class DirectoryRegistry:
             raise RegistryRecordError(f"{path}: it does not begin with a line that holds a revision")
         return Entry(value, int(revision))
 
-    def _expect(self, key: str, expected_revision: int) -> None:
-        entry = self._entry(key)
-        revision = entry.revision if entry is not None else 0
-        if revision != expected_revision:
-            raise RegistryConflictError(f"{key} has revision {revision}, not {expected_revision}")
+    def _expect(self, entry: Entry, key: str, revision: int) -> None:
+        if entry.revision != revision:
+            raise RegistryConflictError(f"{key} has revision {entry.revision}, not {revision}")
 
     def _stream(self, stream: str) -> _Area:
-        path = self.path / "streams" / f"{check_key(stream, 'stream')}{_SUFFIX}"
+        path = self.path / "streams" / f"{check_stream(stream)}{_SUFFIX}"
         return _Area(path, durable=True, lock_timeout_s=self._lock_timeout_s)
