@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_prefix, check_stream
+from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream
 from loader.snapshot.store import fsync_path, make_folders
 
 _SUFFIX: Final = "="
@@ -248,7 +248,7 @@ class DirectoryRegistry:
     @_in_thread
     def entries(self, prefix: str) -> dict[str, Entry]:
         """See `Registry.entries`."""
-        found = ((key, self._entry(key)) for key in self._keys.keys_below(check_prefix(prefix)))
+        found = ((key, self._entry(key)) for key in self._keys.keys_below(check_key(prefix, "prefix")))
         return {key: entry for key, entry in found if entry is not None}
 
     @_in_thread
@@ -294,7 +294,7 @@ class DirectoryRegistry:
     def announced(self, prefix: str) -> dict[str, bytes]:
         """See `Registry.announced`. Files of what has expired are removed."""
         area = self._announced
-        found = {key: area.get(key) for key in area.keys_below(check_prefix(prefix))}
+        found = {key: area.get(key) for key in area.keys_below(check_key(prefix, "prefix"))}
         alive = {key: value for key, value in found.items() if value is not None}
         if len(alive) < len(found):
             with area.locked():

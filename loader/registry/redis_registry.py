@@ -43,19 +43,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError
 
 from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError, cut
-from loader.registry.registry import (
-    Entry,
-    StreamBounds,
-    StreamEntry,
-    check_key,
-    check_prefix,
-    check_stream,
-    without_password,
-)
+from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream, without_password
 
 _TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-_FILES: Final = ("password_file", "sentinel_password_file", *_TLS_FILES)
-_OPTIONS: Final = ("fleet", *_FILES, "sentinel_user")
+_OPTIONS: Final = ("fleet", "password_file", "sentinel_password_file", *_TLS_FILES, "sentinel_user")
 _DATABASE: Final = r"/?(?P<database>[0-9]{0,5})"
 _PATHS: Final = {"unix": r"/.+", "sentinel": rf"/(?P<master>[A-Za-z0-9_.\-]{{1,256}})(?:{_DATABASE})?"}
 """Patterns of a URL's path; of the other schemes it is `_DATABASE`."""
@@ -64,7 +55,6 @@ _FORMS: Final = (
     "redis[s]+sentinel://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/MASTER[/DB], each with [?OPTION=VALUE&...], "
     "DB a number, and special characters percent-encoded"
 )
-_MAX_CONNECTIONS: Final = 16
 MASTER_CHECK_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
@@ -177,7 +167,7 @@ def parse_redis_url(url: str) -> RedisUrl:
         # Nothing of it is told: a password may stand where it does not belong.
         raise RegistryRecordError(f"registry URL {url.partition(':')[0]}://*** can't be read: {_FORMS}") from None
     options, path = dict(pairs), re.fullmatch(_PATHS.get(kind or scheme, _DATABASE), parts.path)
-    of_sentinel: dict[str, Any] = {"username": options["sentinel_user"]} if "sentinel_user" in options else {}
+    of_sentinel: dict[str, Any] = {"username": options.get("sentinel_user")}
     try:
         if len(options) != len(pairs) or not options.keys() <= set(_OPTIONS):
             raise ValueError(f"options {[cut(option, 40) for option, _ in pairs]}; allowed is each of {_OPTIONS} once")
@@ -194,17 +184,15 @@ def parse_redis_url(url: str) -> RedisUrl:
         files: dict[str, Any] = {option: options[option] for option in _TLS_FILES if option in options}
         if scheme == "rediss":
             connection["connection_class"], of_sentinel["ssl"] = TlsConnection, True
-            # Without a password OpenSSL would ask for one at the terminal.
-            files["ssl_password"] = ""
+            files["ssl_password"] = ""  # else OpenSSL would ask for one at the terminal
             TlsConnection(**files).ssl_context.get()
         elif files:
             raise ValueError(f"{', '.join(files)}: only for rediss://")
     except (OSError, TypeError, ValueError) as error:
-        used = ", ".join(f"{option} {cut(options[option])}" for option in _FILES if option in options)
+        used = ", ".join(f"{option} {cut(options[option])}" for option in _OPTIONS[1:6] if option in options)
         problem = f"{used}: {error}" if isinstance(error, OSError | TypeError) else error
         raise RegistryRecordError(f"registry URL {cut(without_password(url))}: {problem}") from None
-    master = path["master"] if kind else ""
-    return RedisUrl(fleet, connection | files, addresses, master, of_sentinel | files)
+    return RedisUrl(fleet, connection | files, addresses, path["master"] if kind else "", of_sentinel | files)
 
 
 async def expect_master(connection: Any) -> None:
@@ -212,8 +200,7 @@ async def expect_master(connection: Any) -> None:
     await connection.on_connect()
     await connection.send_command("ROLE")
     if (role := (await connection.read_response())[0]) != b"master":
-        where = f"{connection.host}:{connection.port}"
-        raise RedisConnectionError(f"{where} is a {role.decode()}, and was called the master")
+        raise RedisConnectionError(f"{connection.host} is a {role.decode()}, and was called the master")
 
 
 class RedisRegistry:
@@ -233,10 +220,11 @@ class RedisRegistry:
         self._prefix = f"shardrank:{settings.fleet}"
         self._call_timeout_s = call_timeout_s
         timeouts = ("socket_timeout", "socket_connect_timeout")
-        options: dict[str, Any] = settings.connection | dict.fromkeys(timeouts, socket_timeout_s)
-        options |= {"max_connections": _MAX_CONNECTIONS, "timeout": socket_timeout_s, "protocol": 2}
         # A connection may have been open since before Redis was restarted, or was the master: a new one may work.
-        options["retry"] = Retry(NoBackoff(), 1, (RedisConnectionError, ReadOnlyError))
+        retried = [RedisConnectionError, ReadOnlyError]
+        options = settings.connection | dict.fromkeys(("timeout", *timeouts), socket_timeout_s)
+        retry = Retry(NoBackoff(), 1, tuple(retried))
+        options |= {"max_connections": 16, "protocol": 2, "retry": retry, "retry_on_error": retried}
         has_tls = options.get("connection_class") is TlsConnection
         self._sentinel: Any = None
         if settings.sentinels:
@@ -251,20 +239,20 @@ class RedisRegistry:
             options["redis_connect_func"] = expect_master
         self._client: Any = Redis.from_pool((_MasterPool if settings.sentinels else BlockingConnectionPool)(**options))
         self._checked_at = -math.inf
-        self._inspected = False
-        self._maxmemory = 0
+        self._maxmemory: int | None = None
         self._closed = False
 
     async def get(self, key: str) -> Entry | None:
         """See `Registry.get`."""
         value, revision = await self._command("HMGET", self._at("key", check_key(key)), "value", "revision")
-        return _entry(key, value, revision) if value is not None else None
+        return Entry(value, int(revision)) if value is not None else None
 
     async def entries(self, prefix: str) -> dict[str, Entry]:
         """See `Registry.entries`."""
         names = await self._names("keys", prefix)
         rows = await self._pipeline(*(("HMGET", self._at("key", name), "value", "revision") for name in names))
-        return {name: _entry(name, *row) for name, row in zip(names, rows, strict=True) if row[0] is not None}
+        found = zip(names, rows, strict=True)
+        return {name: Entry(value, int(revision)) for name, (value, revision) in found if value is not None}
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
         """See `Registry.put`."""
@@ -279,9 +267,8 @@ class RedisRegistry:
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         """See `Registry.announce`."""
-        at = self._at("announced", check_key(key, value=value, ttl_s=ttl_s))
-        write = ("SET", at, value, "PX", round(1000 * ttl_s))
-        await self._pipeline(write, ("ZADD", self._at("announcements"), 0, key))
+        at, index = self._at("announced", check_key(key, value=value, ttl_s=ttl_s)), self._at("announcements")
+        await self._pipeline(("SET", at, value, "PX", round(1000 * ttl_s)), ("ZADD", index, 0, key))
 
     async def withdraw(self, key: str) -> None:
         """See `Registry.withdraw`."""
@@ -316,9 +303,8 @@ class RedisRegistry:
         keys = [self._at("stream", check_stream(stream, sequence=sequence, payload=payload)), self._at("ends", stream)]
         done, last = await self._script(_APPEND, keys, [str(sequence), payload, secrets.token_hex(12)])
         if not done:
-            raise StreamSequenceError(
-                f"stream {stream}: sequence {sequence} after {int(last)}; {int(last) + 1} is next"
-            )
+            following = int(last) + 1
+            raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {int(last)}; {following} is next")
 
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
@@ -342,7 +328,7 @@ class RedisRegistry:
     async def max_stream_bytes(self) -> float:
         """See `Registry.max_stream_bytes`: half of `maxmemory`, if that is set."""
         await self._command("PING")
-        return self._maxmemory / 2 or math.inf
+        return self._maxmemory / 2 if self._maxmemory else math.inf
 
     async def trim(self, stream: str, before: int) -> None:
         """See `Registry.trim`."""
@@ -360,7 +346,7 @@ class RedisRegistry:
         return ":".join((self._prefix, *parts))
 
     async def _names(self, index: str, prefix: str) -> list[str]:
-        low, high = (f"[{prefix}", f"[{prefix}\x7f") if check_prefix(prefix) else ("-", "+")
+        low, high = (f"[{check_key(prefix, 'prefix')}", f"[{prefix}\x7f") if prefix else ("-", "+")
         return [name.decode() for name in await self._command("ZRANGEBYLEX", self._at(index), low, high)]
 
     async def _write(self, key: str, script: str, keys: list[str], arguments: list[str | bytes], expected: int) -> int:
@@ -370,8 +356,7 @@ class RedisRegistry:
         return int(revision)
 
     async def _script(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
-        ready = self._client.register_script(script)
-        return await self._run(lambda: ready(keys=keys, args=arguments))
+        return await self._run(lambda: self._client.register_script(script)(keys=keys, args=arguments))
 
     async def _command(self, *parts: str) -> Any:
         return await self._run(lambda: self._client.execute_command(*parts))
@@ -425,9 +410,9 @@ class RedisRegistry:
 
     async def _inspect(self) -> None:
         """Log, once, settings with which Redis can lose what is kept in it."""
-        if self._inspected:
+        if self._maxmemory is not None:
             return
-        self._inspected = True
+        self._maxmemory = 0
         with suppress(RedisError):  # who connects may not be allowed to see them
             settings = await self._client.info("persistence") | await self._client.info("memory")
             self._maxmemory, policy = int(settings.get("maxmemory", 0)), settings.get("maxmemory_policy", "noeviction")
@@ -437,9 +422,3 @@ class RedisRegistry:
             if self._maxmemory and policy != "noeviction":
                 problem = f"maxmemory-policy is {policy}: Redis may drop deltas and plans; set it to noeviction"
                 _log.warning("registry %s: %s", self.name, problem)
-
-
-def _entry(key: str, value: Any, revision: Any) -> Entry:
-    if not revision or not revision.isdigit():
-        raise RegistryRecordError(f"{key}: its revision is {revision!r}; a number is needed")
-    return Entry(value, int(revision))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
+from urllib.parse import unquote, urlsplit
 
 from loader.errors import RegistryRecordError, StreamSequenceError, cut
 
@@ -23,6 +25,7 @@ MAX_SEQUENCE: Final = 2**53 - 1
 """Highest sequence number. Redis computes with doubles in its scripts."""
 _PART = rf"(?!\.{{1,2}}(?:/|\Z))[A-Za-z0-9_.:\-]{{1,{MAX_PART_CHARACTERS}}}"
 _KEY = re.compile(rf"{_PART}(?:/{_PART})*\Z")
+_PREFIX = re.compile(rf"(?:{_PART}/)*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +144,21 @@ def without_password(url: str) -> str:
     return f"{scheme}://{'***@' if at else ''}{place}"
 
 
+def local_path(url: str) -> Path | None:
+    """Return the path that a text is, or that a `file:` URL is of; None for another URL, or one that is not plain."""
+    parts = urlsplit(url) if "://" in url else None
+    if parts is None:
+        return Path(url)
+    is_plain = parts.netloc in ("", "localhost") and not (parts.query or parts.fragment)
+    return Path(unquote(parts.path)) if parts.scheme == "file" and is_plain and parts.path else None
+
+
 def check_key(key: str, what: str = "key", *, value: bytes = b"", ttl_s: float = 1.0, owner: str = "-") -> str:
-    """Return a key or stream name, which may have that value, time to live, or owner as a lock.
+    """Return a key, stream name or prefix, which may have that value, time to live, or owner as a lock.
 
     Raises RegistryRecordError if it may not.
     """
-    if len(key) > MAX_KEY_BYTES or _KEY.match(key) is None:
+    if len(key) > MAX_KEY_BYTES or (_PREFIX if what == "prefix" else _KEY).match(key) is None:
         raise RegistryRecordError(
             f"{what} {cut(repr(key))}: allowed are at most {MAX_KEY_BYTES} characters, '/'-separated parts of "
             f"1 to {MAX_PART_CHARACTERS} out of A-Z a-z 0-9 _ . : -, and no part '.' or '..'"
@@ -158,15 +170,6 @@ def check_key(key: str, what: str = "key", *, value: bytes = b"", ttl_s: float =
     if not 0 < len(owner) <= 400 or not owner.isprintable():
         raise RegistryRecordError(f"{key}: owner {cut(repr(owner))}; allowed are 1 to 400 printable characters")
     return key
-
-
-def check_prefix(prefix: str) -> str:
-    """Return a prefix, or raise RegistryRecordError; "" stands for everything."""
-    if prefix and not prefix.endswith("/"):
-        raise RegistryRecordError(f"prefix {cut(repr(prefix))}: it must end with '/'")
-    if prefix:
-        check_key(prefix[:-1], "prefix")
-    return prefix
 
 
 def check_stream(

@@ -23,14 +23,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final, TypeAlias
-from urllib.parse import unquote, urlsplit
 
 import xxhash
 from pydantic import Field, ValidationError, field_validator
 
 from loader.errors import StoreError, cut
-from loader.progress import Progress
-from loader.registry.registry import without_password
+from loader.progress import Progress, no_progress
+from loader.registry.registry import local_path, without_password
 from loader.snapshot.manifest import FileEntry
 from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders
 from loader.snapshot.tables import Frozen, schema_errors
@@ -96,13 +95,8 @@ def store_place(text: str | Path | StoreUrl, **cache: object) -> StorePlace:
     """
     if not isinstance(text, str):
         return text
-    scheme, separator, _ = text.partition("://")
-    if not separator:
-        return Path(text)
-    if scheme == "file":
-        parts = urlsplit(text)
-        if parts.netloc in ("", "localhost") and not (parts.query or parts.fragment) and parts.path:
-            return Path(unquote(parts.path))
+    if (path := local_path(text)) is not None:
+        return path
     try:
         return StoreUrl.model_validate({"url": text.rstrip("/"), **cache})
     except ValidationError as error:
@@ -170,14 +164,11 @@ class SnapshotCache:
             )
 
 
-def missing_files(folder: Path, entries: Sequence[FileEntry]) -> list[FileEntry]:
-    """Return the files that a version's folder does not have in the manifest's size."""
-    return [entry for entry in entries if not _has_size(folder / entry.path, entry.size_bytes)]
-
-
-def delete_damaged_files(folder: Path, entries: Sequence[FileEntry], progress: Progress) -> None:
-    """Delete those of a version's files that have another SHA-256 than the manifest's."""
-    done, total = 0, sum(entry.size_bytes for entry in entries)
+def missing_files(
+    folder: Path, entries: Sequence[FileEntry], verify: bool = False, progress: Progress = no_progress
+) -> list[FileEntry]:
+    """Return the files that a version's folder does not have in the manifest's size; with `verify`, and SHA-256."""
+    missing, done, total = [], 0, sum(entry.size_bytes for entry in entries)
 
     def on_bytes(count: int) -> None:
         nonlocal done
@@ -186,9 +177,13 @@ def delete_damaged_files(folder: Path, entries: Sequence[FileEntry], progress: P
 
     for entry in entries:
         path = folder / entry.path
-        if _has_size(path, entry.size_bytes) and hash_file(path, on_bytes) != entry.sha256:
+        if not path.exists() or path.stat().st_size != entry.size_bytes:
+            missing.append(entry)
+        elif verify and hash_file(path, on_bytes) != entry.sha256:
             _log.warning("%s is not what was fetched: it is fetched again", path)
             path.unlink(missing_ok=True)  # another process may have found the same
+            missing.append(entry)
+    return missing
 
 
 def put_in_place(path: Path, target: Path) -> None:
@@ -197,10 +192,6 @@ def put_in_place(path: Path, target: Path) -> None:
     make_folders(target.parent)
     path.rename(target)
     fsync_path(target.parent)
-
-
-def _has_size(path: Path, size_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == size_bytes
 
 
 def _lock_alone(lock: IO[str]) -> bool:

@@ -66,7 +66,6 @@ from loader.stores.cache import (
     IDENTITY,
     SnapshotCache,
     StoreUrl,
-    delete_damaged_files,
     missing_files,
     put_in_place,
 )
@@ -181,8 +180,8 @@ class RemoteStore(Store):
         try:
             held = self.cache.hold(digest, model, version, is_checked=verify)
             try:
-                delete_damaged_files(held.path, entries if verify else entries[: len(texts)], progress)
-                if missing_files(held.path, entries):
+                missing_files(held.path, entries[: len(texts)], verify=True)
+                if missing_files(held.path, entries, verify, progress):
                     # Another process may fetch them meanwhile.
                     with self.cache.locked(progress):
                         if missing := missing_files(held.path, entries):
@@ -278,12 +277,9 @@ class RemoteStore(Store):
     def delete_files(self, paths: Sequence[str]) -> None:
         """As `Store.delete_files`."""
         with self._translated("deleted", paths[0] if paths else ""):
-            try:
-                obstore.delete(self._client, paths)
-            except FileNotFoundError:
-                for path in paths:
-                    with suppress(FileNotFoundError):
-                        obstore.delete(self._client, path)
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self._client, path)
 
     def _model_names(self) -> list[str]:
         with self._translated("listed", ""):
@@ -374,7 +370,12 @@ class RemoteStore(Store):
             async with slots:
                 with path.open("wb") as file:
                     for begin in range(0, entry.size_bytes, RANGE_BYTES):
-                        content = await self._read_range(url, begin, min(begin + RANGE_BYTES, entry.size_bytes))
+                        end = min(begin + RANGE_BYTES, entry.size_bytes)
+                        # obstore bounds each try: a store may drip a body, or answer each one at the last moment.
+                        with self._translated("read", url):
+                            async with asyncio.timeout(self._timeout_s):
+                                found = await obstore.get_range_async(self._client, url, start=begin, end=end)
+                        content = memoryview(found)
                         await asyncio.to_thread(digest.update, content)
                         file.write(content)
                         done += len(content)
@@ -384,24 +385,13 @@ class RemoteStore(Store):
                     )
                 await asyncio.to_thread(put_in_place, path, folder / entry.path)
 
-        async def fetch_files() -> None:
-            fetching = asyncio.ensure_future(all_or_first_error(starmap(fetch_file, enumerate(entries))))
+        async def report() -> None:
+            while done < total:
+                progress(FETCHING, done, total)
+                await asyncio.sleep(_POLL_S)
 
-            async def report() -> None:
-                while not fetching.done():
-                    progress(FETCHING, done, total)
-                    await asyncio.wait([fetching], timeout=_POLL_S)
-
-            await all_or_first_error([fetching, report()])
-
-        asyncio.run(fetch_files())
+        asyncio.run(all_or_first_error([report(), *starmap(fetch_file, enumerate(entries))]))
         progress(FETCHING, total, total)
-
-    async def _read_range(self, path: str, begin: int, end: int) -> memoryview:
-        with self._translated("read", path):
-            # obstore bounds each try: a store may drip a body, or answer each one at the last moment.
-            async with asyncio.timeout(self._timeout_s):
-                return memoryview(await obstore.get_range_async(self._client, path, start=begin, end=end))
 
     @contextmanager
     def _translated(self, action: str, path: str) -> Iterator[None]:

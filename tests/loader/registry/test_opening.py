@@ -69,7 +69,7 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
     assert settings.sentinels == (("a", 26379), ("b", 7000), ("c.d", 26379))
     assert (settings.master, settings.fleet) == ("films-1", "x")
     assert settings.connection == {"db": 3, "username": "user", "password": "p@,ss"}
-    assert settings.sentinel_connection == {"password": "wache"}
+    assert settings.sentinel_connection == {"username": None, "password": "wache"}
     assert parse_redis_url("rediss+sentinel://[::1]:1/m").sentinels == (("::1", 1),)
     encrypted = parse_redis_url("rediss+sentinel://a/m?sentinel_user=x%2541&" + url.partition("x&")[2])
     assert encrypted.connection == {"db": 0, **TLS}
