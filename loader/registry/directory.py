@@ -242,18 +242,15 @@ class DirectoryRegistry:
 
     @_in_thread
     def get(self, key: str) -> Entry | None:
-        """See `Registry.get`."""
         return self._entry(check_key(key))
 
     @_in_thread
     def entries(self, prefix: str) -> dict[str, Entry]:
-        """See `Registry.entries`."""
         found = ((key, self._entry(key)) for key in self._keys.keys_below(check_key(prefix, "prefix")))
         return {key: entry for key, entry in found if entry is not None}
 
     @_in_thread
     def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        """See `Registry.put`."""
         check_key(key, value=value)
         with self._keys.locked():
             self._expect(self._entry(key) or Entry(b"", 0), key, expected_revision)
@@ -269,7 +266,6 @@ class DirectoryRegistry:
 
     @_in_thread
     def delete(self, key: str, expected_revision: int) -> None:
-        """See `Registry.delete`."""
         path = self._keys.file_of(check_key(key))
         with self._keys.locked():
             if (entry := self._entry(key)) is not None:
@@ -278,14 +274,12 @@ class DirectoryRegistry:
 
     @_in_thread
     def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        """See `Registry.announce`."""
         check_key(key, value=value, ttl_s=ttl_s)
         with self._announced.locked():
             self._announced.put(key, value, ttl_s)
 
     @_in_thread
     def withdraw(self, key: str) -> None:
-        """See `Registry.withdraw`."""
         path = self._announced.file_of(check_key(key))
         with self._announced.locked():
             self._announced.remove(path)
@@ -306,7 +300,6 @@ class DirectoryRegistry:
 
     @_in_thread
     def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
-        """See `Registry.acquire`."""
         check_key(key, owner=owner, ttl_s=ttl_s)
         with self._locks.locked():
             is_free = self._locks.get(key) in (None, owner.encode())
@@ -316,7 +309,6 @@ class DirectoryRegistry:
 
     @_in_thread
     def release(self, key: str, owner: str) -> None:
-        """See `Registry.release`."""
         check_key(key, owner=owner)
         with self._locks.locked():
             if self._locks.get(key) == owner.encode():
@@ -324,13 +316,11 @@ class DirectoryRegistry:
 
     @_in_thread
     def holder(self, key: str) -> str | None:
-        """See `Registry.holder`."""
         owner = self._locks.get(check_key(key))
         return owner.decode() if owner is not None else None
 
     @_in_thread
     def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        """See `Registry.append`."""
         area = self._stream(check_stream(stream, sequence=sequence, payload=payload))
         with area.locked():
             last = _bounds(area.path).last
@@ -364,7 +354,6 @@ class DirectoryRegistry:
 
     @_in_thread
     def bounds(self, stream: str) -> StreamBounds:
-        """See `Registry.bounds`."""
         area = self._stream(stream)
         if not area.path.is_dir():
             return StreamBounds(0, 0)
@@ -382,7 +371,6 @@ class DirectoryRegistry:
         return size
 
     async def max_stream_bytes(self) -> float:
-        """See `Registry.max_stream_bytes`."""
         return MAX_STREAM_BYTES
 
     @_in_thread

@@ -243,39 +243,32 @@ class RedisRegistry:
         self._closed = False
 
     async def get(self, key: str) -> Entry | None:
-        """See `Registry.get`."""
         value, revision = await self._command("HMGET", self._at("key", check_key(key)), "value", "revision")
         return Entry(value, int(revision)) if value is not None else None
 
     async def entries(self, prefix: str) -> dict[str, Entry]:
-        """See `Registry.entries`."""
         names = await self._names("keys", prefix)
         rows = await self._pipeline(*(("HMGET", self._at("key", name), "value", "revision") for name in names))
         found = zip(names, rows, strict=True)
         return {name: Entry(value, int(revision)) for name, (value, revision) in found if value is not None}
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        """See `Registry.put`."""
         keys = [self._at("key", check_key(key, value=value)), self._at("keys"), self._at("revision")]
         arguments = [value, str(expected_revision), secrets.token_hex(12), key]
         return await self._write(key, _PUT, keys, arguments, expected_revision)
 
     async def delete(self, key: str, expected_revision: int) -> None:
-        """See `Registry.delete`."""
         keys = [self._at("key", check_key(key)), self._at("keys")]
         await self._write(key, _DELETE, keys, [str(expected_revision), key], expected_revision)
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        """See `Registry.announce`."""
         at, index = self._at("announced", check_key(key, value=value, ttl_s=ttl_s)), self._at("announcements")
         await self._pipeline(("SET", at, value, "PX", round(1000 * ttl_s)), ("ZADD", index, 0, key))
 
     async def withdraw(self, key: str) -> None:
-        """See `Registry.withdraw`."""
         await self._pipeline(("DEL", self._at("announced", check_key(key))), ("ZREM", self._at("announcements"), key))
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
-        """See `Registry.announced`."""
         names = await self._names("announcements", prefix)
         keys = [self._at("announced", name) for name in names]
         values = await self._command("MGET", *keys) if keys else []
@@ -285,16 +278,13 @@ class RedisRegistry:
         return found
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
-        """See `Registry.acquire`."""
         keys = [self._at("lock", check_key(key, owner=owner, ttl_s=ttl_s))]
         return bool(await self._script(_ACQUIRE, keys, [owner, round(1000 * ttl_s)]))
 
     async def release(self, key: str, owner: str) -> None:
-        """See `Registry.release`."""
         await self._script(_RELEASE, [self._at("lock", check_key(key, owner=owner))], [owner])
 
     async def holder(self, key: str) -> str | None:
-        """See `Registry.holder`."""
         owner = await self._command("GET", self._at("lock", check_key(key)))
         return owner.decode() if owner is not None else None
 
@@ -309,19 +299,16 @@ class RedisRegistry:
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
     ) -> list[StreamEntry]:
-        """See `Registry.read`."""
         keys = [self._at("stream", check_stream(stream, max_entries=max_entries, max_bytes=max_bytes))]
         entries = await self._script(_READ, keys, [str(max(after, 0) + 1), max_entries, max_bytes])
         return [StreamEntry(int(entry_id.partition(b"-")[0]), payload) for entry_id, (_, payload) in entries]
 
     async def bounds(self, stream: str) -> StreamBounds:
-        """See `Registry.bounds`."""
         ends = self._at("ends", check_stream(stream))
         first, last = await self._command("HMGET", ends, "first", "last")
         return StreamBounds(int(first), int(last)) if last is not None else StreamBounds(0, 0)
 
     async def stream_bytes(self, stream: str) -> int:
-        """See `Registry.stream_bytes`."""
         key = self._at("stream", check_stream(stream))
         return int(await self._command("MEMORY", "USAGE", key, "SAMPLES", "0") or 0)
 
@@ -331,7 +318,6 @@ class RedisRegistry:
         return self._maxmemory / 2 if self._maxmemory else math.inf
 
     async def trim(self, stream: str, before: int) -> None:
-        """See `Registry.trim`."""
         keys = [self._at("stream", check_stream(stream)), self._at("ends", stream)]
         await self._script(_TRIM, keys, [str(max(before, 0))])
 

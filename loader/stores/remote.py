@@ -135,7 +135,6 @@ class RemoteStore(Store):
         return sorted(set(version_numbers(folders)) - set(version_numbers(names, TRASH_PREFIX)))
 
     def manifest(self, model: str, version: int) -> tuple[Manifest, str] | None:
-        """As `Store.manifest`."""
         if (content := self._read_manifest(model, version)) is None:
             return None
         url = f"{self.name}/{model}/{version}/{MANIFEST_NAME}"
@@ -233,12 +232,10 @@ class RemoteStore(Store):
         return url, is_new
 
     def set_aside(self, model: str, version: int) -> None:
-        """As `Store.set_aside`."""
         self._create(f"{model}/{TRASH_PREFIX}{version}", b"")
         self._aside.setdefault(model, set()).add(version)
 
     def bring_back(self, model: str, version: int) -> None:
-        """As `Store.bring_back`."""
         self.delete_files([f"{model}/{TRASH_PREFIX}{version}"])
         self._aside.get(model, set()).discard(version)
 
@@ -258,7 +255,6 @@ class RemoteStore(Store):
             self.bring_back(model, version)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
-        """As `Store.read_file`."""
         content = self._read(path, max_bytes)
         if content is None:
             raise SnapshotCorruptError(f"{self.name}/{path}: missing") from FileNotFoundError(path)
@@ -270,12 +266,10 @@ class RemoteStore(Store):
             obstore.put(self._client, path, content, max_concurrency=4)
 
     def list_files(self, folder: str) -> list[StoredFile]:
-        """As `Store.list_files`."""
         now = time.time()
         return [StoredFile(meta["path"], now - meta["last_modified"].timestamp()) for meta in self._list(folder)]
 
     def delete_files(self, paths: Sequence[str]) -> None:
-        """As `Store.delete_files`."""
         with self._translated("deleted", paths[0] if paths else ""):
             for path in paths:
                 with suppress(FileNotFoundError):
