@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -19,7 +18,6 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from loader.access_counts import AccessCounter
 from loader.errors import DeltaFormatError, cut
 from loader.registry.registry import MAX_SEQUENCE
 from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
@@ -316,7 +314,6 @@ def _checksum(body: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_intdigest(body).to_bytes(_CHECKSUM_BYTES, "little")
 
 
-_MERGED_ROWS: Final = 1 << 20
 _NONE: Final = np.zeros(0, np.int64)
 
 StoredRows: TypeAlias = tuple[TableSpec, Int64Array, ByteArray]
@@ -382,24 +379,3 @@ class PrunedRows:
     def count(self) -> int:
         """How many updates were not written."""
         return int(self.counts.sum())
-
-
-class PrunedUpdates:
-    """Counts the updates of pruned rows, by table. Takes 16 bytes for each row that was named."""
-
-    def __init__(self) -> None:
-        self._counters: dict[str, AccessCounter] = {}
-
-    def add(self, table: str, rows: Int64Array) -> bool:
-        """Count rows. Returns whether they are the table's first."""
-        is_first = table not in self._counters
-        counter = self._counters.setdefault(table, AccessCounter(MAX_NUM_EMBEDDINGS, _MERGED_ROWS))
-        counter.add(rows)
-        if counter.is_full:
-            counter.fold()
-        return is_first
-
-    def by_table(self) -> Mapping[str, PrunedRows]:
-        """Return what was counted, of tables of which anything was."""
-        counted = {table: counter.fold() for table, counter in list(self._counters.items())}
-        return MappingProxyType({table: PrunedRows(one.keys, one.counts) for table, one in counted.items()})

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import os
 import time
@@ -32,7 +31,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
 from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream
-from loader.snapshot.store import fsync_path, make_folders
+from loader.snapshot.store import fsync_path, make_folders, replace_file, try_lock
 
 _SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""
@@ -56,12 +55,11 @@ class _Area:
     def locked(self) -> Iterator[None]:
         """Keep everybody else, in this process or another one, from writing here. Ends with the process."""
         make_folders(self.path)
-        descriptor = os.open(self.path / "~lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
+        with (self.path / "~lock").open("a") as lock:
             # Not a wait in the kernel: the holder may be a stopped process, and such a wait could not be given up.
             deadline = time.monotonic() + self._lock_timeout_s
             pause_s = 0.0005
-            while not _try_lock(descriptor):
+            while not try_lock(lock):
                 if time.monotonic() >= deadline:
                     raise RegistryUnavailableError(
                         f"registry {self.path}: another process has held its lock for {self._lock_timeout_s:g} s"
@@ -69,26 +67,10 @@ class _Area:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.01)
             yield
-        finally:
-            os.close(descriptor)
 
     def write(self, path: Path, content: bytes, *, durable: bool | None = None) -> None:
         """Put a file in place at once. Only while `locked`."""
-        durable = self._durable if durable is None else durable
-        make_folders(path.parent)
-        work = self.path / "~writing"
-        descriptor = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            if durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        work.rename(path)
-        if durable:
-            fsync_path(path.parent)
+        replace_file(path, content, self.path / "~writing", durable=self._durable if durable is None else durable)
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there. Only while `locked`."""
@@ -133,14 +115,6 @@ class _Expiring(_Area):
 
     def put(self, key: str, value: bytes, ttl_s: float) -> None:
         self.write(self.file_of(key), b"%r %r\n%b" % (self._clock() + ttl_s, ttl_s, value))
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read_file(path: Path) -> bytes | None:

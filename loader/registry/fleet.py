@@ -12,9 +12,9 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from loader.errors import RegistryConflictError, RegistryRecordError, cut
+from loader.errors import RegistryConflictError, RegistryRecordError
 from loader.registry.registry import Registry
-from loader.snapshot.tables import Name
+from loader.snapshot.tables import Name, quoted_errors
 
 FLEET = "fleet"
 VERSIONS = "versions/"
@@ -305,14 +305,11 @@ def cut_reason(reason: str) -> str:
 
 
 def parse_record(key: str, value: bytes, schema: type[R]) -> R:
-    """Return the record under a key. Raises RegistryRecordError, naming the key and the first bad field."""
+    """Return the record under a key. Raises RegistryRecordError, naming the key and the bad fields."""
     try:
         return schema.model_validate_json(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"])) or "record"
-        found = "" if first["type"] == "json_invalid" else f", not {cut(repr(first['input']))}"
-        raise RegistryRecordError(f"{key}: {place}: {cut(first['msg'])}{found}") from error
+        raise RegistryRecordError(f"{key}: {quoted_errors(error)}") from error
 
 
 class FleetRegistry:

@@ -254,7 +254,7 @@ class RedisRegistry:
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
         keys = [self._at("key", check_key(key, value=value)), self._at("keys"), self._at("revision")]
-        arguments = [value, str(expected_revision), secrets.token_hex(12), key]
+        arguments: list[str | bytes] = [value, str(expected_revision), secrets.token_hex(12), key]
         return await self._write(key, _PUT, keys, arguments, expected_revision)
 
     async def delete(self, key: str, expected_revision: int) -> None:

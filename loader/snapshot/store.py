@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from pydantic import ValidationError
 
@@ -67,6 +67,33 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes, work: Path, *, durable: bool = True) -> None:
+    """Put a file in place at once, by way of `work`, which no other writer may use meanwhile."""
+    make_folders(path.parent)
+    with work.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    rename(work, path, durable=durable)
+
+
+def rename(source: Path, target: Path, *, durable: bool = True) -> None:
+    """Rename a file or folder within its folder."""
+    source.rename(target)
+    if durable:
+        fsync_path(target.parent)
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Return whether a file's lock was free, and is now held until the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +262,13 @@ class Store:
         """Take a version out of sight, if it is there."""
         folder = self.path / model / str(version)
         if folder.exists():
-            _rename(folder, folder.with_name(f"{TRASH_PREFIX}{version}"))
+            rename(folder, folder.with_name(f"{TRASH_PREFIX}{version}"))
 
     def bring_back(self, model: str, version: int) -> None:
         """Let a version that was set aside be seen again."""
         folder = self.path / model / str(version)
         if (trash := folder.with_name(f"{TRASH_PREFIX}{version}")).exists() and not folder.exists():
-            _rename(trash, folder)
+            rename(trash, folder)
 
     def delete_set_aside(self, model: str, staying: Collection[int]) -> None:
         """Delete the versions that were set aside; those that are to stay after all come back into sight."""
@@ -254,7 +281,7 @@ class Store:
                 self.bring_back(model, int(version))
             if trash.exists():
                 gone = trash.with_name(trash.name + _GONE_SUFFIX)
-                _rename(trash, gone)
+                rename(trash, gone)
                 shutil.rmtree(gone)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
@@ -266,13 +293,7 @@ class Store:
         target = self.path / path
         unfinished = target.with_name(f".{target.name}-{os.getpid()}")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.rename(target)
-            fsync_path(target.parent)
+            replace_file(target, content, unfinished)
         except OSError as error:
             with suppress(OSError):
                 unfinished.unlink()
@@ -321,11 +342,6 @@ def version_numbers(names: Iterable[str], prefix: str = "") -> list[int]:
 
 def _folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
-
-
-def _rename(source: Path, target: Path) -> None:
-    source.rename(target)
-    fsync_path(target.parent)
 
 
 def manifest_texts_of(source: Path, identity: str) -> dict[str, str]:
@@ -401,8 +417,7 @@ class ExportFolder:
             fsync_path(Path(folder))
         if self._target.exists():
             raise SnapshotExistsError(f"{self._target} exists, and a version is immutable")
-        self._files.rename(self._target)
-        fsync_path(self._target.parent)
+        rename(self._files, self._target)
 
 
 @contextmanager
@@ -450,13 +465,8 @@ def _lock(work: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise busy from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The export that held the lock may have finished and removed this folder since we opened the file.
-            still_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except (BlockingIOError, FileNotFoundError) as error:
-            raise busy from error
-        if not still_there:
+        # The export that held the lock may have finished and removed this folder since we opened the file.
+        if not (try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
             raise busy
         yield
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import xxhash
 from pydantic import Field, ValidationError, field_validator
@@ -31,7 +31,7 @@ from loader.errors import StoreError, cut
 from loader.progress import Progress, no_progress
 from loader.registry.registry import local_path, without_password
 from loader.snapshot.manifest import FileEntry
-from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders
+from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders, rename, try_lock
 from loader.snapshot.tables import Frozen, schema_errors
 
 DEFAULT_CACHE_BYTES: Final = 100 * 10**9
@@ -133,7 +133,7 @@ class SnapshotCache:
     def locked(self, progress: Progress) -> Iterator[None]:
         """Let no other process make room or fetch. While it waits it calls `progress`, which may raise."""
         with (self.folder / "lock").open("a") as lock:
-            while not _lock_alone(lock):
+            while not try_lock(lock):
                 progress("waiting for the cache", 0, 1)
                 time.sleep(_POLL_S)
             yield
@@ -152,7 +152,7 @@ class SnapshotCache:
             if used_bytes + needed_bytes <= self.max_bytes:
                 return
             with (root / "lock").open("a") as lock:
-                if root not in folder.parents and _lock_alone(lock):
+                if root not in folder.parents and try_lock(lock):
                     for path in [path for path in root.iterdir() if path.is_dir()]:
                         shutil.rmtree(path)
                     used_bytes -= sizes[root]
@@ -190,14 +190,4 @@ def put_in_place(path: Path, target: Path) -> None:
     """Make a complete file durable, and rename it into its place."""
     fsync_path(path)
     make_folders(target.parent)
-    path.rename(target)
-    fsync_path(target.parent)
-
-
-def _lock_alone(lock: IO[str]) -> bool:
-    """Return whether a lock was free, and is now held."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    rename(path, target)
