@@ -26,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -309,21 +310,16 @@ class DirectoryRegistry:
         after = max(after, _read_ends(folder).first - 1)
         found: list[StreamEntry] = []
         size = 0
-        for block in _numbers(folder):
-            if block < after // _ENTRIES_PER_BLOCK:
-                continue
-            for sequence in _numbers(folder / f"{block:020d}"):
-                if sequence <= after:
-                    continue
-                payload = _read_file(_entry_path(folder, sequence))
-                size += len(payload or b"")
-                if found and (payload is None or size > max_bytes):
-                    return found
-                if payload is None:
-                    continue
+        blocks = [block for block in _numbers(folder) if block >= after // _ENTRIES_PER_BLOCK]
+        for sequence in chain.from_iterable(_numbers(folder / f"{block:020d}") for block in blocks):
+            payload = _read_file(_entry_path(folder, sequence)) if sequence > after else None
+            size += len(payload or b"")
+            if found and (payload is None or size > max_bytes):
+                break
+            if payload is not None:
                 found.append(StreamEntry(sequence, payload))
-                if len(found) == max_entries:
-                    return found
+            if len(found) == max_entries:
+                break
         return found
 
     @_in_thread

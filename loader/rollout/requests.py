@@ -382,27 +382,21 @@ def status_of(
         if guards.missing:
             missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
             waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")
+    states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
+    if rollout.active:
+        states[rollout.step_index] = "running"
     same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
     return RolloutStatus(
         **{name: getattr(rollout, name) for name in same},
         live=live,
         wanted=wanted,
         step=rollout.step,
-        steps=_steps(rollout),
+        steps=tuple(StepStatus(name=name, state=state) for name, state in zip(rollout.steps, states, strict=True)),
         written=written,
         waiting_for=tuple(waiting_for) if rollout.active else (),
         guards=guards,
         nodes=nodes,
     )
-
-
-def _steps(rollout: Rollout) -> tuple[StepStatus, ...]:
-    def state(index: int) -> Literal["done", "running", "pending"]:
-        if index == rollout.step_index and rollout.active:
-            return "running"
-        return "done" if index <= rollout.step_index else "pending"
-
-    return tuple(StepStatus(name=name, state=state(index)) for index, name in enumerate(rollout.steps))
 
 
 def _node_status(model: str, node: NodeRecord) -> NodeStatus:

@@ -46,7 +46,6 @@ from loader.snapshot.manifest import (
 
 # Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
 _HASH_CHUNK_BYTES = 1 << 20
-_COPY_CHUNK_BYTES = 4 << 20
 # The convention of TF-Serving and Triton: positive integers, no leading zeros. Anything else is not a version.
 _VERSION_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
@@ -178,8 +177,7 @@ class Store:
     def snapshot_path(self, model: str, version: int | None = None) -> Path:
         """Return the folder of a version, by default the latest. Raises SnapshotNotFoundError, naming what exists."""
         latest = self.latest(model)
-        if version is None:
-            version = latest
+        version = latest if version is None else version
         if version not in self.versions(model):
             raise self.no_version(model, version)
         return self.path / model / str(version)
@@ -230,18 +228,10 @@ class Store:
         entries = manifest.files()
         done, total = 0, sum(entry.size_bytes for entry in entries)
 
-        def copy(relative_path: str, before: int, path: Path) -> None:
-            copied = before
-            with snapshot_file(source, relative_path).open("rb") as read, path.open("wb") as written:
-                while chunk := read.read(_COPY_CHUNK_BYTES):
-                    written.write(chunk)
-                    copied += len(chunk)
-                    progress("copying into the store", min(copied, total), total)
-
         try:
             with open_export_folder(target, identity, progress) as work:
                 for entry in entries:
-                    work.write(entry.path, partial(copy, entry.path, done), entry)
+                    work.write(entry.path, partial(shutil.copyfile, snapshot_file(source, entry.path)), entry)
                     done += entry.size_bytes
                     progress("copying into the store", done, total)
                 work.publish(texts)
