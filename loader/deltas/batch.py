@@ -1,5 +1,6 @@
 """Encode changed rows of one table as a delta: the same row bytes that an export would store, slices side by side.
 
+Rows of a table that is stored as parts become rows of these: who follows a stream needs to know of stored tables only.
 The format is documented in docs/deltas.md. Numbers are little-endian.
 """
 

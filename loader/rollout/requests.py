@@ -1,4 +1,4 @@
-"""Start a rollout, abort it, roll back, and read how far it is."""
+"""Start a rollout, abort it, roll back, and read how far it is, and what a registry says of the fleet."""
 
 from __future__ import annotations
 

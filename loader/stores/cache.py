@@ -1,4 +1,4 @@
-"""The folder that versions of stores at URLs are synced into, bounded in bytes and shared by a machine's processes.
+"""Where a store is, and the folder that versions of stores at URLs are synced into, shared by a machine's processes.
 
 ```
 <cache>/lock                            held (flock) by the process that makes room and fetches
