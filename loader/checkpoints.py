@@ -44,8 +44,6 @@ _METADATA_CLASSES = {
 
 Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a chunk's first element in its tensor, and the chunk's sizes."""
-# Cells of the grid that all chunks' borders make: many chunks along both dims would need more.
-_MAX_CELLS = 1 << 24
 _TOLD_NAMES = 20
 _METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
@@ -106,39 +104,24 @@ def shortened(names: list[str]) -> str:
 
 
 def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """Raise CheckpointError unless every element of `shape` is in exactly one chunk.
-
-    The borders of all chunks cut the shape into a grid whose cells are each wholly inside or outside of every chunk; it
-    is enough to count the chunks of each cell. `where` names the tensor in errors.
-    """
-    for offsets, sizes in chunks:
+    """Raise CheckpointError unless every element of `shape` is in exactly one chunk; `where` names the tensor."""
+    texts = [f"{where}: chunk at {cut(list(offsets))} of size {cut(list(sizes))}" for offsets, sizes in chunks]
+    for text, (offsets, sizes) in zip(texts, chunks, strict=True):
         fits = len(offsets) == len(sizes) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= dim
             for start, size, dim in zip(offsets, sizes, shape, strict=True)
         )
         if not fits:
-            chunk = f"chunk at {cut(list(offsets))} of size {cut(list(sizes))}"
-            raise CheckpointError(f"{where}: {chunk} is not inside its shape {cut(list(shape))}")
-    borders = [
-        np.unique([0, size, *(edge for start, length in chunks for edge in (start[dim], start[dim] + length[dim]))])
-        for dim, size in enumerate(shape)
-    ]
-    cells = [len(edges) - 1 for edges in borders]
-    if math.prod(cells) > _MAX_CELLS:
-        raise CheckpointError(f"{where}: {len(chunks)} chunks cut it into {cells} cells; at most {_MAX_CELLS} in all")
-    count = np.zeros(cells, np.int64)
-    for offsets, sizes in chunks:
-        region = tuple(
-            slice(np.searchsorted(edges, start), np.searchsorted(edges, start + size))
-            for edges, start, size in zip(borders, offsets, sizes, strict=True)
-        )
-        count[region] += 1
-    wrong = np.argwhere(count != 1)
-    if len(wrong):
-        cell = tuple(wrong[0].tolist())
-        part = [f"{edges[at]}:{edges[at + 1]}" for edges, at in zip(borders, cell, strict=True)]
-        found = f"is in {count[cell]} of its {len(chunks)} chunks" if count[cell] else "is in none of its chunks"
-        raise CheckpointError(f"{where} {list(shape)}: the part [{', '.join(part)}] {found}")
+            raise CheckpointError(f"{text} is not inside its shape {cut(list(shape))}")
+    begins = np.array([offsets for offsets, _ in chunks], np.int64).reshape(len(chunks), len(shape))
+    ends = begins + np.array([sizes for _, sizes in chunks], np.int64).reshape(len(chunks), len(shape))
+    for index, text in enumerate(texts):
+        shared = np.minimum(ends[index], ends[:index]) - np.maximum(begins[index], begins[:index])
+        if (shared > 0).all(axis=1).any():
+            raise CheckpointError(f"{text} overlaps another one")
+    held, total = sum(math.prod(sizes) for _, sizes in chunks), math.prod(shape)
+    if held != total:
+        raise CheckpointError(f"{where} {list(shape)}: its chunks hold {held} of its {total} elements")
 
 
 class _DistributedCheckpoint(Checkpoint):

@@ -23,9 +23,7 @@ import numpy.typing as npt
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-_libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.restype = ctypes.c_int
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 # Named by the mmap module since Python 3.13; this is Linux's value.
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -139,13 +137,10 @@ def settle_heap() -> None:
     """Collect once and freeze what is left. Called once, with all modules imported, before the first request.
 
     Python's collector stops every thread while it goes over the oldest generation: with PyTorch and the APIs imported
-    about 200,000 objects and 80 ms, the longest stall of a swap. Frozen objects are not gone over
-    (https://docs.python.org/3/library/gc.html#gc.freeze). Young collections, which find nothing and would cost each
-    request about one, become rare; what is in cycles waits that much longer.
+    80 ms, the longest stall of a swap. Frozen objects are not gone over, and young collections become rare.
 
-    Memory that a batch has freed is kept for the next one. glibc's malloc begins by giving blocks of some megabytes
-    back to the kernel, and every batch then pays for their pages again; it stops by itself once a block of 32 MiB was
-    freed, which a server may never do (https://man7.org/linux/man-pages/man3/mallopt.3.html).
+    glibc's malloc begins by giving blocks of some megabytes back to the kernel, and every batch then pays for their
+    pages again, until a block of 32 MiB was freed (https://man7.org/linux/man-pages/man3/mallopt.3.html).
     """
     gc.collect()
     gc.freeze()

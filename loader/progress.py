@@ -95,10 +95,8 @@ def lower_own_priority() -> None:
         logger.warning("background work keeps its priority: %s", error)
 
 
-class CalledOffError(ShardrankError):
+class CalledOffError(ShardrankError, kind="called_off"):
     """Background work that nobody wants any more."""
-
-    kind = "called_off"
 
 
 class Wish:

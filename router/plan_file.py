@@ -22,7 +22,6 @@ import numpy.typing as npt
 from pydantic import Field, ValidationError, model_validator
 
 from loader.snapshot.manifest import MAX_PLAN_BYTES, MAX_TABLES, ModelSpec
-from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import (
     FAIL_FAST,
     MAX_COLUMN_SLICES,
@@ -32,6 +31,7 @@ from loader.snapshot.tables import (
     Bucketing,
     Frozen,
     Name,
+    schema_errors,
 )
 from router.errors import PlanError
 

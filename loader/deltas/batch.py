@@ -1,5 +1,6 @@
 """Encode changed rows of one table as a delta: the same row bytes that an export would store, slices side by side.
 
+Rows of a table that is stored as parts become rows of these: who follows a stream needs to know of stored tables only.
 The format is documented in docs/deltas.md. Numbers are little-endian.
 """
 
@@ -11,7 +12,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ import xxhash
 from loader.errors import DeltaFormatError, cut
 from loader.registry.registry import MAX_SEQUENCE
 from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
 
 Int64Array = npt.NDArray[np.int64]
@@ -310,3 +313,70 @@ class DeltaBatch:
 
 def _checksum(body: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_intdigest(body).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+_NONE: Final = np.zeros(0, np.int64)
+
+StoredRows: TypeAlias = tuple[TableSpec, Int64Array, ByteArray]
+"""A stored table, rows of it, int64 [n], ascending, none twice, and what they are now, uint8 [n, row_bytes]."""
+
+
+def stored_updates(
+    spec: ModelSpec, name: str, rows: Any, values: Any, classes: RowClasses | None
+) -> tuple[list[StoredRows], Int64Array]:
+    """Encode changed rows of a table as features see it, or of a part, as rows of stored tables.
+
+    `rows` and `values` are as `encode_rows` takes them; of a divided table its own rows, not those of its parts, which
+    must all have its dim, or be one part only. `classes` are of the table, if it has classes.
+
+    Returns the rows of each stored table, and those of the table that are pruned, int64 [k], and so are stored nowhere.
+    Raises DeltaFormatError as `encode_rows`; if there is no such table; if its parts are trained as such; or if it is
+    the row that stands for pruned ones.
+    """
+    divided = next((one for one in spec.divided if one.name == name), None)
+    if divided is None:
+        table = next((one for one in spec.tables if one.name == name), None)
+        if table is None:
+            names = sorted({one.name for one in spec.tables} | {one.name for one in spec.divided})
+            raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
+        numbers, stored = encode_rows(table, rows, values)
+        whole, last = spec.divided_of(name), table.num_embeddings - 1
+        if whole is not None and whole.pruned and name == whole.parts[-1] and last in numbers[-1:]:
+            raise DeltaFormatError(
+                f"table {name!r}: row {last} is what pruned rows of {whole.name!r} get, which no update changes; "
+                f"allowed is 0..{last - 1}"
+            )
+        return [(table, numbers, stored)], _NONE
+    parts = spec.parts(divided)
+    if len(parts) > 1 and (
+        divided.by == "quotient_remainder" or any(part.embedding_dim != divided.embedding_dim for part in parts)
+    ):
+        allowed = ", ".join(f"{part.name!r} [n, {part.embedding_dim}]" for part in parts)
+        raise DeltaFormatError(
+            f"table {divided.name!r}: its parts are trained as such: publish rows of each by its name, by the part's "
+            f"own row numbers: {allowed}"
+        )
+    numbers, floats = checked_rows(name, divided.num_embeddings, parts[0].embedding_dim, rows, values)
+    if classes is None:
+        return [(parts[0], numbers, encode_checked(parts[0], floats, f"table {name!r}", numbers))], _NONE
+    class_of_row, places = classes.find(numbers)
+    found: list[StoredRows] = []
+    for number, part in enumerate(parts):
+        here = class_of_row == number
+        if here.any():
+            stored = encode_checked(part, floats[here], f"table {name!r}, part {part.name!r}", numbers[here])
+            found.append((part, places[here], stored))
+    return found, numbers[class_of_row == len(parts)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrunedRows:
+    """Rows of a table, int64 [n], ascending, that were published though it is pruned of them, and how often each."""
+
+    rows: Int64Array
+    counts: Int64Array
+
+    @property
+    def count(self) -> int:
+        """How many updates were not written."""
+        return int(self.counts.sum())

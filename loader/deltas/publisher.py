@@ -15,10 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from loader.access_counts import AccessCounts, write_access_counts
-from loader.deltas.batch import DeltaBatch, rows_per_batch
+from loader.access_counts import AccessCounter, AccessCounts, write_access_counts
+from loader.deltas.batch import DeltaBatch, PrunedRows, rows_per_batch, stored_updates
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
-from loader.deltas.divided import PrunedRows, PrunedUpdates, stored_updates
 from loader.errors import (
     DeltaError,
     DeltaFormatError,
@@ -35,8 +34,9 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_classes import RowClasses
+from loader.snapshot.tables import MAX_NUM_EMBEDDINGS
 from loader.stores import open_store
-from loader.stores.place import StoreUrl
+from loader.stores.cache import StoreUrl
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0
@@ -46,6 +46,7 @@ MAX_PAUSE_S: Final = 1.0
 MAX_REMEMBERED_BYTES: Final = 64 << 20
 """Of what a publisher has appended itself, kept to give it back to a registry that lost its last writes."""
 _NAMED_ROWS: Final = 8
+_MERGED_ROWS: Final = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class AsyncDeltaPublisher:
         self._spec: ModelSpec | None = None
         self._identity = ""
         self._classes: dict[str, RowClasses] = {}
-        self._pruned = PrunedUpdates()
+        self._pruned: dict[str, AccessCounter] = {}
         self._delta_base = 0
         self._stream = ""
         self._first = 0
@@ -113,9 +114,8 @@ class AsyncDeltaPublisher:
     async def publish(self, table: str, rows: Any, values: Any) -> int:
         """Publish rows as they are from now on. Durable when it returns; many rows become several deltas.
 
-        May be repeated after a failure: rows that are published twice are the same rows.
-
-        Rows that the table is pruned of are not written, but counted: see `pruned_updates`.
+        May be repeated after a failure: rows that are published twice are the same rows. Rows that the table is pruned
+        of are not written, but counted: see `pruned_updates`.
 
         Args:
             table: the table's name; of one whose parts are trained as such, narrower ones or quotients and remainders,
@@ -130,10 +130,10 @@ class AsyncDeltaPublisher:
         Raises:
             DeltaFormatError: an unknown table, or one whose parts are trained as such, a row outside it, another shape,
                 or a value that is not finite.
-            DeltaError: the version is not published, the store has another one, or the registry lost deltas.
+            DeltaError: the version is not published, the store has another one or is missing, or the registry lost
+                deltas.
             StreamFullError: versions that are held need all that is in the stream, and it has no room for more.
-            DeltaError: there is no store, for a table that is divided by popularity.
-            SnapshotError: of such a table the store can't be read.
+            SnapshotError: the store can't be read, of a table that is divided by popularity.
             RegistryUnavailableError: the registry did not answer for `retry_s`.
         """
         async with self._one_at_a_time:
@@ -158,20 +158,24 @@ class AsyncDeltaPublisher:
                         stored=stored[begin : begin + step],
                     )
                     await self._append(batch)
-            if pruned.size and self._pruned.add(table, pruned):
-                _log.warning(
-                    "table %r of %r is pruned of rows %s%s: updates of such rows are not written, but counted",
-                    table,
-                    self._model,
-                    pruned[:_NAMED_ROWS].tolist(),
-                    f" and {pruned.size - _NAMED_ROWS} more" if pruned.size > _NAMED_ROWS else "",
-                )
+            if pruned.size:
+                if table not in self._pruned:
+                    more = f" and {pruned.size - _NAMED_ROWS} more" if pruned.size > _NAMED_ROWS else ""
+                    _log.warning(
+                        "table %r of %r is pruned of rows %s%s: updates of such rows are not written, but counted",
+                        *(table, self._model, pruned[:_NAMED_ROWS].tolist(), more),
+                    )
+                counter = self._pruned.setdefault(table, AccessCounter(MAX_NUM_EMBEDDINGS, _MERGED_ROWS))
+                counter.add(pruned)
+                if counter.is_full:
+                    counter.fold()
             return self._sequence
 
     @property
     def pruned_updates(self) -> Mapping[str, PrunedRows]:
         """The rows that were published though their table is pruned of them, by table, and how often each was."""
-        return self._pruned.by_table()
+        counted = {table: counter.fold() for table, counter in list(self._pruned.items())}
+        return {table: PrunedRows(counts.keys, counts.counts) for table, counts in counted.items()}
 
     def write_pruned(self, path: str | Path) -> int:
         """Write `pruned_updates` as a file of access counts, for `shardrank export --keep`, if there are any.

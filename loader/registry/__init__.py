@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from loader.errors import RegistryRecordError, cut
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.registry import REDIS_SCHEMES, Registry, without_password
+from loader.registry.registry import REDIS_SCHEMES, Registry, local_path, without_password
 
 
 def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Registry:
@@ -26,22 +25,17 @@ def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Re
     Raises:
         RegistryRecordError: not such a URL.
     """
-    if isinstance(url, Path):
-        return DirectoryRegistry(url, clock=clock)
-    scheme, separator, _ = url.partition("://")
-    if not separator:
-        if not url:
-            raise RegistryRecordError("registry URL '': a path or a URL is needed")
-        return DirectoryRegistry(url, clock=clock)
-    if scheme in REDIS_SCHEMES:
-        # Only who uses it pays for its import.
-        from loader.registry.redis_registry import RedisRegistry
-
-        return RedisRegistry(url)
-    parts = urlsplit(url)
-    if scheme != "file" or parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path:
+    if not str(url):
+        raise RegistryRecordError("registry URL '': a path or a URL is needed")
+    if (path := url if isinstance(url, Path) else local_path(url)) is not None:
+        return DirectoryRegistry(path, clock=clock)
+    url = str(url)
+    if url.partition("://")[0] not in REDIS_SCHEMES:
+        schemes = ", ".join(f"{scheme}://…" for scheme in REDIS_SCHEMES)
         raise RegistryRecordError(
-            f"registry URL {cut(without_password(url))}: allowed are a path, file:///PATH, "
-            f"{', '.join(f'{one}://…' for one in REDIS_SCHEMES)}"
+            f"registry URL {cut(without_password(url))}: allowed are a path, file:///PATH, {schemes}"
         )
-    return DirectoryRegistry(unquote(parts.path), clock=clock)
+    # Only who uses it pays for its import.
+    from loader.registry.redis_registry import RedisRegistry
+
+    return RedisRegistry(url)

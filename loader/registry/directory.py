@@ -21,29 +21,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.registry import (
-    Entry,
-    StreamBounds,
-    StreamEntry,
-    check_key,
-    check_owner,
-    check_prefix,
-    check_read,
-    check_sequence,
-    check_ttl,
-    check_value,
-)
-from loader.snapshot.store import fsync_path, make_folders
+from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream
+from loader.snapshot.store import fsync_path, make_folders, replace_file, try_lock
 
 _SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""
@@ -67,12 +56,11 @@ class _Area:
     def locked(self) -> Iterator[None]:
         """Keep everybody else, in this process or another one, from writing here. Ends with the process."""
         make_folders(self.path)
-        descriptor = os.open(self.path / "~lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
+        with (self.path / "~lock").open("a") as lock:
             # Not a wait in the kernel: the holder may be a stopped process, and such a wait could not be given up.
             deadline = time.monotonic() + self._lock_timeout_s
             pause_s = 0.0005
-            while not _try_lock(descriptor):
+            while not try_lock(lock):
                 if time.monotonic() >= deadline:
                     raise RegistryUnavailableError(
                         f"registry {self.path}: another process has held its lock for {self._lock_timeout_s:g} s"
@@ -80,26 +68,10 @@ class _Area:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.01)
             yield
-        finally:
-            os.close(descriptor)
 
     def write(self, path: Path, content: bytes, *, durable: bool | None = None) -> None:
         """Put a file in place at once. Only while `locked`."""
-        durable = self._durable if durable is None else durable
-        make_folders(path.parent)
-        work = self.path / "~writing"
-        descriptor = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            if durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        work.rename(path)
-        if durable:
-            fsync_path(path.parent)
+        replace_file(path, content, self.path / "~writing", durable=self._durable if durable is None else durable)
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there. Only while `locked`."""
@@ -144,14 +116,6 @@ class _Expiring(_Area):
 
     def put(self, key: str, value: bytes, ttl_s: float) -> None:
         self.write(self.file_of(key), b"%r %r\n%b" % (self._clock() + ttl_s, ttl_s, value))
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read_file(path: Path) -> bytes | None:
@@ -253,21 +217,18 @@ class DirectoryRegistry:
 
     @_in_thread
     def get(self, key: str) -> Entry | None:
-        """See `Registry.get`."""
         return self._entry(check_key(key))
 
     @_in_thread
     def entries(self, prefix: str) -> dict[str, Entry]:
-        """See `Registry.entries`."""
-        found = ((key, self._entry(key)) for key in self._keys.keys_below(check_prefix(prefix)))
+        found = ((key, self._entry(key)) for key in self._keys.keys_below(check_key(prefix, "prefix")))
         return {key: entry for key, entry in found if entry is not None}
 
     @_in_thread
     def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        """See `Registry.put`."""
-        check_value(check_key(key), value)
+        check_key(key, value=value)
         with self._keys.locked():
-            self._expect(key, expected_revision)
+            self._expect(self._entry(key) or Entry(b"", 0), key, expected_revision)
             # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
             path = self._keys.path / "~revision"
             last = _read_file(path) or b""
@@ -280,23 +241,20 @@ class DirectoryRegistry:
 
     @_in_thread
     def delete(self, key: str, expected_revision: int) -> None:
-        """See `Registry.delete`."""
         path = self._keys.file_of(check_key(key))
         with self._keys.locked():
-            self._expect(key, expected_revision)
-            self._keys.remove(path)
+            if (entry := self._entry(key)) is not None:
+                self._expect(entry, key, expected_revision)
+                self._keys.remove(path)
 
     @_in_thread
     def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        """See `Registry.announce`."""
-        check_value(check_key(key), value)
-        check_ttl(key, ttl_s)
+        check_key(key, value=value, ttl_s=ttl_s)
         with self._announced.locked():
             self._announced.put(key, value, ttl_s)
 
     @_in_thread
     def withdraw(self, key: str) -> None:
-        """See `Registry.withdraw`."""
         path = self._announced.file_of(check_key(key))
         with self._announced.locked():
             self._announced.remove(path)
@@ -305,7 +263,7 @@ class DirectoryRegistry:
     def announced(self, prefix: str) -> dict[str, bytes]:
         """See `Registry.announced`. Files of what has expired are removed."""
         area = self._announced
-        found = {key: area.get(key) for key in area.keys_below(check_prefix(prefix))}
+        found = {key: area.get(key) for key in area.keys_below(check_key(prefix, "prefix"))}
         alive = {key: value for key, value in found.items() if value is not None}
         if len(alive) < len(found):
             with area.locked():
@@ -317,9 +275,7 @@ class DirectoryRegistry:
 
     @_in_thread
     def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
-        """See `Registry.acquire`."""
-        check_owner(check_key(key), owner)
-        check_ttl(key, ttl_s)
+        check_key(key, owner=owner, ttl_s=ttl_s)
         with self._locks.locked():
             is_free = self._locks.get(key) in (None, owner.encode())
             if is_free:
@@ -328,24 +284,19 @@ class DirectoryRegistry:
 
     @_in_thread
     def release(self, key: str, owner: str) -> None:
-        """See `Registry.release`."""
-        check_owner(check_key(key), owner)
+        check_key(key, owner=owner)
         with self._locks.locked():
             if self._locks.get(key) == owner.encode():
                 self._locks.remove(self._locks.file_of(key))
 
     @_in_thread
     def holder(self, key: str) -> str | None:
-        """See `Registry.holder`."""
         owner = self._locks.get(check_key(key))
         return owner.decode() if owner is not None else None
 
     @_in_thread
     def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        """See `Registry.append`."""
-        area = self._stream(stream)
-        check_value(stream, payload)
-        check_sequence(stream, sequence)
+        area = self._stream(check_stream(stream, sequence=sequence, payload=payload))
         with area.locked():
             last = _bounds(area.path).last
             if last and sequence != last + 1:
@@ -355,31 +306,24 @@ class DirectoryRegistry:
     @_in_thread
     def read(self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20) -> list[StreamEntry]:
         """See `Registry.read`. It needs no lock: what is trimmed meanwhile is the lowest entries."""
-        folder = self._stream(stream).path
-        check_read(stream, max_entries, max_bytes)
+        folder = self._stream(check_stream(stream, max_entries=max_entries, max_bytes=max_bytes)).path
         after = max(after, _read_ends(folder).first - 1)
         found: list[StreamEntry] = []
         size = 0
-        for block in _numbers(folder):
-            if block < after // _ENTRIES_PER_BLOCK:
-                continue
-            for sequence in _numbers(folder / f"{block:020d}"):
-                if sequence <= after:
-                    continue
-                payload = _read_file(_entry_path(folder, sequence))
-                size += len(payload or b"")
-                if found and (payload is None or size > max_bytes):
-                    return found
-                if payload is None:
-                    continue
+        blocks = [block for block in _numbers(folder) if block >= after // _ENTRIES_PER_BLOCK]
+        for sequence in chain.from_iterable(_numbers(folder / f"{block:020d}") for block in blocks):
+            payload = _read_file(_entry_path(folder, sequence)) if sequence > after else None
+            size += len(payload or b"")
+            if found and (payload is None or size > max_bytes):
+                break
+            if payload is not None:
                 found.append(StreamEntry(sequence, payload))
-                if len(found) == max_entries:
-                    return found
+            if len(found) == max_entries:
+                break
         return found
 
     @_in_thread
     def bounds(self, stream: str) -> StreamBounds:
-        """See `Registry.bounds`."""
         area = self._stream(stream)
         if not area.path.is_dir():
             return StreamBounds(0, 0)
@@ -397,7 +341,6 @@ class DirectoryRegistry:
         return size
 
     async def max_stream_bytes(self) -> float:
-        """See `Registry.max_stream_bytes`."""
         return MAX_STREAM_BYTES
 
     @_in_thread
@@ -430,12 +373,10 @@ class DirectoryRegistry:
             raise RegistryRecordError(f"{path}: it does not begin with a line that holds a revision")
         return Entry(value, int(revision))
 
-    def _expect(self, key: str, expected_revision: int) -> None:
-        entry = self._entry(key)
-        revision = entry.revision if entry is not None else 0
-        if revision != expected_revision:
-            raise RegistryConflictError(f"{key} has revision {revision}, not {expected_revision}")
+    def _expect(self, entry: Entry, key: str, revision: int) -> None:
+        if entry.revision != revision:
+            raise RegistryConflictError(f"{key} has revision {entry.revision}, not {revision}")
 
     def _stream(self, stream: str) -> _Area:
-        path = self.path / "streams" / f"{check_key(stream, 'stream')}{_SUFFIX}"
+        path = self.path / "streams" / f"{check_stream(stream)}{_SUFFIX}"
         return _Area(path, durable=True, lock_timeout_s=self._lock_timeout_s)

@@ -5,17 +5,16 @@ All records are JSON. Processes of different releases share a registry during an
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from loader.errors import RegistryConflictError, RegistryRecordError, cut
-from loader.registry.registry import Entry, Registry
-from loader.snapshot.tables import Name
+from loader.errors import RegistryConflictError, RegistryRecordError
+from loader.registry.registry import Registry
+from loader.snapshot.tables import Name, quoted_errors
 
 FLEET = "fleet"
 VERSIONS = "versions/"
@@ -300,34 +299,17 @@ class NodeRecord(Record):
         return report is not None and report.state == state
 
 
-# Under which keys a record may be.
-_KEYS: Final[Mapping[type[BaseModel], Callable[[Any], tuple[str, ...]]]] = {
-    PublishedVersion: lambda record: (version_key(record.model, record.version),),
-    DenseStep: lambda record: tuple(
-        dense_key(record.model, record.version, accepted=accepted) for accepted in (False, True)
-    ),
-    WantedModel: lambda record: (wanted_key(record.model),),
-    NodeRecord: lambda record: (node_key(record.node_id),),
-}
-
-
 def cut_reason(reason: str) -> str:
     """Return a reason short enough for a record."""
     return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[: MAX_REASON_CHARACTERS - 3] + "..."
 
 
 def parse_record(key: str, value: bytes, schema: type[R]) -> R:
-    """Return the record under a key. Raises RegistryRecordError, naming the key and the first bad field."""
+    """Return the record under a key. Raises RegistryRecordError, naming the key and the bad fields."""
     try:
-        record = schema.model_validate_json(value)
+        return schema.model_validate_json(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"])) or "record"
-        found = "" if first["type"] == "json_invalid" else f", not {cut(repr(first['input']))}"
-        raise RegistryRecordError(f"{key}: {place}: {cut(first['msg'])}{found}") from error
-    if schema in _KEYS and key not in (keys := _KEYS[schema](record)):
-        raise RegistryRecordError(f"{key}: the record there belongs to {keys[0]}")
-    return record
+        raise RegistryRecordError(f"{key}: {quoted_errors(error)}") from error
 
 
 class FleetRegistry:
@@ -380,21 +362,18 @@ class FleetRegistry:
         may be called several times. Raises RegistryConflictError if somebody else was faster each time.
         """
         key = wanted_key(model)
-        there: WantedModel | None = None
 
-        def following(entry: Entry | None) -> bytes | None:
-            nonlocal there
-            there = now = parse_record(key, entry.value, WantedModel) if entry is not None else None
+        def following(value: bytes | None) -> bytes | None:
+            now = None if value is None else parse_record(key, value, WantedModel)
             changed = change(now)
             if changed is None or (now is not None and changed.model_copy(update={"epoch": now.epoch}) == now):
                 return None
             if changed.model != model:
                 raise RegistryRecordError(f"{key}: model {changed.model!r} in the record of {model!r}")
-            there = changed.model_copy(update={"epoch": 1 if now is None else now.epoch + 1})
-            return _encode(there)
+            return _encode(changed.model_copy(update={"epoch": 1 if now is None else now.epoch + 1}))
 
-        await self._change(key, following)
-        return there
+        _, there = await self._change(key, following)
+        return None if there is None else parse_record(key, there, WantedModel)
 
     async def restore_wanted(self, record: WantedModel) -> bool:
         """Give a record back to a registry that has none, or one of a lower epoch. True if it was written."""
@@ -426,8 +405,8 @@ class FleetRegistry:
         """Remove a version, its spec and its dense steps. False if the version was not there."""
         dense = (dense_key(model, version, accepted=accepted) for accepted in (False, True))
         keys = (version_key(model, version), *dense, spec_key(model, version))
-        dropped, *_ = [await self._change(key, lambda entry: None if entry is None else b"") for key in keys]
-        return dropped
+        dropped = [await self._change(key, lambda value: None if value is None else b"") for key in keys]
+        return dropped[0][0]
 
     async def dense_step(self, model: str, version: int, *, accepted: bool = False) -> DenseStep | None:
         """Return a version's newest dense weights, or those accepted last; None for its snapshot's."""
@@ -444,7 +423,7 @@ class FleetRegistry:
         """
         key = dense_key(record.model, record.version)
         newest = await self._put_later_step(key, record)
-        if newest is not None and newest.model_copy(update={"published_at": record.published_at}) != record:
+        if newest.model_copy(update={"published_at": record.published_at}) != record:
             raise RegistryConflictError(f"{key}: dense step {newest.step} is on record; {record.step} must be higher")
 
     async def put_spec(self, model: str, version: int, spec_json: str) -> None:
@@ -497,71 +476,57 @@ class FleetRegistry:
 
         Returns whether it was written.
         """
-        return await self._change(
-            key, lambda entry: None if entry is not None and epoch_of(key, entry.value) >= epoch else value
+        written, _ = await self._change(
+            key, lambda there: None if there is not None and epoch_of(key, there) >= epoch else value
         )
+        return written
 
     async def _get(self, key: str, schema: type[R]) -> R | None:
         entry = await self.registry.get(key)
         return parse_record(key, entry.value, schema) if entry is not None else None
 
-    async def _put_later_step(self, key: str, record: DenseStep) -> DenseStep | None:
-        """Write a step, or return the one on record if that is not earlier."""
-        newest: DenseStep | None = None
+    async def _put_later_step(self, key: str, record: DenseStep) -> DenseStep:
+        """Write a step unless the one on record is as late; return what is on record then."""
 
-        def following(entry: Entry | None) -> bytes | None:
-            nonlocal newest
-            newest = None if entry is None else parse_record(key, entry.value, DenseStep)
-            if newest is not None and newest.step >= record.step:
-                return None
-            newest = None
-            return _encode(record)
+        def following(value: bytes | None) -> bytes | None:
+            is_late = value is not None and parse_record(key, value, DenseStep).step >= record.step
+            return None if is_late else _encode(record)
 
-        await self._change(key, following)
-        return newest
+        _, there = await self._change(key, following)
+        return record if there is None else parse_record(key, there, DenseStep)
 
     async def _put_once(self, key: str, value: bytes) -> bytes:
         """Write a key that is not there. Returns what is there now: `value`, or what was before."""
-        there = value
+        _, there = await self._change(key, lambda before: value if before is None else None)
+        return there or value
 
-        def following(entry: Entry | None) -> bytes | None:
-            nonlocal there
-            there = value if entry is None else entry.value
-            return value if entry is None else None
+    async def _change(self, key: str, following: Callable[[bytes | None], bytes | None]) -> tuple[bool, bytes | None]:
+        """Write what follows from a key's value, again until nobody else wrote in between.
 
-        await self._change(key, following)
-        return there
-
-    async def _change(self, key: str, following: Callable[[Entry | None], bytes | None]) -> bool:
-        """Write what follows from a key's entry, again until nobody else wrote in between.
-
-        If None follows, nothing is written; b"" deletes the key.
+        If None follows, nothing is written; b"" deletes the key. Returns whether it was written, and what is there now.
         """
         for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)
-            value = following(entry)
+            before, revision = (None, 0) if entry is None else (entry.value, entry.revision)
+            value = following(before)
             if value is None:
-                return False
-            revision = entry.revision if entry is not None else 0
+                return False, before
             with suppress(RegistryConflictError):
                 if value:
                     await self.registry.put(key, value, revision)
                 else:
                     await self.registry.delete(key, revision)
-                return True
+                return True, value
         raise RegistryConflictError(f"{key}: others wrote first {_MAX_ATTEMPTS} times in a row")
+
+
+class _Epoch(Record):
+    epoch: int = Field(ge=1, strict=True)
 
 
 def epoch_of(key: str, value: bytes) -> int:
     """Return the `epoch` of a JSON record, whatever else it holds. Raises RegistryRecordError if it has none."""
-    try:
-        record = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise RegistryRecordError(f"{key}: not JSON: {cut(error)}") from error
-    epoch = record.get("epoch") if isinstance(record, Mapping) else None
-    if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 1:
-        raise RegistryRecordError(f"{key}: epoch {cut(repr(epoch))}; an integer from 1 on is needed")
-    return epoch
+    return parse_record(key, value, _Epoch).epoch
 
 
 def _encode(record: Record) -> bytes:

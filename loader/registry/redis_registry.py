@@ -1,6 +1,10 @@
-"""Keep a registry in Redis (6.2 or later), for fleets of more than one machine.
+r"""Keep a registry in Redis (6.2 or later), for fleets of more than one machine.
 
-Each Lua script runs as one step, and touches a bounded number of entries. All names begin with `shardrank:<fleet>:`.
+URLs are as `loader.registry.open_registry` has them. With Sentinel the hosts are the sentinels, of port 26379, and the
+credentials those of Redis; sentinels with a password of their own get `sentinel_user` and `sentinel_password_file`.
+Passwords stay out of messages and logs.
+
+Each Lua script runs as one step. All names begin with `shardrank:<fleet>:`.
 
 ```
 key:<key>           hash: value, revision, writer (of the last write)
@@ -14,7 +18,7 @@ ends:<name>         hash: first, last, writer (of the last append)
 ```
 
 A writer's token makes it safe to send a write again when the first answer was lost. A stream's ends lie beside it since
-XINFO, which knows them, also copies its first and last payload. Passwords stay out of messages and logs.
+XINFO, which knows them, also copies its first and last payload.
 """
 
 from __future__ import annotations
@@ -22,46 +26,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError
 
-from loader.errors import (
-    RegistryConflictError,
-    RegistryRecordError,
-    RegistryUnavailableError,
-    StreamSequenceError,
-    cut,
-)
-from loader.registry.redis_url import parse_redis_url
-from loader.registry.registry import (
-    Entry,
-    StreamBounds,
-    StreamEntry,
-    check_key,
-    check_owner,
-    check_prefix,
-    check_read,
-    check_sequence,
-    check_ttl,
-    check_value,
-)
+from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError, cut
+from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream, without_password
 
-_MAX_CONNECTIONS: Final = 16
+_TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_OPTIONS: Final = ("fleet", "password_file", "sentinel_password_file", *_TLS_FILES, "sentinel_user")
+_DATABASE: Final = r"/?(?P<database>[0-9]{0,5})"
+_PATHS: Final = {"unix": r"/.+", "sentinel": rf"/(?P<master>[A-Za-z0-9_.\-]{{1,256}})(?:{_DATABASE})?"}
+"""Patterns of a URL's path; of the other schemes it is `_DATABASE`."""
+_FORMS: Final = (
+    "allowed are redis[s]://[[USER]:PASSWORD@]HOST[:PORT][/DB], unix://[[USER]:PASSWORD@]/PATH, and "
+    "redis[s]+sentinel://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/MASTER[/DB], each with [?OPTION=VALUE&...], "
+    "DB a number, and special characters percent-encoded"
+)
 MASTER_CHECK_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
 # TIME makes a script's effects differ from run to run: before Redis 7 it has to be told that effects are replicated.
 # Lua numbers are doubles: microseconds since the epoch fit until the year 2255. They are above all revisions that were
 # ever given, also after Redis has lost its data or its last writes.
-PUT: Final = """
+_PUT: Final = """
 if redis.replicate_commands then redis.replicate_commands() end
 local there = redis.call('HMGET', KEYS[1], 'revision', 'writer')
 local revision = there[1] or '0'
@@ -75,48 +75,26 @@ redis.call('HSET', KEYS[1], 'value', ARGV[1], 'revision', following, 'writer', A
 redis.call('ZADD', KEYS[2], 0, ARGV[4])
 return {1, following}
 """
-DELETE: Final = """
-local revision = redis.call('HGET', KEYS[1], 'revision') or '0'
-if revision ~= ARGV[1] then return {0, revision} end
+_DELETE: Final = """
+local revision = redis.call('HGET', KEYS[1], 'revision')
+if revision and revision ~= ARGV[1] then return {0, revision} end
 redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[2])
-return {1, revision}
+return {1, ARGV[1]}
 """
-PAGE: Final = """
-local names = redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
-local found, bytes = {}, 0
-for place, name in ipairs(names) do
-    local value, revision
-    if ARGV[6] == 'key' then
-        local there = redis.call('HMGET', ARGV[1] .. name, 'value', 'revision')
-        value, revision = there[1], there[2]
-    else
-        value = redis.call('GET', ARGV[1] .. name)
-        if not value then redis.call('ZREM', KEYS[1], name) end
-    end
-    if value then
-        bytes = bytes + #value
-        found[#found + 1] = name
-        found[#found + 1] = value
-        found[#found + 1] = revision or ''
-    end
-    if bytes >= tonumber(ARGV[5]) and place < #names then return {name, found} end
+_FORGET: Final = """
+for index, name in ipairs(ARGV) do
+    if redis.call('EXISTS', KEYS[index + 1]) == 0 then redis.call('ZREM', KEYS[1], name) end
 end
-if #names < tonumber(ARGV[4]) then return {'', found} end
-return {names[#names], found}
 """
-"""Entries or announcements, and the name to go on after; '' after the last one."""
-ACQUIRE: Final = """
+_ACQUIRE: Final = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
-RELEASE: Final = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
-return 1
-"""
-APPEND: Final = """
+_RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+_APPEND: Final = """
 local ends = redis.call('HMGET', KEYS[2], 'last', 'writer')
 if ends[1] then
     if ends[1] == ARGV[1] and ends[2] == ARGV[3] then return {1, ends[1]} end
@@ -128,40 +106,28 @@ redis.call('XADD', KEYS[1], ARGV[1] .. '-0', 'payload', ARGV[2])
 redis.call('HSET', KEYS[2], 'last', ARGV[1], 'writer', ARGV[3])
 return {1, ARGV[1]}
 """
-READ: Final = """
+_READ: Final = """
 local found, bytes, following = {}, 0, ARGV[1] .. '-0'
 for _ = 1, tonumber(ARGV[2]) do
     local entry = redis.call('XRANGE', KEYS[1], following, '+', 'COUNT', 1)[1]
     if not entry then return found end
-    local sequence, payload = string.match(entry[1], '^%d+'), entry[2][2]
-    bytes = bytes + #payload
+    bytes = bytes + #entry[2][2]
     if #found > 0 and bytes > tonumber(ARGV[3]) then return found end
-    found[#found + 1] = sequence
-    found[#found + 1] = payload
-    following = string.format('%.0f', tonumber(sequence) + 1) .. '-0'
+    found[#found + 1] = entry
+    following = '(' .. entry[1]
 end
 return found
 """
-TRIM: Final = """
+_TRIM: Final = """
 local ends = redis.call('HMGET', KEYS[2], 'first', 'last')
-if not ends[2] then return 1 end
-local first, last = tonumber(ends[1]), tonumber(ends[2])
-local target = math.min(tonumber(ARGV[1]), last + 1)
-if target <= first then return 1 end
-local step = string.format('%.0f', math.min(target, first + tonumber(ARGV[2])))
-redis.call('XTRIM', KEYS[1], 'MINID', '=', step .. '-0')
-redis.call('HSET', KEYS[2], 'first', step)
-if tonumber(step) < target then return 0 end
-return 1
+local first = ends[2] and math.min(tonumber(ARGV[1]), tonumber(ends[2]) + 1) or 0
+if first <= tonumber(ends[1] or '0') then return end
+redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-0', first))
+redis.call('HSET', KEYS[2], 'first', string.format('%.0f', first))
 """
-"""Drops so many entries at most; 0 if there are more to drop."""
-PAGE_ENTRIES: Final = 128
-"""Entries that one script reads: Redis does nothing else meanwhile."""
-PAGE_BYTES: Final = 4 << 20
-TRIM_ENTRIES: Final = 1024
 
 
-class _TlsConnection(SSLConnection):
+class TlsConnection(SSLConnection):
     """Reads its certificates whenever it connects, so that renewed ones count; redis-py reads them once in its life."""
 
     async def _connect(self) -> None:
@@ -169,180 +135,191 @@ class _TlsConnection(SSLConnection):
         await super()._connect()  # type: ignore[no-untyped-call]
 
 
-class _MasterConnection(SentinelManagedConnection):
-    """Connects to whom the sentinels call the master, if it says so too: what is read from a replica may be old."""
-
-    async def connect_to(self, address: tuple[str, int]) -> None:
-        await super().connect_to(address)  # type: ignore[no-untyped-call]
-        try:
-            await self.send_command("ROLE")
-            if (role := (await self.read_response())[0]) != b"master":
-                raise RedisConnectionError(f"{self.host}:{self.port} is a {role.decode()}, and was called the master")
-        except RedisError:
-            await self.disconnect()
-            raise
-
-
-class _MasterTlsConnection(_MasterConnection, _TlsConnection):
-    """The same, over TLS."""
+class _SentinelTlsConnection(SentinelManagedConnection, TlsConnection):
+    pass
 
 
 class _MasterPool(BlockingConnectionPool, SentinelConnectionPool):
     """Waits for a connection if all are in use, which redis-py's pool of a master does not."""
 
 
+class RedisUrl(NamedTuple):
+    """What a URL says: redis-py's arguments, host and port of each sentinel, and how these call the master."""
+
+    fleet: str
+    connection: dict[str, Any]
+    sentinels: tuple[tuple[str, int], ...]
+    master: str
+    sentinel_connection: dict[str, Any]
+
+
+def parse_redis_url(url: str) -> RedisUrl:
+    """Read a URL. Raises RegistryRecordError, without the password, if it is not one."""
+    try:
+        parts = urlsplit(url)
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        scheme, _, kind = parts.scheme.partition("+")
+        login, at, hosts = parts.netloc.rpartition("@")
+        sentinels = [parse_url(f"redis://{host}") for host in hosts.split(",") if kind]
+        addresses = tuple((sentinel["host"], sentinel.get("port", 26379)) for sentinel in sentinels)
+        connection: dict[str, Any] = {**parse_url(f"{scheme}://{login}{at}{'' if kind else hosts}")}
+    except (ValueError, KeyError):
+        # Nothing of it is told: a password may stand where it does not belong.
+        raise RegistryRecordError(f"registry URL {url.partition(':')[0]}://*** can't be read: {_FORMS}") from None
+    options, path = dict(pairs), re.fullmatch(_PATHS.get(kind or scheme, _DATABASE), parts.path)
+    of_sentinel: dict[str, Any] = {"username": options.get("sentinel_user")}
+    try:
+        if len(options) != len(pairs) or not options.keys() <= set(_OPTIONS):
+            raise ValueError(f"options {[cut(option, 40) for option, _ in pairs]}; allowed is each of {_OPTIONS} once")
+        if not re.fullmatch(r"[A-Za-z0-9_.\-]{1,64}", fleet := options.get("fleet", "default")):
+            raise ValueError(f"fleet {cut(repr(fleet))}; allowed are 1 to 64 characters out of A-Z a-z 0-9 _ . -")
+        if path is None or bool(hosts) == (scheme == "unix") or parts.fragment:
+            raise ValueError(_FORMS)
+        connection |= {"path": unquote(parts.path)} if scheme == "unix" else {"db": int(path["database"] or 0)}
+        for option, arguments in (("password_file", connection), ("sentinel_password_file", of_sentinel)):
+            if option in options:
+                if "password" in arguments:
+                    raise ValueError(f"a password and a {option}; one is allowed")
+                arguments["password"] = Path(options[option]).read_text(encoding="utf-8").strip()
+        files: dict[str, Any] = {option: options[option] for option in _TLS_FILES if option in options}
+        if scheme == "rediss":
+            connection["connection_class"], of_sentinel["ssl"] = TlsConnection, True
+            files["ssl_password"] = ""  # else OpenSSL would ask for one at the terminal
+            TlsConnection(**files).ssl_context.get()
+        elif files:
+            raise ValueError(f"{', '.join(files)}: only for rediss://")
+    except (OSError, TypeError, ValueError) as error:
+        used = ", ".join(f"{option} {cut(options[option])}" for option in _OPTIONS[1:6] if option in options)
+        problem = f"{used}: {error}" if isinstance(error, OSError | TypeError) else error
+        raise RegistryRecordError(f"registry URL {cut(without_password(url))}: {problem}") from None
+    return RedisUrl(fleet, connection | files, addresses, path["master"] if kind else "", of_sentinel | files)
+
+
+async def expect_master(connection: Any) -> None:
+    """Log in at whom the sentinels call the master, if it says so too: what is read from a replica may be old."""
+    await connection.on_connect()
+    await connection.send_command("ROLE")
+    if (role := (await connection.read_response())[0]) != b"master":
+        raise RedisConnectionError(f"{connection.host} is a {role.decode()}, and was called the master")
+
+
 class RedisRegistry:
     """A `Registry` in Redis. Belongs to the event loop that it is first used on.
 
     Revisions and expiry go by the clock of Redis, so those of the machines need not agree.
-    Its `url` has the password; `name` is what to tell people.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        socket_timeout_s: float = 2.0,
-        call_timeout_s: float = 5.0,
-    ) -> None:
+    def __init__(self, url: str, *, socket_timeout_s: float = 2.0, call_timeout_s: float = 5.0) -> None:
         """Open a registry by its URL, and connect when it is first used. Raises RegistryRecordError.
 
         A connection may take `socket_timeout_s` to be made, as may a read from one to bring anything. A method that
         takes longer than `call_timeout_s` in all is a RegistryUnavailableError.
         """
         settings = parse_redis_url(url)
-        self.url, self.name = url, settings.name
-        self._prefix = f"shardrank:{settings.fleet}:"
+        self.url, self.name = url, without_password(url)
+        self._prefix = f"shardrank:{settings.fleet}"
         self._call_timeout_s = call_timeout_s
-        # What is repeated is decided in `_run`.
-        options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "protocol": 2}
         timeouts = ("socket_timeout", "socket_connect_timeout")
-        options |= settings.connection | dict.fromkeys(timeouts, socket_timeout_s)
-        has_tls = options.get("connection_class") is SSLConnection
-        if has_tls:
-            options["connection_class"] = _TlsConnection
-        options |= {"max_connections": _MAX_CONNECTIONS, "timeout": socket_timeout_s}
+        # A connection may have been open since before Redis was restarted, or was the master: a new one may work.
+        retried = [RedisConnectionError, ReadOnlyError]
+        options = settings.connection | dict.fromkeys(("timeout", *timeouts), socket_timeout_s)
+        retry = Retry(NoBackoff(), 1, tuple(retried))
+        options |= {"max_connections": 16, "protocol": 2, "retry": retry, "retry_on_error": retried}
+        has_tls = options.get("connection_class") is TlsConnection
         self._sentinel: Any = None
         if settings.sentinels:
             # redis-py asks one after the other: all of them together may take as long as one read from Redis.
             of_sentinel = dict.fromkeys(timeouts, socket_timeout_s / len(settings.sentinels))
-            options["connection_class"] = _MasterTlsConnection if has_tls else _MasterConnection
             sentinel: Any = Sentinel  # it has no types
             self._sentinel = sentinel(settings.sentinels, sentinel_kwargs=settings.sentinel_connection | of_sentinel)
-            options |= {"service_name": settings.master, "sentinel_manager": self._sentinel}
             for client in self._sentinel.sentinels if has_tls else ():
-                client.connection_pool.connection_class = _TlsConnection
-        pool_class = _MasterPool if settings.sentinels else BlockingConnectionPool
-        self._client: Any = Redis.from_pool(pool_class(**options))
+                client.connection_pool.connection_class = TlsConnection
+            options["connection_class"] = _SentinelTlsConnection if has_tls else SentinelManagedConnection
+            options |= {"service_name": settings.master, "sentinel_manager": self._sentinel}
+            options["redis_connect_func"] = expect_master
+        self._client: Any = Redis.from_pool((_MasterPool if settings.sentinels else BlockingConnectionPool)(**options))
         self._checked_at = -math.inf
-        self._inspected = False
-        self._maxmemory = 0
+        self._maxmemory: int | None = None
         self._closed = False
 
     async def get(self, key: str) -> Entry | None:
-        """See `Registry.get`."""
         value, revision = await self._command("HMGET", self._at("key", check_key(key)), "value", "revision")
-        return _entry(key, value, revision) if value is not None else None
+        return Entry(value, int(revision)) if value is not None else None
 
     async def entries(self, prefix: str) -> dict[str, Entry]:
-        """See `Registry.entries`. Key by key: not all are of the same moment."""
-        found = await self._pages("keys", "key", check_prefix(prefix))
-        return {name: _entry(name, value, revision) for name, value, revision in found}
+        names = await self._names("keys", prefix)
+        rows = await self._pipeline(*(("HMGET", self._at("key", name), "value", "revision") for name in names))
+        found = zip(names, rows, strict=True)
+        return {name: Entry(value, int(revision)) for name, (value, revision) in found if value is not None}
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        """See `Registry.put`."""
-        check_value(check_key(key), value)
-        keys = [self._at("key", key), self._at("keys"), self._at("revision")]
-        arguments: list[str | bytes | int] = [value, str(expected_revision), secrets.token_hex(12), key]
-        done, revision = await self._script(PUT, keys, arguments)
-        if not done:
-            raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
-        return int(revision)
+        keys = [self._at("key", check_key(key, value=value)), self._at("keys"), self._at("revision")]
+        arguments: list[str | bytes] = [value, str(expected_revision), secrets.token_hex(12), key]
+        return await self._write(key, _PUT, keys, arguments, expected_revision)
 
     async def delete(self, key: str, expected_revision: int) -> None:
-        """See `Registry.delete`."""
         keys = [self._at("key", check_key(key)), self._at("keys")]
-        # Not repeatable: the second time it would find nothing, and call that a conflict.
-        done, revision = await self._script(DELETE, keys, [str(expected_revision), key], repeatable=False)
-        if not done:
-            raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
+        await self._write(key, _DELETE, keys, [str(expected_revision), key], expected_revision)
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        """See `Registry.announce`."""
-        check_value(check_key(key), value)
-        check_ttl(key, ttl_s)
-        at, index, expiry_ms = self._at("announced", key), self._at("announcements"), _milliseconds(ttl_s)
-        # A pipeline is empty once it was executed: there is one for each try.
-        pipeline = self._client.pipeline
-        await self._run(lambda: pipeline().set(at, value, px=expiry_ms).zadd(index, {key: 0}).execute())
+        at, index = self._at("announced", check_key(key, value=value, ttl_s=ttl_s)), self._at("announcements")
+        await self._pipeline(("SET", at, value, "PX", round(1000 * ttl_s)), ("ZADD", index, 0, key))
 
     async def withdraw(self, key: str) -> None:
-        """See `Registry.withdraw`."""
-        at, index, pipeline = self._at("announced", check_key(key)), self._at("announcements"), self._client.pipeline
-        await self._run(lambda: pipeline().delete(at).zrem(index, key).execute())
+        await self._pipeline(("DEL", self._at("announced", check_key(key))), ("ZREM", self._at("announcements"), key))
 
     async def announced(self, prefix: str) -> dict[str, bytes]:
-        """See `Registry.announced`."""
-        return {name: value for name, value, _ in await self._pages("announcements", "announced", check_prefix(prefix))}
+        names = await self._names("announcements", prefix)
+        keys = [self._at("announced", name) for name in names]
+        values = await self._command("MGET", *keys) if keys else []
+        found = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        if len(found) < len(names):
+            await self._script(_FORGET, [self._at("announcements"), *keys], names)
+        return found
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
-        """See `Registry.acquire`."""
-        check_owner(check_key(key), owner)
-        check_ttl(key, ttl_s)
-        taken = await self._script(ACQUIRE, [self._at("lock", key)], [owner, _milliseconds(ttl_s)])
-        return bool(taken)
+        keys = [self._at("lock", check_key(key, owner=owner, ttl_s=ttl_s))]
+        return bool(await self._script(_ACQUIRE, keys, [owner, round(1000 * ttl_s)]))
 
     async def release(self, key: str, owner: str) -> None:
-        """See `Registry.release`."""
-        check_owner(check_key(key), owner)
-        await self._script(RELEASE, [self._at("lock", key)], [owner])
+        await self._script(_RELEASE, [self._at("lock", check_key(key, owner=owner))], [owner])
 
     async def holder(self, key: str) -> str | None:
-        """See `Registry.holder`."""
         owner = await self._command("GET", self._at("lock", check_key(key)))
         return owner.decode() if owner is not None else None
 
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
         """See `Registry.append`. As durable as `appendfsync` makes it."""
-        check_value(check_key(stream, "stream"), payload)
-        check_sequence(stream, sequence)
-        keys = [self._at("stream", stream), self._at("ends", stream)]
-        done, last = await self._script(APPEND, keys, [str(sequence), payload, secrets.token_hex(12)])
+        keys = [self._at("stream", check_stream(stream, sequence=sequence, payload=payload)), self._at("ends", stream)]
+        done, last = await self._script(_APPEND, keys, [str(sequence), payload, secrets.token_hex(12)])
         if not done:
-            raise StreamSequenceError(
-                f"stream {stream}: sequence {sequence} after {int(last)}; {int(last) + 1} is next"
-            )
+            following = int(last) + 1
+            raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {int(last)}; {following} is next")
 
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
     ) -> list[StreamEntry]:
-        """See `Registry.read`."""
-        check_read(check_key(stream, "stream"), max_entries, max_bytes)
-        flat = await self._script(READ, [self._at("stream", stream)], [str(max(after, 0) + 1), max_entries, max_bytes])
-        return [StreamEntry(int(sequence), payload) for sequence, payload in zip(flat[::2], flat[1::2], strict=True)]
+        keys = [self._at("stream", check_stream(stream, max_entries=max_entries, max_bytes=max_bytes))]
+        entries = await self._script(_READ, keys, [str(max(after, 0) + 1), max_entries, max_bytes])
+        return [StreamEntry(int(entry_id.partition(b"-")[0]), payload) for entry_id, (_, payload) in entries]
 
     async def bounds(self, stream: str) -> StreamBounds:
-        """See `Registry.bounds`."""
-        ends = self._at("ends", check_key(stream, "stream"))
+        ends = self._at("ends", check_stream(stream))
         first, last = await self._command("HMGET", ends, "first", "last")
         return StreamBounds(int(first), int(last)) if last is not None else StreamBounds(0, 0)
 
     async def stream_bytes(self, stream: str) -> int:
-        """See `Registry.stream_bytes`."""
-        return int(
-            await self._command("MEMORY", "USAGE", self._at("stream", check_key(stream, "stream")), "SAMPLES", "0") or 0
-        )
+        key = self._at("stream", check_stream(stream))
+        return int(await self._command("MEMORY", "USAGE", key, "SAMPLES", "0") or 0)
 
     async def max_stream_bytes(self) -> float:
         """See `Registry.max_stream_bytes`: half of `maxmemory`, if that is set."""
         await self._command("PING")
-        return self._maxmemory / 2 or math.inf
+        return self._maxmemory / 2 if self._maxmemory else math.inf
 
     async def trim(self, stream: str, before: int) -> None:
-        """See `Registry.trim`."""
-        keys = [self._at("stream", check_key(stream, "stream")), self._at("ends", stream)]
-        while not await self._script(TRIM, keys, [str(max(before, 0)), TRIM_ENTRIES]):
-            pass
+        keys = [self._at("stream", check_stream(stream)), self._at("ends", stream)]
+        await self._script(_TRIM, keys, [str(max(before, 0))])
 
     async def close(self) -> None:
         """End its connections."""
@@ -351,55 +328,49 @@ class RedisRegistry:
         if self._sentinel is not None:
             await self._sentinel.aclose()
 
-    async def _pages(self, index: str, values: str, prefix: str) -> list[tuple[str, bytes, bytes]]:
-        start, end = (f"[{prefix}", f"[{prefix}\x7f") if prefix else ("-", "+")
-        found: list[tuple[str, bytes, bytes]] = []
-        while True:
-            arguments: list[str | bytes | int] = [self._at(values, ""), start, end, PAGE_ENTRIES, PAGE_BYTES, values]
-            last, flat = await self._script(PAGE, [self._at(index)], arguments)
-            found += zip(map(bytes.decode, flat[::3]), flat[1::3], flat[2::3], strict=True)
-            if not last:
-                return found
-            start = f"({last.decode()}"
+    def _at(self, *parts: str) -> str:
+        return ":".join((self._prefix, *parts))
 
-    def _at(self, kind: str, name: str | None = None) -> str:
-        return f"{self._prefix}{kind}" if name is None else f"{self._prefix}{kind}:{name}"
+    async def _names(self, index: str, prefix: str) -> list[str]:
+        low, high = (f"[{check_key(prefix, 'prefix')}", f"[{prefix}\x7f") if prefix else ("-", "+")
+        return [name.decode() for name in await self._command("ZRANGEBYLEX", self._at(index), low, high)]
 
-    async def _script(
-        self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int], *, repeatable: bool = True
-    ) -> Any:
-        """Run a Lua script with these KEYS and ARGV; if `repeatable`, once more when the connection broke.
+    async def _write(self, key: str, script: str, keys: list[str], arguments: list[str | bytes], expected: int) -> int:
+        done, revision = await self._script(script, keys, arguments)
+        if not done:
+            raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected}")
+        return int(revision)
 
-        Raises RegistryUnavailableError if Redis can't be reached, takes too long, or refuses.
-        """
-        ready = self._client.register_script(script)
-        return await self._run(lambda: ready(keys=keys, args=args), repeatable)
+    async def _script(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
+        return await self._run(lambda: self._client.register_script(script)(keys=keys, args=arguments))
 
     async def _command(self, *parts: str) -> Any:
-        """Run a command that only reads. Raises as `_script`."""
         return await self._run(lambda: self._client.execute_command(*parts))
 
-    async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool = True) -> Any:
+    async def _pipeline(self, *commands: tuple[str | bytes | int, ...]) -> Any:
+        def execute() -> Any:
+            pipeline = self._client.pipeline()
+            for command in commands:
+                pipeline.execute_command(*command)
+            return pipeline.execute()
+
+        return await self._run(execute)
+
+    async def _run(self, send: Callable[[], Awaitable[Any]]) -> Any:
+        """Raise RegistryUnavailableError if Redis can't be reached, takes too long, or refuses."""
         if self._closed:
             raise RegistryUnavailableError(f"registry {self.name} is closed")
-        pool, task = self._client.connection_pool, asyncio.current_task()
+        task = asyncio.current_task()
         cancels = 0 if task is None else task.cancelling()
-
-        async def drop_idle(error: Exception) -> None:
-            await pool.disconnect(inuse_connections=False)
-
-        # ReadOnlyError: it was the master and is none any more; nothing was written. Otherwise the connection may have
-        # been open since before Redis was restarted: a new one may work.
-        retry = Retry(NoBackoff(), 1, (ReadOnlyError, RedisConnectionError) if repeatable else (ReadOnlyError,))
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 await self._follow_master()
-                answer = await retry.call_with_retry(send, drop_idle)
+                answer = await send()
                 await self._inspect()
                 return answer
         except (RedisError, OSError) as error:  # TimeoutError is an OSError
-            late = f"no answer within {self._call_timeout_s:g} s" if isinstance(error, TimeoutError) else ""
-            reason = late or cut(error) or type(error).__name__
+            is_late = isinstance(error, TimeoutError)
+            reason = f"no answer within {self._call_timeout_s:g} s" if is_late else cut(error) or type(error).__name__
             raise RegistryUnavailableError(f"registry {self.name}: {reason}") from error
         finally:
             # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what
@@ -416,46 +387,24 @@ class RedisRegistry:
         if self._sentinel is None or now < self._checked_at + MASTER_CHECK_S:
             return
         self._checked_at, before = now, pool.master_address
-        try:
-            master = await pool.get_master_address()
-        except RedisError as error:
-            # Sentinels that are away change nothing for who has a connection; who needs one will be told.
-            _log.info("registry %s: who is the master is not known: %s", self.name, cut(error))
-            return
-        if before not in (None, master):
-            _log.warning("registry %s: %s:%d is the master now", self.name, *master)
+        # Sentinels that are away change nothing for who has a connection; who needs one will be told.
+        with suppress(RedisError):
+            await pool.get_master_address()
+        if before not in (None, pool.master_address):
+            _log.warning("registry %s: %s:%d is the master now", self.name, *pool.master_address)
             await pool.disconnect()
 
     async def _inspect(self) -> None:
-        """Tells once, in the log, of settings with which Redis can lose what is kept in it."""
-        if self._inspected:
+        """Log, once, settings with which Redis can lose what is kept in it."""
+        if self._maxmemory is not None:
             return
-        self._inspected = True
-        try:
-            told = await self._client.info("persistence") | await self._client.info("memory")
-        except RedisError as error:
-            _log.info("registry %s: its settings can't be read: %s", self.name, cut(error))
-            return
-        if not told.get("aof_enabled"):
-            _log.warning(
-                "registry %s: appendonly is off: a restart of Redis loses rollouts and deltas; set appendonly to yes",
-                self.name,
-            )
-        policy = told.get("maxmemory_policy", "noeviction")
-        self._maxmemory = int(told.get("maxmemory", 0))
-        if self._maxmemory and policy != "noeviction":
-            _log.warning(
-                "registry %s: maxmemory-policy is %s: Redis may drop deltas and plans; set it to noeviction",
-                self.name,
-                policy,
-            )
-
-
-def _entry(key: str, value: Any, revision: Any) -> Entry:
-    if not revision or not revision.isdigit():
-        raise RegistryRecordError(f"{key}: its revision is {revision!r}; a number is needed")
-    return Entry(value, int(revision))
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
+        self._maxmemory = 0
+        with suppress(RedisError):  # who connects may not be allowed to see them
+            settings = await self._client.info("persistence") | await self._client.info("memory")
+            self._maxmemory, policy = int(settings.get("maxmemory", 0)), settings.get("maxmemory_policy", "noeviction")
+            if not settings.get("aof_enabled"):
+                problem = "appendonly is off: a restart of Redis loses rollouts and deltas; set appendonly to yes"
+                _log.warning("registry %s: %s", self.name, problem)
+            if self._maxmemory and policy != "noeviction":
+                problem = f"maxmemory-policy is {policy}: Redis may drop deltas and plans; set it to noeviction"
+                _log.warning("registry %s: %s", self.name, problem)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
+from urllib.parse import unquote, urlsplit
 
 from loader.errors import RegistryRecordError, StreamSequenceError, cut
 
@@ -23,6 +25,7 @@ MAX_SEQUENCE: Final = 2**53 - 1
 """Highest sequence number. Redis computes with doubles in its scripts."""
 _PART = rf"(?!\.{{1,2}}(?:/|\Z))[A-Za-z0-9_.:\-]{{1,{MAX_PART_CHARACTERS}}}"
 _KEY = re.compile(rf"{_PART}(?:/{_PART})*\Z")
+_PREFIX = re.compile(rf"(?:{_PART}/)*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Registry(Protocol):
         """
 
     async def delete(self, key: str, expected_revision: int) -> None:
-        """Delete a key if it still has that revision. Raises RegistryConflictError if not."""
+        """Delete a key, if it is there. Raises RegistryConflictError if it has another revision."""
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         """Write a value that disappears by itself unless it is announced again within `ttl_s`."""
@@ -141,52 +144,43 @@ def without_password(url: str) -> str:
     return f"{scheme}://{'***@' if at else ''}{place}"
 
 
-def check_key(key: str, what: str = "key") -> str:
-    """Give a key or stream name back, or raise RegistryRecordError if it can't be one."""
-    if len(key) > MAX_KEY_BYTES or _KEY.match(key) is None:
+def local_path(url: str) -> Path | None:
+    """Return the path that a text is, or that a `file:` URL is of; None for another URL, or one that is not plain."""
+    parts = urlsplit(url) if "://" in url else None
+    if parts is None:
+        return Path(url)
+    is_plain = parts.netloc in ("", "localhost") and not (parts.query or parts.fragment)
+    return Path(unquote(parts.path)) if parts.scheme == "file" and is_plain and parts.path else None
+
+
+def check_key(key: str, what: str = "key", *, value: bytes = b"", ttl_s: float = 1.0, owner: str = "-") -> str:
+    """Return a key, stream name or prefix, which may have that value, time to live, or owner as a lock.
+
+    Raises RegistryRecordError if it may not.
+    """
+    if len(key) > MAX_KEY_BYTES or (_PREFIX if what == "prefix" else _KEY).match(key) is None:
         raise RegistryRecordError(
             f"{what} {cut(repr(key))}: allowed are at most {MAX_KEY_BYTES} characters, '/'-separated parts of "
             f"1 to {MAX_PART_CHARACTERS} out of A-Z a-z 0-9 _ . : -, and no part '.' or '..'"
         )
+    if len(value) > MAX_VALUE_BYTES:
+        raise RegistryRecordError(f"{key}: a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are allowed")
+    if not 0.001 <= ttl_s <= MAX_TTL_S:
+        raise RegistryRecordError(f"{key}: ttl_s {ttl_s}; allowed is 0.001 to {MAX_TTL_S:g}")
+    if not 0 < len(owner) <= 400 or not owner.isprintable():
+        raise RegistryRecordError(f"{key}: owner {cut(repr(owner))}; allowed are 1 to 400 printable characters")
     return key
 
 
-def check_prefix(prefix: str) -> str:
-    """Give a prefix back, or raise RegistryRecordError; "" stands for everything."""
-    if prefix and not prefix.endswith("/"):
-        raise RegistryRecordError(f"prefix {cut(repr(prefix))}: it must end with '/'")
-    if prefix:
-        check_key(prefix[:-1], "prefix")
-    return prefix
-
-
-def check_value(key: str, value: bytes) -> None:
-    """Raise RegistryRecordError if a value is too long."""
-    if len(value) > MAX_VALUE_BYTES:
-        raise RegistryRecordError(f"{key}: a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are allowed")
-
-
-def check_ttl(key: str, ttl_s: float) -> None:
-    """Raise RegistryRecordError if a time to live is not one."""
-    if not 0.001 <= ttl_s <= MAX_TTL_S:
-        raise RegistryRecordError(f"{key}: ttl_s {ttl_s}; allowed is 0.001 to {MAX_TTL_S:g}")
-
-
-def check_owner(key: str, owner: str) -> None:
-    """Raise RegistryRecordError if a lock's owner is not a short, printable text."""
-    if not 0 < len(owner) <= 400 or not owner.isprintable():
-        raise RegistryRecordError(f"{key}: owner {cut(repr(owner))}; allowed are 1 to 400 printable characters")
-
-
-def check_sequence(stream: str, sequence: int) -> None:
-    """Raise StreamSequenceError if a number can't be one of an entry."""
+def check_stream(
+    stream: str, *, sequence: int = 1, payload: bytes = b"", max_entries: int = 1, max_bytes: int = 1
+) -> str:
+    """Return a stream's name. Raises RegistryRecordError, or StreamSequenceError for a number that can't be."""
+    check_key(stream, "stream", value=payload)
     if not 1 <= sequence <= MAX_SEQUENCE:
         raise StreamSequenceError(f"stream {stream}: sequence {sequence}; allowed is 1 to {MAX_SEQUENCE}")
-
-
-def check_read(stream: str, max_entries: int, max_bytes: int) -> None:
-    """Raise RegistryRecordError if nothing could be read with these limits."""
     if max_entries < 1 or max_bytes < 1:
         raise RegistryRecordError(
             f"stream {stream}: max_entries {max_entries}, max_bytes {max_bytes}; both must be at least 1"
         )
+    return stream

@@ -73,12 +73,11 @@ class NodeBaseline(Record):
 
 
 class Rollout(Record):
-    """One rollout of one model.
+    """One rollout of one model. Times are in seconds since the epoch.
 
     Attributes:
         epoch: counts up with every write of this key.
         from_version: the version that is live when it starts; None for a model's first.
-        to_version: the version that is to be live.
         previous_version: what a rollback returns to if this rollout is not done; see `rollback_target`.
         from_followed: deltas were applied to `from_version` when it started.
         delta_base, last_delta: of `to_version`, as published.
@@ -89,13 +88,11 @@ class Rollout(Record):
         steps: when it is undone, those of undoing, from `undo_index` on, come after the last one that was begun.
         base_epoch: the epoch of the wanted record that the step's own write follows: up to it the step is still to be
             done, above it it was. It is also what keeps a coordinator with an old copy of this record from writing.
-        started_at, step_began_at, bake_began_at: seconds since the epoch.
         groups: by-replica only: node ids that are rolled together, in order; `early_groups` of them before the flip.
         from_shards, to_shards: over how many shards the rows of the two versions are divided; None if nobody said.
         replay_until: the last delta of that stream when the step `replay` began; None before.
         baseline: what serving processes had counted when the bake began, by node id.
         state: `running` towards `to_version`, `undoing` back to `from_version`, or how it ended.
-        outcome: how it will end once it is undone.
     """
 
     model: Name

@@ -1,22 +1,28 @@
-"""Start a rollout, abort it, roll back, and read how far it is."""
+"""Start a rollout, abort it, roll back, and read how far it is, and what a registry says of the fleet."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RolloutError
 from loader.registry.fleet import (
+    COORDINATOR_LOCK,
     FLEET,
+    ROLLOUTS,
+    FleetRecord,
     FleetRegistry,
     NodeKind,
     NodeRecord,
     PublishedVersion,
     VersionState,
     WantedModel,
+    delta_stream,
     rollout_key,
 )
 from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, lags
@@ -28,6 +34,7 @@ from loader.rollout.plan import (
     Rollout,
     RolloutState,
     Strategy,
+    decode_rollout,
     encode_rollout,
     plan_steps,
     read_rollout,
@@ -36,8 +43,7 @@ from loader.rollout.plan import (
     undone,
     wanted_in_step,
 )
-from loader.snapshot.schema_errors import schema_errors
-from loader.snapshot.tables import Frozen
+from loader.snapshot.tables import Frozen, schema_errors
 
 MAX_ATTEMPTS = 16
 
@@ -376,27 +382,21 @@ def status_of(
         if guards.missing:
             missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
             waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")
+    states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
+    if rollout.active:
+        states[rollout.step_index] = "running"
     same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
     return RolloutStatus(
         **{name: getattr(rollout, name) for name in same},
         live=live,
         wanted=wanted,
         step=rollout.step,
-        steps=_steps(rollout),
+        steps=tuple(StepStatus(name=name, state=state) for name, state in zip(rollout.steps, states, strict=True)),
         written=written,
         waiting_for=tuple(waiting_for) if rollout.active else (),
         guards=guards,
         nodes=nodes,
     )
-
-
-def _steps(rollout: Rollout) -> tuple[StepStatus, ...]:
-    def state(index: int) -> Literal["done", "running", "pending"]:
-        if index == rollout.step_index and rollout.active:
-            return "running"
-        return "done" if index <= rollout.step_index else "pending"
-
-    return tuple(StepStatus(name=name, state=state(index)) for index, name in enumerate(rollout.steps))
 
 
 def _node_status(model: str, node: NodeRecord) -> NodeStatus:
@@ -410,4 +410,78 @@ def _node_status(model: str, node: NodeRecord) -> NodeStatus:
         live=node.live.get(model),
         applied_epoch=node.applied.get(model, 0),
         versions=tuple(sorted(versions, key=lambda version: version.version)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """What is wanted of a fleet, and what it is.
+
+    Attributes:
+        nodes: what is announced, by node id.
+        division: how the fleet divides rows; None before its first shard node.
+        wanted, rollouts: by model; of a rollout that has ended, the last one.
+        published: by model and version.
+        stream_ends: the last delta by model and by the version that its stream began with, of versions in use.
+        coordinator: who carries rollouts; None if nobody does.
+    """
+
+    nodes: tuple[NodeRecord, ...] = ()
+    division: FleetRecord | None = None
+    wanted: Mapping[str, WantedModel] = field(default_factory=dict)
+    rollouts: Mapping[str, Rollout] = field(default_factory=dict)
+    published: Mapping[tuple[str, int], PublishedVersion] = field(default_factory=dict)
+    stream_ends: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    coordinator: str | None = None
+
+    def models(self) -> list[str]:
+        """List the models that anything is known of."""
+        held = {report.model for node in self.nodes for report in node.versions}
+        return sorted({*self.wanted, *self.rollouts, *held, *(model for model, _ in self.published)})
+
+    def view(self, model: str) -> FleetView:
+        """Return the nodes that are for a model."""
+        return FleetView.of(self.nodes, self.division).for_model(model)
+
+    def status(self, model: str, *, with_nodes: bool = True) -> RolloutStatus:
+        """Return how far a model's rollout is, as `status_of`."""
+        return status_of(
+            model, self.rollouts.get(model), self.wanted.get(model), self.view(model), with_nodes=with_nodes
+        )
+
+    def last_delta(self, model: str, version: int) -> int | None:
+        """Return the last delta of a version's stream; None if it is not published, or nothing is known of it."""
+        published = self.published.get((model, version))
+        return None if published is None else self.stream_ends.get((model, published.delta_base))
+
+    def last_deltas(self) -> dict[tuple[str, int], int]:
+        """Return the last delta that whoever holds a version should have applied, of versions that follow some."""
+        followed = ((model, version) for model, wanted in self.wanted.items() for version in wanted.follow)
+        return {one: last for one in followed if (last := self.last_delta(*one)) is not None}
+
+
+async def read_fleet(fleet: FleetRegistry) -> FleetState:
+    """Read it; not as of one moment, since a registry has none. Raises RegistryError."""
+    # Nodes first: what they say of a version that was just wanted or published is never newer than these are.
+    nodes = await fleet.nodes()
+    division, wanted, published, entries, coordinator = await asyncio.gather(
+        fleet.fleet(),
+        fleet.wanted(),
+        fleet.versions(),
+        fleet.registry.entries(ROLLOUTS),
+        fleet.registry.holder(COORDINATOR_LOCK),
+    )
+    versions = {(one.model, one.version): one for one in published}
+    used = {(model, version) for model, record in wanted.items() for version in record.named()}
+    bases = sorted({(model, versions[model, version].delta_base) for model, version in used & versions.keys()})
+    ends = await asyncio.gather(*(fleet.registry.bounds(delta_stream(*base)) for base in bases))
+    models = {key: key.removeprefix(ROLLOUTS) for key in entries}
+    return FleetState(
+        nodes=tuple(nodes),
+        division=division,
+        wanted=wanted,
+        rollouts={model: decode_rollout(model, entries[key].value) for key, model in models.items()},
+        published=versions,
+        stream_ends={base: end.last for base, end in zip(bases, ends, strict=True)},
+        coordinator=coordinator,
     )

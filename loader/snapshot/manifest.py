@@ -18,7 +18,6 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 
 from loader.errors import SnapshotCorruptError, cut, file_error
-from loader.snapshot.schema_errors import quoted_errors
 from loader.snapshot.tables import (
     FAIL_FAST,
     MAX_FEATURES,
@@ -29,6 +28,7 @@ from loader.snapshot.tables import (
     Name,
     Pooling,
     TableSpec,
+    quoted_errors,
 )
 
 FORMAT_VERSION = 1

@@ -171,7 +171,9 @@ class ProgramArchive:
             elif isinstance(one, dict):
                 waiting += one.values()
                 expression, target = one.get("expr_str"), one.get("target") if "inputs" in one else None
-                if isinstance(expression, str) and not _is_arithmetic(expression):
+                words = re.findall(r"\w+", expression) if isinstance(expression, str) else []
+                is_plain = all(_WORDS.fullmatch(word) or _SYMBOL.fullmatch(word) for word in words)
+                if isinstance(expression, str) and not (_EXPRESSION.fullmatch(expression) and is_plain):
                     raise self._refused(f"{_PROGRAM}: expression {cut(repr(expression), 200)} is no arithmetic")
                 if isinstance(target, str) and not _TARGET.fullmatch(target):
                     raise self._refused(f"{_PROGRAM}: operator {cut(repr(target), 200)} is none of torch.ops")
@@ -191,12 +193,6 @@ class ProgramArchive:
 
     def _refused(self, problem: str) -> SnapshotCorruptError:
         return SnapshotCorruptError(f"{self._where}: {problem}", kind="unsafe_program")
-
-
-def _is_arithmetic(expression: str) -> bool:
-    if not _EXPRESSION.fullmatch(expression):
-        return False
-    return all(_WORDS.fullmatch(word) or _SYMBOL.fullmatch(word) for word in re.findall(r"\w+", expression))
 
 
 def program_bytes(program: Program) -> bytes:

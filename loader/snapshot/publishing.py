@@ -24,7 +24,7 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import Manifest, ModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.stores import open_store
-from loader.stores.place import StorePlace
+from loader.stores.cache import StorePlace
 
 _QUOTED_PROBLEMS = 5
 

@@ -51,7 +51,15 @@ from loader.snapshot.program import ProgramArchive
 from loader.snapshot.row_classes import RowClasses, check_classes_header
 from loader.snapshot.store import hash_file
 from loader.snapshot.tables import AnyTable, DividedTable, Frozen, TableSpec
-from loader.snapshot.tensor_files import TensorInfo, expect_at_most, expect_tensors, load_numpy, map_tensor, read_header
+from loader.snapshot.tensor_files import (
+    TensorInfo,
+    expect_at_most,
+    expect_tensors,
+    length_of,
+    load_numpy,
+    map_tensor,
+    read_header,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -77,20 +85,18 @@ class Snapshot:
         self._headers = headers
         self._files = {files.table: files for files in manifest.tables}
         self._tables = {table.name: table for table in manifest.spec.stored_tables}
-        # What a table has once lies with its first slice: found by the table's name, and by each slice's.
-        self._first_slice = {
-            name: table.slices[0].name
-            for table in manifest.spec.tables
-            for name in (table.name, *(one.name for one in table.slices))
-        }
-        spec = manifest.spec
-        # By the names of tables as features see them, of their parts, and of slices: the first slice of the first part.
+        # What a table has once is stored with its first slice, or that of its first part: by the names of tables as
+        # features see them, of their parts, and of slices.
+        self._first_slice: dict[str, str] = {}
         self._logical: dict[str, AnyTable] = {}
         self._first_of: dict[str, str] = {}
-        for table in spec.logical_tables:
-            parts = spec.parts(table)
-            for name in (table.name, *(name for part in parts for name in (part.name, *(s.name for s in part.slices)))):
-                self._logical[name], self._first_of[name] = table, parts[0].slices[0].name
+        for table in manifest.spec.logical_tables:
+            parts = manifest.spec.parts(table)
+            self._logical[table.name], self._first_of[table.name] = table, parts[0].slices[0].name
+            for part in parts:
+                for name in (part.name, *(one.name for one in part.slices)):
+                    self._logical[name], self._first_of[name] = table, parts[0].slices[0].name
+                    self._first_slice[name] = part.slices[0].name
 
     @classmethod
     def open(
@@ -342,9 +348,7 @@ class Snapshot:
         if (plan := self.manifest.plan) is not None:
             header, path = self._headers[plan.path], self.path / plan.path
             expect_at_most(path, header, MAX_PLAN_BYTES)
-            expect_tensors(
-                path, header, {PLAN_TENSOR: ("U8", header[PLAN_TENSOR].shape if PLAN_TENSOR in header else ())}
-            )
+            expect_tensors(path, header, {PLAN_TENSOR: ("U8", (length_of(header, PLAN_TENSOR),))})
         if (golden := self.manifest.golden) is not None:
             path = self.path / golden.file.path
             check_golden_header(path, self.spec, golden, self._headers[golden.file.path])

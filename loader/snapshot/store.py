@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from pydantic import ValidationError
 
@@ -46,7 +46,6 @@ from loader.snapshot.manifest import (
 
 # Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
 _HASH_CHUNK_BYTES = 1 << 20
-_COPY_CHUNK_BYTES = 4 << 20
 # The convention of TF-Serving and Triton: positive integers, no leading zeros. Anything else is not a version.
 _VERSION_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
@@ -67,6 +66,33 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes, work: Path, *, durable: bool = True) -> None:
+    """Put a file in place at once, by way of `work`, which no other writer may use meanwhile."""
+    make_folders(path.parent)
+    with work.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    rename(work, path, durable=durable)
+
+
+def rename(source: Path, target: Path, *, durable: bool = True) -> None:
+    """Rename a file or folder within its folder."""
+    source.rename(target)
+    if durable:
+        fsync_path(target.parent)
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Return whether a file's lock was free, and is now held until the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +177,7 @@ class Store:
     def snapshot_path(self, model: str, version: int | None = None) -> Path:
         """Return the folder of a version, by default the latest. Raises SnapshotNotFoundError, naming what exists."""
         latest = self.latest(model)
-        if version is None:
-            version = latest
+        version = latest if version is None else version
         if version not in self.versions(model):
             raise self.no_version(model, version)
         return self.path / model / str(version)
@@ -203,18 +228,10 @@ class Store:
         entries = manifest.files()
         done, total = 0, sum(entry.size_bytes for entry in entries)
 
-        def copy(relative_path: str, before: int, path: Path) -> None:
-            copied = before
-            with snapshot_file(source, relative_path).open("rb") as read, path.open("wb") as written:
-                while chunk := read.read(_COPY_CHUNK_BYTES):
-                    written.write(chunk)
-                    copied += len(chunk)
-                    progress("copying into the store", min(copied, total), total)
-
         try:
             with open_export_folder(target, identity, progress) as work:
                 for entry in entries:
-                    work.write(entry.path, partial(copy, entry.path, done), entry)
+                    work.write(entry.path, partial(shutil.copyfile, snapshot_file(source, entry.path)), entry)
                     done += entry.size_bytes
                     progress("copying into the store", done, total)
                 work.publish(texts)
@@ -235,13 +252,13 @@ class Store:
         """Take a version out of sight, if it is there."""
         folder = self.path / model / str(version)
         if folder.exists():
-            _rename(folder, folder.with_name(f"{TRASH_PREFIX}{version}"))
+            rename(folder, folder.with_name(f"{TRASH_PREFIX}{version}"))
 
     def bring_back(self, model: str, version: int) -> None:
         """Let a version that was set aside be seen again."""
         folder = self.path / model / str(version)
         if (trash := folder.with_name(f"{TRASH_PREFIX}{version}")).exists() and not folder.exists():
-            _rename(trash, folder)
+            rename(trash, folder)
 
     def delete_set_aside(self, model: str, staying: Collection[int]) -> None:
         """Delete the versions that were set aside; those that are to stay after all come back into sight."""
@@ -254,7 +271,7 @@ class Store:
                 self.bring_back(model, int(version))
             if trash.exists():
                 gone = trash.with_name(trash.name + _GONE_SUFFIX)
-                _rename(trash, gone)
+                rename(trash, gone)
                 shutil.rmtree(gone)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
@@ -266,13 +283,7 @@ class Store:
         target = self.path / path
         unfinished = target.with_name(f".{target.name}-{os.getpid()}")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.rename(target)
-            fsync_path(target.parent)
+            replace_file(target, content, unfinished)
         except OSError as error:
             with suppress(OSError):
                 unfinished.unlink()
@@ -321,11 +332,6 @@ def version_numbers(names: Iterable[str], prefix: str = "") -> list[int]:
 
 def _folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
-
-
-def _rename(source: Path, target: Path) -> None:
-    source.rename(target)
-    fsync_path(target.parent)
 
 
 def manifest_texts_of(source: Path, identity: str) -> dict[str, str]:
@@ -401,8 +407,7 @@ class ExportFolder:
             fsync_path(Path(folder))
         if self._target.exists():
             raise SnapshotExistsError(f"{self._target} exists, and a version is immutable")
-        self._files.rename(self._target)
-        fsync_path(self._target.parent)
+        rename(self._files, self._target)
 
 
 @contextmanager
@@ -450,13 +455,8 @@ def _lock(work: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise busy from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The export that held the lock may have finished and removed this folder since we opened the file.
-            still_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except (BlockingIOError, FileNotFoundError) as error:
-            raise busy from error
-        if not still_there:
+        # The export that held the lock may have finished and removed this folder since we opened the file.
+        if not (try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
             raise busy
         yield
 

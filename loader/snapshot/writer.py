@@ -51,9 +51,8 @@ from loader.snapshot.per_row import Vocabulary, access_count_tensors, vocabulary
 from loader.snapshot.program import Program, program_bytes
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
-from loader.snapshot.schema_errors import quoted_errors
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
-from loader.snapshot.tables import NUM_BUCKETS, TableSpec
+from loader.snapshot.tables import NUM_BUCKETS, TableSpec, quoted_errors
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 
 _DENSE_PATH = "dense.safetensors"

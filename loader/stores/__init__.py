@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loader.snapshot.store import Store
-from loader.stores.place import StoreUrl, store_place
+from loader.stores.cache import StoreUrl, store_place
 
 
 def open_store(place: str | Path | StoreUrl) -> Store:

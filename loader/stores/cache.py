@@ -1,4 +1,4 @@
-"""The folder that versions of stores at URLs are synced into, bounded in bytes and shared by a machine's processes.
+"""Where a store is, and the folder that versions of stores at URLs are synced into, shared by a machine's processes.
 
 ```
 <cache>/lock                            held (flock) by the process that makes room and fetches
@@ -22,12 +22,87 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import Final, TypeAlias
 
-from loader.errors import StoreError
-from loader.progress import Progress
+import xxhash
+from pydantic import Field, ValidationError, field_validator
+
+from loader.errors import StoreError, cut
+from loader.progress import Progress, no_progress
+from loader.registry.registry import local_path, without_password
 from loader.snapshot.manifest import FileEntry
-from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders
+from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders, rename, try_lock
+from loader.snapshot.tables import Frozen, schema_errors
+
+DEFAULT_CACHE_BYTES: Final = 100 * 10**9
+FETCHING: Final = "fetching from the store"
+"""What a fetch reports its progress of, in bytes."""
+_URL: Final = re.compile(r"(s3|gs|az)://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/(?!\.\.?(/|$))[A-Za-z0-9_.=+-]+)*")
+_ALLOWED: Final = (
+    "allowed is s3://, gs:// or az://BUCKET[/PREFIX], a prefix of letters, digits and _ . = + - between slashes; "
+    "file:///PATH, or a path; credentials are taken from the environment"
+)
+
+
+class StoreUrl(Frozen):
+    """A store at a URL.
+
+    Attributes:
+        url: `s3://BUCKET[/PREFIX]`, `gs://BUCKET[/PREFIX]` or `az://CONTAINER[/PREFIX]`.
+        cache: the folder that versions are synced into. Processes of one machine may share it.
+        cache_bytes: what it may hold.
+        timeout_s: how long one request may take, its retries included.
+    """
+
+    url: str
+    cache: Path = Field(
+        default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrank", "stores")
+    )
+    cache_bytes: int = Field(default=DEFAULT_CACHE_BYTES, ge=1)
+    timeout_s: float = Field(default=60.0, gt=0, le=3600)
+
+    @field_validator("url")
+    @classmethod
+    def _check(cls, url: str) -> str:
+        if not _URL.fullmatch(url):
+            # A query may be the signature of a URL that was signed.
+            raise ValueError(f"{cut(without_password(url).partition('?')[0])}: {_ALLOWED}")
+        return url
+
+    def __str__(self) -> str:
+        """Return the URL, which has no secret in it."""
+        return self.url
+
+    @property
+    def exports(self) -> Path:
+        """The folder in which new versions of this store are made; not counted as the cache."""
+        return self.cache / "exports" / xxhash.xxh3_64_hexdigest(self.url.encode())
+
+    @property
+    def arguments(self) -> list[str]:
+        """The flags that give a child process the same store."""
+        cache = ["--store-cache", str(self.cache.absolute()), "--store-cache-gb", repr(self.cache_bytes / 1e9)]
+        return ["--store", self.url, *cache, "--store-timeout-s", repr(self.timeout_s)]
+
+
+StorePlace: TypeAlias = Path | StoreUrl
+
+
+def store_place(text: str | Path | StoreUrl, **cache: object) -> StorePlace:
+    """Read where a store is: a path, `file:///PATH`, or a URL as `StoreUrl` has it, with its other fields.
+
+    Raises StoreError of the kind `store_url` if it is none of these; a path is taken as it is.
+    """
+    if not isinstance(text, str):
+        return text
+    if (path := local_path(text)) is not None:
+        return path
+    try:
+        return StoreUrl.model_validate({"url": text.rstrip("/"), **cache})
+    except ValidationError as error:
+        problems = "; ".join(map(str, schema_errors(error, [StoreUrl])))
+        raise StoreError(f"store: {problems}", kind="store_url") from error
+
 
 IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
 _POLL_S: Final = 0.05
@@ -58,7 +133,7 @@ class SnapshotCache:
     def locked(self, progress: Progress) -> Iterator[None]:
         """Let no other process make room or fetch. While it waits it calls `progress`, which may raise."""
         with (self.folder / "lock").open("a") as lock:
-            while not _lock_alone(lock):
+            while not try_lock(lock):
                 progress("waiting for the cache", 0, 1)
                 time.sleep(_POLL_S)
             yield
@@ -77,7 +152,7 @@ class SnapshotCache:
             if used_bytes + needed_bytes <= self.max_bytes:
                 return
             with (root / "lock").open("a") as lock:
-                if root not in folder.parents and _lock_alone(lock):
+                if root not in folder.parents and try_lock(lock):
                     for path in [path for path in root.iterdir() if path.is_dir()]:
                         shutil.rmtree(path)
                     used_bytes -= sizes[root]
@@ -89,14 +164,11 @@ class SnapshotCache:
             )
 
 
-def missing_files(folder: Path, entries: Sequence[FileEntry]) -> list[FileEntry]:
-    """Return the files that a version's folder does not have in the manifest's size."""
-    return [entry for entry in entries if not _has_size(folder / entry.path, entry.size_bytes)]
-
-
-def delete_damaged_files(folder: Path, entries: Sequence[FileEntry], progress: Progress) -> None:
-    """Delete those of a version's files that have another SHA-256 than the manifest's."""
-    done, total = 0, sum(entry.size_bytes for entry in entries)
+def missing_files(
+    folder: Path, entries: Sequence[FileEntry], verify: bool = False, progress: Progress = no_progress
+) -> list[FileEntry]:
+    """Return the files that a version's folder does not have in the manifest's size; with `verify`, and SHA-256."""
+    missing, done, total = [], 0, sum(entry.size_bytes for entry in entries)
 
     def on_bytes(count: int) -> None:
         nonlocal done
@@ -105,27 +177,17 @@ def delete_damaged_files(folder: Path, entries: Sequence[FileEntry], progress: P
 
     for entry in entries:
         path = folder / entry.path
-        if _has_size(path, entry.size_bytes) and hash_file(path, on_bytes) != entry.sha256:
+        if not path.exists() or path.stat().st_size != entry.size_bytes:
+            missing.append(entry)
+        elif verify and hash_file(path, on_bytes) != entry.sha256:
             _log.warning("%s is not what was fetched: it is fetched again", path)
             path.unlink(missing_ok=True)  # another process may have found the same
+            missing.append(entry)
+    return missing
 
 
 def put_in_place(path: Path, target: Path) -> None:
     """Make a complete file durable, and rename it into its place."""
     fsync_path(path)
     make_folders(target.parent)
-    path.rename(target)
-    fsync_path(target.parent)
-
-
-def _has_size(path: Path, size_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == size_bytes
-
-
-def _lock_alone(lock: IO[str]) -> bool:
-    """Return whether a lock was free, and is now held."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    rename(path, target)

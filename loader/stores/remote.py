@@ -61,8 +61,14 @@ from loader.snapshot.store import (
     manifest_texts_of,
     version_numbers,
 )
-from loader.stores.cache import IDENTITY, SnapshotCache, delete_damaged_files, missing_files, put_in_place
-from loader.stores.place import FETCHING, StoreUrl
+from loader.stores.cache import (
+    FETCHING,
+    IDENTITY,
+    SnapshotCache,
+    StoreUrl,
+    missing_files,
+    put_in_place,
+)
 
 try:
     import obstore
@@ -129,7 +135,6 @@ class RemoteStore(Store):
         return sorted(set(version_numbers(folders)) - set(version_numbers(names, TRASH_PREFIX)))
 
     def manifest(self, model: str, version: int) -> tuple[Manifest, str] | None:
-        """As `Store.manifest`."""
         if (content := self._read_manifest(model, version)) is None:
             return None
         url = f"{self.name}/{model}/{version}/{MANIFEST_NAME}"
@@ -174,8 +179,8 @@ class RemoteStore(Store):
         try:
             held = self.cache.hold(digest, model, version, is_checked=verify)
             try:
-                delete_damaged_files(held.path, entries if verify else entries[: len(texts)], progress)
-                if missing_files(held.path, entries):
+                missing_files(held.path, entries[: len(texts)], verify=True)
+                if missing_files(held.path, entries, verify, progress):
                     # Another process may fetch them meanwhile.
                     with self.cache.locked(progress):
                         if missing := missing_files(held.path, entries):
@@ -227,12 +232,10 @@ class RemoteStore(Store):
         return url, is_new
 
     def set_aside(self, model: str, version: int) -> None:
-        """As `Store.set_aside`."""
         self._create(f"{model}/{TRASH_PREFIX}{version}", b"")
         self._aside.setdefault(model, set()).add(version)
 
     def bring_back(self, model: str, version: int) -> None:
-        """As `Store.bring_back`."""
         self.delete_files([f"{model}/{TRASH_PREFIX}{version}"])
         self._aside.get(model, set()).discard(version)
 
@@ -252,7 +255,6 @@ class RemoteStore(Store):
             self.bring_back(model, version)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
-        """As `Store.read_file`."""
         content = self._read(path, max_bytes)
         if content is None:
             raise SnapshotCorruptError(f"{self.name}/{path}: missing") from FileNotFoundError(path)
@@ -264,19 +266,14 @@ class RemoteStore(Store):
             obstore.put(self._client, path, content, max_concurrency=4)
 
     def list_files(self, folder: str) -> list[StoredFile]:
-        """As `Store.list_files`."""
         now = time.time()
         return [StoredFile(meta["path"], now - meta["last_modified"].timestamp()) for meta in self._list(folder)]
 
     def delete_files(self, paths: Sequence[str]) -> None:
-        """As `Store.delete_files`."""
         with self._translated("deleted", paths[0] if paths else ""):
-            try:
-                obstore.delete(self._client, paths)
-            except FileNotFoundError:
-                for path in paths:
-                    with suppress(FileNotFoundError):
-                        obstore.delete(self._client, path)
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self._client, path)
 
     def _model_names(self) -> list[str]:
         with self._translated("listed", ""):
@@ -367,7 +364,12 @@ class RemoteStore(Store):
             async with slots:
                 with path.open("wb") as file:
                     for begin in range(0, entry.size_bytes, RANGE_BYTES):
-                        content = await self._read_range(url, begin, min(begin + RANGE_BYTES, entry.size_bytes))
+                        end = min(begin + RANGE_BYTES, entry.size_bytes)
+                        # obstore bounds each try: a store may drip a body, or answer each one at the last moment.
+                        with self._translated("read", url):
+                            async with asyncio.timeout(self._timeout_s):
+                                found = await obstore.get_range_async(self._client, url, start=begin, end=end)
+                        content = memoryview(found)
                         await asyncio.to_thread(digest.update, content)
                         file.write(content)
                         done += len(content)
@@ -377,24 +379,13 @@ class RemoteStore(Store):
                     )
                 await asyncio.to_thread(put_in_place, path, folder / entry.path)
 
-        async def fetch_files() -> None:
-            fetching = asyncio.ensure_future(all_or_first_error(starmap(fetch_file, enumerate(entries))))
+        async def report() -> None:
+            while done < total:
+                progress(FETCHING, done, total)
+                await asyncio.sleep(_POLL_S)
 
-            async def report() -> None:
-                while not fetching.done():
-                    progress(FETCHING, done, total)
-                    await asyncio.wait([fetching], timeout=_POLL_S)
-
-            await all_or_first_error([fetching, report()])
-
-        asyncio.run(fetch_files())
+        asyncio.run(all_or_first_error([report(), *starmap(fetch_file, enumerate(entries))]))
         progress(FETCHING, total, total)
-
-    async def _read_range(self, path: str, begin: int, end: int) -> memoryview:
-        with self._translated("read", path):
-            # obstore bounds each try: a store may drip a body, or answer each one at the last moment.
-            async with asyncio.timeout(self._timeout_s):
-                return memoryview(await obstore.get_range_async(self._client, path, start=begin, end=end))
 
     @contextmanager
     def _translated(self, action: str, path: str) -> Iterator[None]:

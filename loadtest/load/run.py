@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from loader.errors import ConfigError
-from loader.snapshot.schema_errors import schema_errors
-from loader.snapshot.tables import Frozen
+from loader.snapshot.tables import Frozen, schema_errors
 from loadtest.documents import check_writable, line, show_document, value_text, write_document
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators

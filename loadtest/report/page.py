@@ -22,7 +22,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from pydantic import Field, TypeAdapter, ValidationError
 
 from loader.errors import ConfigError
-from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import schema_errors
 from loadtest.documents import tables_of, value_text
 from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of
 from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds

@@ -20,9 +20,9 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from loader.errors import ConfigError, ShardrankError
-from loader.file_backed import FileBacked
 from loader.snapshot.tables import Frozen
 from serving.errors import PermissionDeniedError, UnauthenticatedError
+from shard_node.wire.tls import FileBacked
 
 Scope: TypeAlias = Literal["rank", "describe", "admin"]
 """What a token is good for. `describe`: models' descriptions, metadata and statistics. `rank`: rank, lookup and infer,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from loader.snapshot.per_row import Vocabulary
     from loader.snapshot.row_classes import RowClasses
     from loader.snapshot.row_source import RowSource
-    from loader.stores.place import StorePlace
+    from loader.stores.cache import StorePlace
 
 
 @click.command(cls=WithExamples)

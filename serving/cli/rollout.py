@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from loader.rollout.plan import Event, Rollout
     from loader.rollout.requests import RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
-    from loader.stores.place import StorePlace
+    from loader.stores.cache import StorePlace
 
 DEFAULT_CANARY_BAKE_S = 60.0
 SHOWN_EVENTS = 8
@@ -438,8 +438,7 @@ async def _tell_end(fleet: FleetRegistry, ended: Rollout) -> None:
 
 async def _read_statuses(fleet: FleetRegistry, model: str | None) -> tuple[RolloutStatus, ...]:
     """Read the status of one model, or of all. Raises RegistryError."""
-    from loader.rollout.fleet_state import read_fleet
-    from loader.rollout.requests import read_status
+    from loader.rollout.requests import read_fleet, read_status
 
     if model is not None:
         return (await read_status(fleet, model),)

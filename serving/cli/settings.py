@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.store import HeldSnapshot
-    from loader.stores.place import StorePlace
+    from loader.stores.cache import StorePlace
     from router.hot_rows import HotRowsConfig
     from router.outliers import ReplicaPolicy
     from router.plan import Plan
@@ -68,7 +68,7 @@ def config_of(schema: type[Config], options: Options, prefix: str = "", /, **mor
     """
     from pydantic import ValidationError
 
-    from loader.snapshot.schema_errors import schema_errors
+    from loader.snapshot.tables import schema_errors
 
     values = {name: options[name] for name in schema.model_fields.keys() & options if options[name] is not None} | more
     try:
@@ -119,7 +119,7 @@ def store_of(
     store: str | Path, store_cache: Path | None, store_cache_gb: float | None, store_timeout_s: float | None
 ) -> StorePlace:
     """Return where a store is. Raises StoreError, and UsageError for flags that a folder has no use for."""
-    from loader.stores.place import store_place
+    from loader.stores.cache import store_place
 
     values = {"cache": store_cache, "cache_bytes": to_bytes(store_cache_gb), "timeout_s": store_timeout_s}
     place = store_place(store, **{name: value for name, value in values.items() if value is not None})
@@ -182,7 +182,7 @@ def published_folder(snapshot: str | Path, store: StorePlace | None) -> tuple[Pa
             raise click.UsageError(f"Directory {str(snapshot)!r} does not exist.")
         folder = snapshot.resolve()
         return folder, folder.parent.parent
-    from loader.stores.place import store_place
+    from loader.stores.cache import store_place
 
     url, _, version = snapshot.rstrip("/").rpartition("/")
     url, _, model = url.rpartition("/")

@@ -112,7 +112,7 @@ def read_description(path: Path) -> ModelDescription:
 
     from loader.description import ModelDescription
     from loader.errors import ExportError
-    from loader.snapshot.schema_errors import schema_errors
+    from loader.snapshot.tables import schema_errors
 
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
         raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
@@ -132,7 +132,7 @@ def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | 
 
     from loader.errors import ExportError
     from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
-    from loader.snapshot.schema_errors import schema_errors
+    from loader.snapshot.tables import schema_errors
     from serving.models.config import parse_dense_model
     from serving.models.exported import check_bindings
 

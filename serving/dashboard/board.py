@@ -14,8 +14,8 @@ import msgspec
 
 from loader.errors import OverloadedError, RegistryError, UnavailableError
 from loader.registry.fleet import NodeRecord, VersionReport, WantedModel
-from loader.rollout.fleet_state import FleetState
 from loader.rollout.plan import Rollout
+from loader.rollout.requests import FleetState
 from serving.dashboard.history import Changes, History, told_events
 from serving.dashboard.sources import Source
 

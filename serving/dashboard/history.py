@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionStats
-from loader.rollout.fleet_state import FleetState
 from loader.rollout.plan import Rollout
+from loader.rollout.requests import FleetState
 
 SLOT_S = 5.0
 NUM_SLOTS = 180

@@ -11,9 +11,8 @@ from typing import Protocol
 from loader.errors import RolloutError
 from loader.registry.fleet import Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.registry import Registry
-from loader.rollout.fleet_state import FleetState, read_fleet
 from loader.rollout.plan import Rollout
-from loader.rollout.requests import SeenRollout, roll_back
+from loader.rollout.requests import FleetState, SeenRollout, read_fleet, roll_back
 from serving.rank.service import RankingService
 from shard_node.node import NodeInfo
 

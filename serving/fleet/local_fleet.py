@@ -39,7 +39,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
 from loader.stores import open_store
-from loader.stores.place import StoreUrl
+from loader.stores.cache import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile

@@ -8,8 +8,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 from pydantic import Field, TypeAdapter, ValidationError
 
 from loader.snapshot.manifest import DenseModelSpec, ModelSpec
-from loader.snapshot.schema_errors import schema_errors
-from loader.snapshot.tables import Frozen
+from loader.snapshot.tables import Frozen, schema_errors
 from serving.errors import RankingModelError
 
 MAX_LAYERS = 32

@@ -20,8 +20,7 @@ from loader.description import ModelDescription, TableDescription
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.per_row import Vocabulary
-from loader.snapshot.schema_errors import schema_errors
-from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings
+from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings, schema_errors
 from serving.training.interactions import Interactions, TrainingError, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array
 

@@ -24,8 +24,7 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import rows_of
-from loader.snapshot.schema_errors import schema_errors
-from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping
+from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping, schema_errors
 from loader.snapshot.writer import export_snapshot
 from loader.traces import count_values
 from router.fitting import fitted

@@ -37,7 +37,7 @@ from loader.registry.registry import Registry
 from loader.snapshot.publishing import identities_in_use
 from loader.snapshot.reader import Snapshot
 from loader.stores import open_store
-from loader.stores.place import StoreUrl
+from loader.stores.cache import StoreUrl
 from router.errors import HotRowsError
 from router.hot_keeper import HotKeepers, HotStatus
 from router.outliers import ReplicaEvents

@@ -30,7 +30,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
 from loader.stores import open_store
-from loader.stores.place import FETCHING, StoreUrl
+from loader.stores.cache import FETCHING, StoreUrl
 from shard_node.agent.agent import Agent
 from shard_node.agent.delta_follower import Followers, catch_up
 from shard_node.buckets import Partition

@@ -12,7 +12,6 @@ from typing import TypeVar
 from pydantic import Field
 
 from loader.errors import DeadlineExceededError, OverloadedError
-from loader.file_backed import FileBacked
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
@@ -35,7 +34,7 @@ from shard_node.wire.messages import (
     encode_pool,
 )
 from shard_node.wire.roles import NODES, CertificateRoles
-from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, TlsContext, connection_failure
+from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, FileBacked, TlsContext, connection_failure
 
 logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from loader.registry.redis_url import parse_redis_url
+from loader.registry.redis_registry import parse_redis_url
 from serving.server import ServerConfig
 from shardrank_testing.command_line import parse_command_line
 

@@ -135,18 +135,18 @@ def save_as_ranks(folder, whole, split, cuts):
 @pytest.mark.parametrize(
     ("split", "cuts", "message"),
     [
-        ("rows", [(0, 400), (400, 800)], r"\[800:1000, 0:16\] is in none of its chunks"),
-        ("rows", [(100, 400), (400, 1000)], r"\[0:100, 0:16\] is in none of its chunks"),
-        ("columns", [(0, 6), (7, 16)], r"\[0:1000, 6:7\] is in none of its chunks"),
+        ("rows", [(0, 400), (400, 800)], "its chunks hold 12800 of its 16000 elements"),
+        ("rows", [(100, 400), (400, 1000)], "its chunks hold 14400 of its 16000 elements"),
+        ("columns", [(0, 6), (7, 16)], "its chunks hold 15000 of its 16000 elements"),
         # As many elements as the table has, and yet row 0 to 99 twice and the last 100 rows never.
-        ("rows", [(0, 400), (300, 800), (800, 900)], r"\[300:400, 0:16\] is in 2 of its 3 chunks"),
-        ("columns", [(0, 8), (4, 12)], r"\[0:1000, 4:8\] is in 2 of its 2 chunks"),
+        ("rows", [(0, 400), (300, 800), (800, 900)], r"chunk at \[300, 0\] of size \[500, 16\] overlaps another one"),
+        ("columns", [(0, 8), (4, 12)], r"chunk at \[0, 4\] of size \[1000, 8\] overlaps another one"),
     ],
 )
 def test_chunks_that_leave_a_gap_or_overlap_are_refused(tmp_path, split, cuts, message):
     checkpoint = open_checkpoint(save_as_ranks(tmp_path, TABLES["user"], split, cuts))
     for read in (checkpoint.rows, checkpoint.tensor):
-        with pytest.raises(CheckpointError, match=rf"tensor 'w' \[1000, 16\]: the part {message}"):
+        with pytest.raises(CheckpointError, match=f"tensor 'w'.*{message}"):
             read("w")
 
 

@@ -77,7 +77,7 @@ async def test_a_record_is_restored_over_a_lower_epoch_only(fleet):
     assert await fleet.restore_wanted(fifth.model_copy(update={"epoch": 6}))
     assert (await fleet.wanted_model("m")).epoch == 6
     await fleet.registry.put(wanted_key("n"), b'{"epoch": true}', 0)
-    with pytest.raises(RegistryRecordError, match="wanted/n: epoch True; an integer from 1 on is needed"):
+    with pytest.raises(RegistryRecordError, match="wanted/n: epoch: Input should be a valid integer"):
         await fleet.restore_wanted(FIRST.model_copy(update={"model": "n"}))
 
 
@@ -125,7 +125,7 @@ async def test_another_record_of_what_is_published_is_a_conflict(fleet):
     assert await fleet.version("m", 9) == PUBLISHED
 
 
-@pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"node_id": "bad"}', NODE.model_dump_json().encode(), b"\xff"])
+@pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"node_id": "bad"}', b"\xff"])
 async def test_an_unreadable_node_hides_no_other_and_is_logged_once(fleet, caplog, value):
     await fleet.announce_node(NODE, 60.0)
     await fleet.registry.announce(node_key("bad"), value, 60.0)
@@ -139,11 +139,9 @@ async def test_an_unreadable_node_hides_no_other_and_is_logged_once(fleet, caplo
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (wanted_key("m"), b"{", "wanted/m: record: Invalid JSON"),
+        (wanted_key("m"), b"{", "wanted/m: document: Invalid JSON"),
         (wanted_key("m"), b'{"model": "m", "epoch": 0}', "wanted/m: epoch: Input should be greater than or equal to 1"),
-        (wanted_key("n"), FIRST.model_dump_json().encode(), "wanted/n: the record there belongs to wanted/m"),
         (version_key("m", 9), b"{}", "versions/m/0{19}9: model: Field required"),
-        (version_key("m", 8), PUBLISHED.model_dump_json().encode(), "belongs to versions/m/0{19}9"),
         (FLEET, b'{"num_shards": 0}', "fleet: num_shards"),
     ],
 )

@@ -171,14 +171,14 @@ async def test_a_killed_publisher_leaves_no_version_for_the_next(shop: Shop) -> 
     folder, _ = write_snapshot(shop.folder, make_spec())
     work = shop.store / "films" / ".export-1" / "snapshot"
     kept: dict[Path, int] = {}
-    for calls in (4, 9):
+    for calls in (2, 4):
         command = [sys.executable, "-c", PUBLISH_AND_DIE, str(folder), str(shop.folder), str(calls)]
         killed = await asyncio.to_thread(subprocess.run, command, check=False, timeout=60)
         assert killed.returncode == -signal.SIGKILL
         assert Store(shop.store).versions("films") == []
         assert await shop.fleet.versions() == []
         assert kept.items() <= {path: path.stat().st_ino for path in work.rglob("*.safetensors")}.items()
-        # The last one was not yet on record.
+        # Each file that was copied is on record before the next one is begun.
         journal = (work.parent / "export-state.jsonl").read_text().splitlines()[1:]
         kept = {path: path.stat().st_ino for path in work.rglob("*.safetensors") if path.name in str(journal)}
         assert kept

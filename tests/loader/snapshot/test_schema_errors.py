@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
-from loader.snapshot.schema_errors import schema_errors
-from loader.snapshot.tables import TableSpec
+from loader.snapshot.tables import TableSpec, schema_errors
 
 ITEMS = {"name": "items", "num_embeddings": 300, "embedding_dim": 4, "feature_names": ["item"]}
 HALF = ITEMS | {"num_embeddings": 150}

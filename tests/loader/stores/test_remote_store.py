@@ -27,7 +27,7 @@ from loader.snapshot.publishing import publish, retain
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.stores import remote as remote_module
-from loader.stores.place import StoreUrl
+from loader.stores.cache import StoreUrl
 from loader.stores.remote import RemoteStore
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.processes import wait_until
@@ -159,7 +159,7 @@ KILLED = """
     import sys
     from pathlib import Path
     from loader.stores import remote
-    from loader.stores.place import StoreUrl
+    from loader.stores.cache import StoreUrl
 
     remote.FILES_AT_A_TIME = 1
     remote.RemoteStore(StoreUrl(url=sys.argv[1], cache=Path(sys.argv[2]))).hold("small", 1)

@@ -11,7 +11,7 @@ import pytest
 from loader.errors import StoreError
 from loader.snapshot.store import Store
 from loader.stores import open_store
-from loader.stores.place import DEFAULT_CACHE_BYTES, StoreUrl, store_place
+from loader.stores.cache import DEFAULT_CACHE_BYTES, StoreUrl, store_place
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry import open_registry
 from loader.snapshot.manifest import MANIFEST_NAME, read_manifest
 from loader.stores import open_store
-from loader.stores.place import StoreUrl
+from loader.stores.cache import StoreUrl
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.s3_server import Bucket
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, running_api

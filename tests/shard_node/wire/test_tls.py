@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from loader.file_backed import FileBacked
 from shard_node.errors import (
     CertificateRoleError,
     NodeUnavailableError,
@@ -30,6 +29,7 @@ from shard_node.wire.tls import (
     MISSING,
     PLAIN_TEXT,
     UNTRUSTED,
+    FileBacked,
     Refusals,
     TlsClientConfig,
     TlsConfig,

@@ -15,7 +15,7 @@ from loader.registry import open_registry
 from loader.registry.fleet import FleetRecord, FleetRegistry, NodeRecord, WantedModel
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
-from loader.stores.place import StoreUrl
+from loader.stores.cache import StoreUrl
 from router.hot_rows import HotRowsConfig
 from router.plan import Plan
 from serving.limits import RequestLimits

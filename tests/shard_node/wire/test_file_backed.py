@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loader.errors import CheckpointError
-from loader.file_backed import FileBacked
+from shard_node.wire.tls import FileBacked
 from shardrank_testing.rollout_fleet import Clock
 
 
