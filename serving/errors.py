@@ -18,6 +18,7 @@ shed OverloadedError, what is not ready UnavailableError, and what is wrong with
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from loader.errors import ShardrankError
@@ -67,6 +68,14 @@ class InvalidRequestError(
 
     def __str__(self) -> str:
         return f"{self.field}: {self.problem}" if self.field else self.problem
+
+
+invalid_field = partial(InvalidRequestError, kind="invalid_field")
+invalid_id = partial(InvalidRequestError, kind="invalid_id")
+count_mismatch = partial(InvalidRequestError, kind="count_mismatch")
+missing_feature = partial(InvalidRequestError, kind="missing_feature")
+unknown_feature = partial(InvalidRequestError, kind="unknown_feature")
+malformed = partial(InvalidRequestError, kind="malformed")
 
 
 def limit_exceeded(

@@ -30,7 +30,7 @@ from serving.client.features import (
     read_rank,
 )
 from serving.client.transports import GrpcTransport, HttpTransport, Method, Request, Target, Token
-from serving.errors import InvalidRequestError, NotFoundError
+from serving.errors import InvalidRequestError, NotFoundError, invalid_field
 from serving.proto.shardrank.v1 import ranking_pb2
 
 P = ParamSpec("P")
@@ -261,7 +261,7 @@ class Requests:
     def _ends(self, timeout_ms: int | None) -> float:
         timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
         if timeout_ms < 1:
-            raise InvalidRequestError("timeout_ms", f"{timeout_ms} is not 1 or more", kind="invalid_field")
+            raise invalid_field("timeout_ms", f"{timeout_ms} is not 1 or more")
         return self._clock() + timeout_ms / 1000
 
     async def _send(
@@ -279,7 +279,7 @@ class Requests:
                     setattr(request, name, value)
             except ValueError as error:
                 # A number out of the field's range, or text that is not valid Unicode.
-                raise InvalidRequestError(name, str(error), kind="invalid_field") from error
+                raise invalid_field(name, str(error)) from error
         policy, attempt = self._retry, 0
         with self._lock:
             self._tokens = min(policy.budget_burst, self._tokens + policy.budget_ratio)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.tables import fingerprint_strings
-from serving.errors import InvalidRequestError, limit_exceeded
+from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, limit_exceeded, malformed
 from serving.formats.requests import Buffer, LookupRequest, Options, RankRequest
 from serving.formats.schema import MAX_NAME_CHARS, Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
@@ -62,9 +62,7 @@ class FeatureCounts:
             key = next(key for key, count in enumerate(expected) if given[key] != count)
             name, is_context, _ = self._schema.kinds[key]
             unit = "bags" if is_context else "candidates"
-            raise InvalidRequestError(
-                self._path(name), f"{given[key]} {unit}, expected {expected[key]}", kind="count_mismatch"
-            )
+            raise count_mismatch(self._path(name), f"{given[key]} {unit}, expected {expected[key]}")
 
     def check_num_ids(self) -> None:
         """Raise InvalidRequestError for too many ids, before any is read."""
@@ -125,7 +123,7 @@ def array_of(buffer: Buffer, dtype: str, path: str) -> npt.NDArray[Any]:
     """View a buffer as numbers such as `<f4`. Raises InvalidRequestError for a part of one."""
     width, size = int(dtype[-1]), len(buffer)
     if size % width:
-        raise InvalidRequestError(path, f"{size} bytes, which is not a multiple of {width}", kind="malformed")
+        raise malformed(path, f"{size} bytes, which is not a multiple of {width}")
     return np.frombuffer(buffer, dtype)
 
 
@@ -159,7 +157,7 @@ def rank_request(
     if candidate_dense.size and not np.logical_and.reduce(np.isfinite(candidate_dense), axis=None):
         raise _not_finite("candidates.dense", candidate_dense)
     if options.top_k is not None and options.top_k < 1:
-        raise InvalidRequestError("top_k", f"{options.top_k} is not 1 or more", kind="invalid_field")
+        raise invalid_field("top_k", f"{options.top_k} is not 1 or more")
     return RankRequest(
         bags, num_candidates, context_dense, candidate_dense, timeout_s, options.top_k, options.request_id, texts
     )
@@ -210,19 +208,13 @@ def keyed_bags(
                 segment = int(np.searchsorted(ends, bag, side="right"))
                 path = _lengths_path(schema, keys, segment, lookup=lookup)
                 path += f"[{bag - int(ends[segment] - bags_per_key[segment])}]"
-                raise InvalidRequestError(
-                    path, f"{lengths[bag]} is not in 0..{num_ids}, the number of ids", kind="invalid_field"
-                )
+                raise invalid_field(path, f"{lengths[bag]} is not in 0..{num_ids}, the number of ids")
         bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
         described = bags.values_per_key()
     if not np.array_equal(described, ids_per_key):
         segment = int((described != ids_per_key).argmax())
         path = _lengths_path(schema, keys, segment, lookup=lookup)
-        raise InvalidRequestError(
-            path,
-            f"they add up to {described[segment]}, but there are {ids_per_key[segment]} ids",
-            kind="count_mismatch",
-        )
+        raise count_mismatch(path, f"they add up to {described[segment]}, but there are {ids_per_key[segment]} ids")
     if longest > limits.max_ids_per_bag:
         path = place_of(schema, bags, int(bags.offsets[int(bags.lengths.argmax())]), lookup=lookup).rsplit("[", 1)[0]
         raise limit_exceeded(path, "max_ids_per_bag", limits.max_ids_per_bag, longest, "ids in one bag")
@@ -237,7 +229,7 @@ def _lengths_path(schema: RequestSchema, keys: Int32Array, segment: int, *, look
 def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
     """Raise InvalidRequestError for none or too many."""
     if num_candidates < 1:
-        raise InvalidRequestError("candidates", "0 candidates; a rank request needs at least 1", kind="count_mismatch")
+        raise count_mismatch("candidates", "0 candidates; a rank request needs at least 1")
     if num_candidates > limits.max_candidates:
         raise limit_exceeded("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
 
@@ -270,7 +262,7 @@ def dense_matrix(flat: npt.NDArray[np.float32], num_candidates: int, width: int)
     """Row-major values as float32 [N, width]. Raises InvalidRequestError if they do not fill it."""
     if flat.size != num_candidates * width:
         needed = f"{num_candidates} candidates of {width} values need {num_candidates * width}"
-        raise InvalidRequestError("candidates.dense", f"{flat.size} values; {needed}", kind="count_mismatch")
+        raise count_mismatch("candidates.dense", f"{flat.size} values; {needed}")
     return flat.reshape(num_candidates, width)
 
 
@@ -284,19 +276,17 @@ def _check_common(schema: RequestSchema, bags: KeyedBags, options: Options, *, l
                 raise limit_exceeded(field, limit, getattr(limits, limit), count, "characters")
     if values.size and int(np.minimum.reduce(values)) < 0:
         index = int((values < 0).argmax())
-        raise InvalidRequestError(
-            place_of(schema, bags, index, lookup=lookup), f"{values[index]} is not in 0..{MAX_ID}", kind="invalid_id"
-        )
+        raise invalid_id(place_of(schema, bags, index, lookup=lookup), f"{values[index]} is not in 0..{MAX_ID}")
     if weights is not None and not np.logical_and.reduce(np.isfinite(weights)):
         index = int((~np.isfinite(weights)).argmax())
         path = place_of(schema, bags, index, "weights", lookup=lookup)
-        raise InvalidRequestError(path, f"{weights[index]} is not a finite float32", kind="invalid_field")
+        raise invalid_field(path, f"{weights[index]} is not a finite float32")
     most, timeouts_s = limits.max_timeout_ms, list[float]()
     for field, timeout, per_ms in (("timeout_ms", options.timeout_ms, 1), ("timeout", options.timeout_us, 1000)):
         if timeout is None:
             continue
         if timeout < 1:
-            raise InvalidRequestError(field, f"{timeout} is not in 1..{most * per_ms}", kind="invalid_field")
+            raise invalid_field(field, f"{timeout} is not in 1..{most * per_ms}")
         if timeout > most * per_ms:
             raise limit_exceeded(field, "max_timeout_ms", most, -(-timeout // per_ms), "ms")
         timeouts_s.append(timeout / (1000 * per_ms))
@@ -306,7 +296,7 @@ def _check_common(schema: RequestSchema, bags: KeyedBags, options: Options, *, l
 def _not_finite(path: str, values: npt.NDArray[Any]) -> InvalidRequestError:
     where = np.argwhere(~np.isfinite(values))[0].tolist()
     path += "".join(f"[{index}]" for index in where)
-    return InvalidRequestError(path, f"{values[tuple(where)]} is not a finite float32", kind="invalid_field")
+    return invalid_field(path, f"{values[tuple(where)]} is not a finite float32")
 
 
 class Elements(Protocol):
@@ -357,9 +347,7 @@ class Tensor(msgspec.Struct, gc=False):
             first = start + 4
             start = first + int.from_bytes(data[start:first], "little")
             if start > len(data):
-                raise InvalidRequestError(
-                    path, f"BYTES element {len(texts)} is longer than what is left", kind="malformed"
-                )
+                raise malformed(path, f"BYTES element {len(texts)} is longer than what is left")
             texts.append(text_of(path, len(texts), data[first:start]))
         if len(texts) != count:
             raise wrong_count(path, count, f"{len(texts)}" if len(texts) < count else f"at least {len(texts)}")
@@ -367,9 +355,7 @@ class Tensor(msgspec.Struct, gc=False):
 
     def wrong_shape(self, allowed: str) -> InvalidRequestError:
         """Make the error for a shape."""
-        return InvalidRequestError(
-            f"{input_path(self.name)}.shape", f"{self.shape[:8]}; {allowed}", kind="count_mismatch"
-        )
+        return count_mismatch(f"{input_path(self.name)}.shape", f"{self.shape[:8]}; {allowed}")
 
     def _elements(self, count: int, allowed: tuple[str, ...]) -> Any:
         datatype, data = self.datatype, self.data
@@ -381,9 +367,7 @@ class Tensor(msgspec.Struct, gc=False):
             return data.elements(input_path(self.name), datatype, count)
         if datatype != "BYTES" and len(data) != count * _WIDTHS[datatype]:
             wanted = f"{count} elements of {datatype}, {count * _WIDTHS[datatype]} bytes"
-            raise InvalidRequestError(
-                input_path(self.name), f"{len(data)} bytes of data; its shape holds {wanted}", kind="count_mismatch"
-            )
+            raise count_mismatch(input_path(self.name), f"{len(data)} bytes of data; its shape holds {wanted}")
         return data
 
 
@@ -397,11 +381,9 @@ def text_of(path: str, position: int, element: Buffer) -> str:
     try:
         return str(element, "utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"{path}[{position}]", f"it is not UTF-8: {error.reason}", kind="invalid_id"
-        ) from None
+        raise invalid_id(f"{path}[{position}]", f"it is not UTF-8: {error.reason}") from None
 
 
 def wrong_count(path: str, count: int, got: str) -> InvalidRequestError:
     """Make the error for another number of elements than a shape holds."""
-    return InvalidRequestError(path, f"its shape holds {count} elements, its data {got}", kind="count_mismatch")
+    return count_mismatch(path, f"its shape holds {count} elements, its data {got}")

@@ -21,7 +21,14 @@ import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
 from loader.snapshot.manifest import MAX_OUTPUTS
-from serving.errors import InvalidRequestError, limit_exceeded
+from serving.errors import (
+    InvalidRequestError,
+    count_mismatch,
+    invalid_field,
+    limit_exceeded,
+    malformed,
+    missing_feature,
+)
 from serving.formats.bags import (
     DTYPES,
     INTEGERS,
@@ -133,7 +140,7 @@ class InferRequest:
             if one.parameters is not None:
                 one.parameters.check("outputs")
         if len({one.name for one in outputs}) != len(outputs):
-            raise InvalidRequestError("outputs", "an output is asked for twice", kind="invalid_field")
+            raise invalid_field("outputs", "an output is asked for twice")
         self.model = model
         self.version = parse_version(version)
         self.key = parameters.routing_key or request_id
@@ -168,7 +175,7 @@ class InferRequest:
         for one in self._outputs:
             if one.name not in schema.outputs:
                 problem = f"there is no output {one.name[:MAX_NAME_CHARS]!r}; there are {list(schema.outputs)}"
-                raise InvalidRequestError("outputs", problem, kind="invalid_field")
+                raise invalid_field("outputs", problem)
         has_optional = len(given) > len(required)
         layout = FeatureCounts(schema, schema.keys, input_path)
         ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
@@ -232,12 +239,10 @@ def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
         if name not in known:
             if len(known) > MAX_NAMES_SHOWN or name in schema.features.index:
                 raise schema.unknown_feature("", name)
-            raise InvalidRequestError(
-                input_path(name), f"model {model!r} has no such input; it has {list(known)}", kind="invalid_field"
-            )
+            raise invalid_field(input_path(name), f"model {model!r} has no such input; it has {list(known)}")
     for name, one in known.items():
         if not one.optional and name not in given:
-            raise InvalidRequestError(input_path(name), f"model {model!r} needs it", kind="missing_feature")
+            raise missing_feature(input_path(name), f"model {model!r} needs it")
 
 
 def parse_version(text: str) -> int | None:
@@ -246,7 +251,7 @@ def parse_version(text: str) -> int | None:
         return None
     version = int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_VERSION_CHARS else 0
     if not 1 <= version <= MAX_ID:
-        raise InvalidRequestError("version", f"{text[:40]!r} is not an integer in 1..{MAX_ID}", kind="invalid_field")
+        raise invalid_field("version", f"{text[:40]!r} is not an integer in 1..{MAX_ID}")
     return version
 
 
@@ -315,13 +320,13 @@ class InferHttpCodec:
             )
         if count_above(header, _BRACE, _MAX_OBJECTS):
             problem = f"more than {_MAX_OBJECTS} objects; at most {MAX_INPUTS} inputs are taken"
-            raise InvalidRequestError("inputs", problem, kind="invalid_field")
+            raise invalid_field("inputs", problem)
         try:
             decoded = _BODY.decode(header)
         except (msgspec.ValidationError, RecursionError) as error:
-            raise InvalidRequestError("", str(error), kind="invalid_field") from None
+            raise invalid_field("", str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("", f"the request is not JSON: {error}", kind="malformed") from None
+            raise malformed("", f"the request is not JSON: {error}") from None
         return _HttpRequest(
             self._model, self._version, decoded.id or "", decoded.parameters or _NO_PARAMETERS,
             _http_inputs(decoded.inputs, view, len(header)), decoded.outputs or [],
@@ -353,7 +358,7 @@ def _header_bytes(text: str, body_bytes: int) -> int:
     length = int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else -1
     if not 1 <= length <= body_bytes:
         problem = f"{text[:40]!r} is not in 1..{body_bytes}, the bytes of the body"
-        raise InvalidRequestError(HEADER_LENGTH, problem, kind="invalid_field")
+        raise invalid_field(HEADER_LENGTH, problem)
     return length
 
 
@@ -371,27 +376,22 @@ def _http_inputs(decoded: Sequence[_Input], body: memoryview, start: int) -> dic
         data: memoryview | JsonData
         if size is None:
             if isinstance(one.data, UnsetType):
-                raise InvalidRequestError(
-                    input_path(name), "it has neither data nor parameters.binary_data_size", kind="invalid_field"
-                )
+                raise invalid_field(input_path(name), "it has neither data nor parameters.binary_data_size")
             data = JsonData(one.data, shape)
         else:
             stop = start + size
             if not start <= stop <= total:
-                raise InvalidRequestError(
+                raise invalid_field(
                     f"{input_path(name)}.parameters.binary_data_size",
                     f"{size} is not in 0..{total - start}, the bytes left behind the JSON object",
-                    kind="invalid_field",
                 )
             data = body[start:stop]
             start = stop
         if name in inputs:
-            raise InvalidRequestError(input_path(name), "it is given twice", kind="invalid_field")
+            raise invalid_field(input_path(name), "it is given twice")
         inputs[name] = Tensor(name, one.datatype, shape, data)
     if start != total:
-        raise InvalidRequestError(
-            "", f"{total - start} bytes are left behind the last input's binary data", kind="invalid_field"
-        )
+        raise invalid_field("", f"{total - start} bytes are left behind the last input's binary data")
     return inputs
 
 
@@ -412,20 +412,14 @@ class JsonData:
             raise wrong_count(path, count, f"at least {commas - rows}")
         nested = _NESTED.match(text) is not None
         if nested and count_above(text, _BRACKET, rows + 1):
-            raise InvalidRequestError(
-                path, f"its nested data does not have the shape {shape[:8]}", kind="count_mismatch"
-            )
+            raise count_mismatch(path, f"its nested data does not have the shape {shape[:8]}")
         try:
             found: list[Any] = _DECODERS[datatype][nested].decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequestError(
-                path, f"its data is not what its datatype says: {error}", kind="invalid_field"
-            ) from None
+            raise invalid_field(path, f"its data is not what its datatype says: {error}") from None
         if nested:
             if [len(found), *set(map(len, found))] != shape:
-                raise InvalidRequestError(
-                    path, f"its nested data does not have the shape {shape[:8]}", kind="count_mismatch"
-                )
+                raise count_mismatch(path, f"its nested data does not have the shape {shape[:8]}")
             found = list(itertools.chain.from_iterable(found))
         if len(found) != count:
             raise wrong_count(path, count, str(len(found)))
@@ -467,7 +461,7 @@ class InferGrpcCodec:
                 if own is not None:
                     own.check(input_path(tensor.name))
                 if tensor.name in inputs:
-                    raise InvalidRequestError(input_path(tensor.name), "it is given twice", kind="invalid_field")
+                    raise invalid_field(input_path(tensor.name), "it is given twice")
                 inputs[tensor.name] = tensor
             elif name == "raw_input_contents":
                 raw.append(message.view[start:end])
@@ -479,17 +473,15 @@ class InferGrpcCodec:
             elif name is not None:
                 texts[name] = message.text(start, end, name)
         if not texts["model_name"]:
-            raise InvalidRequestError(
-                "model", "it is empty; it must be the name of a served model", kind="invalid_field"
-            )
+            raise invalid_field("model", "it is empty; it must be the name of a served model")
         if raw:
             if len(raw) != len(inputs):
                 problem = f"{len(raw)} of them; there must be one for each of {len(inputs)} inputs"
-                raise InvalidRequestError("raw_input_contents", problem, kind="invalid_field")
+                raise invalid_field("raw_input_contents", problem)
             for tensor, content in zip(inputs.values(), raw, strict=True):
                 if tensor.data is not _NO_DATA:
                     path = f"{input_path(tensor.name)}.contents"
-                    raise InvalidRequestError(path, "it is given beside raw_input_contents", kind="invalid_field")
+                    raise invalid_field(path, "it is given beside raw_input_contents")
                 tensor.data = content
         model, version, request_id = texts.values()
         return _GrpcRequest(model, version, request_id, _converted(parameters, Parameters), inputs, outputs)
@@ -559,7 +551,7 @@ def _described(
             tensor.shape += message.varints(at, stop) if stop else (signed(at),)
         elif name == "contents":
             if tensor.data is not _NO_DATA:
-                raise InvalidRequestError(f"{input_path(tensor.name)}.contents", "it is there twice", kind="malformed")
+                raise malformed(f"{input_path(tensor.name)}.contents", "it is there twice")
             tensor.data = ContentsData(message, at, stop)
         elif name == "parameters":
             parameters |= _parameter(message, at, stop)
@@ -585,4 +577,4 @@ def _converted(parameters: dict[str, object], kind: type[_Parameters]) -> _Param
     try:
         return msgspec.convert(parameters, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError("parameters", str(error), kind="invalid_field") from None
+        raise invalid_field("parameters", str(error)) from None

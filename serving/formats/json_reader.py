@@ -22,7 +22,15 @@ import numpy.typing as npt
 import simdjson
 
 from loader.snapshot.tables import fingerprint_strings
-from serving.errors import InvalidRequestError, limit_exceeded
+from serving.errors import (
+    InvalidRequestError,
+    count_mismatch,
+    invalid_field,
+    invalid_id,
+    limit_exceeded,
+    malformed,
+    missing_feature,
+)
 from serving.formats.bags import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
 from serving.formats.json_text import count_above, lookup_pieces, many_lists
 from serving.formats.requests import (
@@ -105,7 +113,7 @@ class JsonCodec:
         except (ValueError, RuntimeError) as error:
             raise _unparsable(text, str(error)) from None
         if not isinstance(document, simdjson.Object):
-            raise InvalidRequestError("", f"the body is {_shown(document)}, not an object", kind="malformed")
+            raise malformed("", f"the body is {_shown(document)}, not an object")
         keys = _keys(document)
         if not keys <= _KEYS[self.method]:
             raise _unknown_key("", keys, _KEYS[self.method])
@@ -130,11 +138,9 @@ class UnparsedJson:
         for name in keys & _OPTIONS.keys():
             value = document[name]
             if type(value) is not _OPTIONS[name]:
-                raise InvalidRequestError(
-                    name, f"{_shown(value)} is not {_TYPES[_OPTIONS[name]]}", kind="invalid_field"
-                )
+                raise invalid_field(name, f"{_shown(value)} is not {_TYPES[_OPTIONS[name]]}")
             if type(value) is int and name != "timeout_ms" and not 1 <= value <= MAX_ID:
-                raise InvalidRequestError(name, f"{value} is not in 1..{MAX_ID}", kind="invalid_field")
+                raise invalid_field(name, f"{value} is not in 1..{MAX_ID}")
             options[name] = value
         self.version: int | None = options.pop("version", None)
         self._options = Options(**options)
@@ -163,9 +169,7 @@ class UnparsedJson:
 
     def _rank(self, schema: RequestSchema) -> RankRequest:
         if "candidates" not in self._keys:
-            raise InvalidRequestError(
-                "candidates", "missing; a rank request needs its candidates", kind="invalid_field"
-            )
+            raise invalid_field("candidates", "missing; a rank request needs its candidates")
         context, context_weights = self._features(schema, "context")
         candidates, candidate_weights = self._features(schema, "candidates")
         for name, is_context, is_string in schema.kinds:
@@ -190,9 +194,7 @@ class UnparsedJson:
 
     def _lookup(self, schema: RequestSchema) -> LookupRequest:
         if "sparse" not in self._keys:
-            raise InvalidRequestError(
-                "sparse", "missing; a lookup needs the ids of at least one feature", kind="invalid_field"
-            )
+            raise invalid_field("sparse", "missing; a lookup needs the ids of at least one feature")
         sparse, weights = self._features(schema, "")
         keys = np.array(sorted(schema.features.index[name] for name in sparse), np.int32)
         self._sources = [
@@ -246,9 +248,7 @@ class UnparsedJson:
                 is_nested = False
             elif count != expected:
                 path = part_path(part, f"sparse.{name}")
-                raise InvalidRequestError(
-                    path, f"{count} candidates, but others have {expected}", kind="count_mismatch"
-                )
+                raise count_mismatch(path, f"{count} candidates, but others have {expected}")
             elif is_nested := count > 0 and isinstance(found[0], simdjson.Array):
                 own = np.fromiter(map(len, cast(Any, found)), np.int64, count=count)
                 self._lists += count
@@ -284,17 +284,13 @@ class UnparsedJson:
             if weights is not None:
                 path = part_path(part, f"weights.{name}")
                 if len(weights) != len(found):
-                    raise InvalidRequestError(
-                        path, f"{len(weights)} entries, but its ids have {len(found)}", kind="count_mismatch"
-                    )
+                    raise count_mismatch(path, f"{len(weights)} entries, but its ids have {len(found)}")
                 self._lists += 1
                 if part != "context" and len(found) and isinstance(found[0], simdjson.Array):
                     counts = np.fromiter(map(len, cast(Any, weights)), np.int64, count=len(weights))
                     if (different := counts != own).any():
                         bag = int(different.argmax())
-                        raise InvalidRequestError(
-                            f"{path}[{bag}]", f"{counts[bag]} weights for {own[bag]} ids", kind="count_mismatch"
-                        )
+                        raise count_mismatch(f"{path}[{bag}]", f"{counts[bag]} weights for {own[bag]} ids")
                     self._lists += len(weights)
                 flat[start:end] = _floats(weights)
             start = end
@@ -304,9 +300,7 @@ class UnparsedJson:
         """float32 [Kc]."""
         found = self._dense.get("context", ())
         if len(found) != width:
-            raise InvalidRequestError(
-                "context.dense", f"{len(found)} values, the model takes {width}", kind="count_mismatch"
-            )
+            raise count_mismatch("context.dense", f"{len(found)} values, the model takes {width}")
         values = _floats(found)
         if len(values) != width:
             raise TypeError
@@ -320,15 +314,11 @@ class UnparsedJson:
             return np.empty((num_candidates, 0), np.float32)
         num_rows = 0 if found is None else len(found)
         if num_rows != num_candidates and (num_rows or width):
-            raise InvalidRequestError(
-                "candidates.dense", f"{num_rows} rows for {num_candidates} candidates", kind="count_mismatch"
-            )
+            raise count_mismatch("candidates.dense", f"{num_rows} rows for {num_candidates} candidates")
         widths = np.fromiter(map(len, cast(Any, found)), np.int64, count=num_rows)
         if (different := widths != width).any():
             row = int(different.argmax())
-            raise InvalidRequestError(
-                f"candidates.dense[{row}]", f"{widths[row]} values, the model takes {width}", kind="count_mismatch"
-            )
+            raise count_mismatch(f"candidates.dense[{row}]", f"{widths[row]} values, the model takes {width}")
         self._lists += 1 + num_rows
         return _floats(found).reshape(num_candidates, width)
 
@@ -355,7 +345,7 @@ class UnparsedJson:
                 lists.append((part_path(part, f"weights.{name}"), weights, "floats", is_nested))
         for part, dense in self._dense.items():
             lists.append((f"{part}.dense", dense, "floats", part == "candidates"))
-        wrong = InvalidRequestError("", "its lists are not nested as they must be", kind="invalid_field")
+        wrong = invalid_field("", "its lists are not nested as they must be")
         return next(filter(None, starmap(_wrong_element, lists)), wrong)
 
 
@@ -385,7 +375,7 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
         try:
             return json.dumps(request).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError("", f"the request has no JSON form: {error}", kind="invalid_field") from None
+            raise invalid_field("", f"the request has no JSON form: {error}") from None
 
 
 def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> InvalidRequestError | None:
@@ -401,10 +391,10 @@ def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> Inval
         found = found[int(position)]
         path += f"[{position}]"
     if len(positions) <= is_nested:
-        return InvalidRequestError(path, f"{_shown(found)} is not a list", kind="invalid_field")
+        return invalid_field(path, f"{_shown(found)} is not a list")
     if kind == "floats" or isinstance(found, simdjson.Array):
-        return InvalidRequestError(path, f"{_shown(found)} is not {_ALLOWED[kind]}", kind="invalid_field")
-    return InvalidRequestError(path, f"{_shown(found)} is not {_ALLOWED[kind]}", kind="invalid_id")
+        return invalid_field(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
+    return invalid_id(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
 
 
 def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> InvalidRequestError:
@@ -412,33 +402,27 @@ def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> InvalidReque
     if name not in schema.name_sets[part]:
         return schema.unknown_feature(part, name)
     if name not in schema.weighted_names:
-        return InvalidRequestError(path, f"feature {name!r} takes no weights", kind="invalid_field")
-    return InvalidRequestError(
-        part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids", kind="missing_feature"
-    )
+        return invalid_field(path, f"feature {name!r} takes no weights")
+    return missing_feature(part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids")
 
 
 def _keys(found: Any, *path: str) -> frozenset[str]:
     """Return an object's keys. Raises InvalidRequestError for no object, too many keys, or one twice."""
     if not isinstance(found, simdjson.Object):
-        raise InvalidRequestError(
-            ".".join(filter(None, path)), f"{_shown(found)} is not an object", kind="invalid_field"
-        )
+        raise invalid_field(".".join(filter(None, path)), f"{_shown(found)} is not an object")
     # They become Python objects, so there must be few.
     if len(found) > MAX_KEYS:
         problem = f"{len(found)} keys; a request has at most {MAX_KEYS}"
-        raise InvalidRequestError(".".join(filter(None, path)), problem, kind="invalid_field")
+        raise invalid_field(".".join(filter(None, path)), problem)
     keys = list(found.keys())
     different = frozenset(keys)
     if len(different) != len(keys):
-        raise InvalidRequestError(Counter(keys).most_common(1)[0][0], "the key is there twice", kind="invalid_field")
+        raise invalid_field(Counter(keys).most_common(1)[0][0], "the key is there twice")
     return different
 
 
 def _unknown_key(path: Part, keys: frozenset[str], allowed: frozenset[str]) -> InvalidRequestError:
-    return InvalidRequestError(
-        part_path(path, min(keys - allowed)), f"unknown key; allowed are {sorted(allowed)}", kind="invalid_field"
-    )
+    return invalid_field(part_path(path, min(keys - allowed)), f"unknown key; allowed are {sorted(allowed)}")
 
 
 def _shown(value: Any) -> str:
@@ -500,7 +484,7 @@ def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
     except (ValueError, RecursionError) as error:
         problem = str(error)
     if not steps:
-        return InvalidRequestError("", f"the body is not JSON that can be read: {problem}", kind="malformed")
+        return malformed("", f"the body is not JSON that can be read: {problem}")
     _, *path, value = steps
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     problem = "it is not valid Unicode: it has a lone surrogate"

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from serving.description import ModelInfo
-from serving.errors import InvalidRequestError
+from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, malformed
 from serving.formats.bags import (
     RAGGED,
     FeatureCounts,
@@ -80,14 +80,10 @@ class MessageCodec:
         unparsed = UnparsedMessage(ProtobufMessage(body, _NAMES[self.method], limits.max_message_fields), self.method)
         if self._model is not None:
             if unparsed.model not in ("", self._model):
-                raise InvalidRequestError(
-                    "model", f"{unparsed.model[:80]!r}, but the path names {self._model!r}", kind="invalid_field"
-                )
+                raise invalid_field("model", f"{unparsed.model[:80]!r}, but the path names {self._model!r}")
             unparsed.model = self._model
         if not unparsed.model:
-            raise InvalidRequestError(
-                "model", "it is empty; it must be the name of a served model", kind="invalid_field"
-            )
+            raise invalid_field("model", "it is empty; it must be the name of a served model")
         return unparsed
 
 
@@ -115,7 +111,7 @@ class UnparsedMessage:
                 self._entries.append((start, end))
             elif name in self._spans:
                 # Protobuf would merge the two. No encoder writes that, and no two readers would agree on its limits.
-                raise InvalidRequestError(name, "it is there twice", kind="malformed")
+                raise malformed(name, "it is there twice")
             else:
                 self._spans[name] = start, end
         self.model = texts["model"]
@@ -133,7 +129,7 @@ class UnparsedMessage:
         if "packed" not in self._spans:
             return self._rank(schema)
         if len(self._spans) > 1:
-            raise InvalidRequestError("packed", "it is given beside context or candidates", kind="invalid_field")
+            raise invalid_field("packed", "it is given beside context or candidates")
         return self._packed(schema)
 
     def encode(self, answer: Answer) -> Encoded:
@@ -182,9 +178,7 @@ class UnparsedMessage:
     ) -> RankRequest:
         context, candidates = dense
         if context.size != (wanted := schema.num_context_dense):
-            raise InvalidRequestError(
-                "context.dense", f"{context.size} values, the model takes {wanted}", kind="count_mismatch"
-            )
+            raise count_mismatch("context.dense", f"{context.size} values, the model takes {wanted}")
         matrix = dense_matrix(candidates, count, schema.num_candidate_dense)
         return rank_request(schema, bags, count, context, matrix, self._options, texts)
 
@@ -209,9 +203,7 @@ class UnparsedMessage:
         if found["lengths"]:
             lengths = array_of(found["lengths"], "<i4", "packed.lengths").astype(np.int64)
             if lengths.size != int(bags_per_key.sum()):
-                raise InvalidRequestError(
-                    "packed.lengths", f"{lengths.size} of them for {bags_per_key.sum()} bags", kind="count_mismatch"
-                )
+                raise count_mismatch("packed.lengths", f"{lengths.size} of them for {bags_per_key.sum()} bags")
             # Sums of so few int32 can't wrap around.
             ids_per_key = np.add.reduceat(lengths, np.cumsum(bags_per_key) - bags_per_key)
         ids = array_of(bytearray(found["ids"]), "<i8", "packed.ids")
@@ -227,13 +219,9 @@ class UnparsedMessage:
             self._refuse_lengths(lengths, ids.size, len(texts), f"{wanted} and {wanted_texts}")
         if weights.size:
             if weights.size != wanted + wanted_texts:
-                raise InvalidRequestError(
-                    "packed.weights", f"{weights.size} of them for {wanted + wanted_texts} ids", kind="count_mismatch"
-                )
+                raise count_mismatch("packed.weights", f"{weights.size} of them for {wanted + wanted_texts} ids")
             if not (weights[~np.repeat(schema.is_weighted, ids_per_key)] == 1).all():
-                raise InvalidRequestError(
-                    "packed.weights", "a feature that takes no weights has one that is not 1", kind="invalid_field"
-                )
+                raise invalid_field("packed.weights", "a feature that takes no weights has one that is not 1")
         values = values_of(schema, schema.keys, ids_per_key, ids, texts)
         bags = keyed_bags(
             schema, schema.keys, bags_per_key, lengths, ids_per_key, values, weights if weights.size else None
@@ -244,12 +232,8 @@ class UnparsedMessage:
         most = num_ids + num_texts
         if lengths is not None and (wrong := (lengths < 0) | (lengths > most)).any():
             bag = int(wrong.argmax())
-            raise InvalidRequestError(
-                f"packed.lengths[{bag}]", f"{lengths[bag]} is not in 0..{most}, the number of ids", kind="invalid_field"
-            )
-        raise InvalidRequestError(
-            "packed.ids", f"{num_ids} integers and {num_texts} strings; the lengths say {said}", kind="count_mismatch"
-        )
+            raise invalid_field(f"packed.lengths[{bag}]", f"{lengths[bag]} is not in 0..{most}, the number of ids")
+        raise count_mismatch("packed.ids", f"{num_ids} integers and {num_texts} strings; the lengths say {said}")
 
 
 class _Features:
@@ -273,7 +257,7 @@ class _Features:
         if name not in self._schema.name_sets[part]:
             raise self._schema.unknown_feature(part, name)
         if name in self._found:
-            raise InvalidRequestError(part_path(part, f"sparse.{name}"), "it is given twice", kind="invalid_field")
+            raise invalid_field(part_path(part, f"sparse.{name}"), "it is given twice")
         sizes: list[int] = [0, 0, 0, 0]
         columns: tuple[list[Buffer], ...] = ([], [], [], [])
         self._found[name] = sizes, columns
@@ -301,13 +285,9 @@ class _Features:
                 self._refuse(name, sizes, is_string=is_string)
             num_ids += num_texts
             if num_weights and name not in schema.weighted_names:
-                raise InvalidRequestError(
-                    f"{self._path(name)}.weights", f"feature {name!r} takes no weights", kind="invalid_field"
-                )
+                raise invalid_field(f"{self._path(name)}.weights", f"feature {name!r} takes no weights")
             if num_weights not in (0, num_ids):
-                raise InvalidRequestError(
-                    f"{self._path(name)}.weights", f"{num_weights} weights for {num_ids} ids", kind="count_mismatch"
-                )
+                raise count_mismatch(f"{self._path(name)}.weights", f"{num_weights} weights for {num_ids} ids")
             if num_weights:
                 layout.weighted.append(len(layout.num_ids))
             if num_lengths:
@@ -334,15 +314,9 @@ class _Features:
         path = self._path(name)
         for size, (column, width) in zip(sizes, _WIDTHS.items(), strict=False):
             if size % width:
-                raise InvalidRequestError(
-                    f"{path}.{column}",
-                    f"a packed field whose length is not a multiple of {width} bytes",
-                    kind="malformed",
-                )
+                raise malformed(f"{path}.{column}", f"a packed field whose length is not a multiple of {width} bytes")
         field, type_name = ("ids", "strings") if is_string else ("string_ids", "integers")
-        raise InvalidRequestError(
-            f"{path}.{field}", f"ids of {name!r} are {type_name}, not given here", kind="invalid_id"
-        )
+        raise invalid_id(f"{path}.{field}", f"ids of {name!r} are {type_name}, not given here")
 
 
 def encode_rank(answer: RankAnswer) -> bytes:

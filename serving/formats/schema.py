@@ -13,7 +13,7 @@ import numpy as np
 
 from loader.snapshot.manifest import Side
 from router.feature_schema import FeatureSchema
-from serving.errors import InvalidRequestError
+from serving.errors import InvalidRequestError, missing_feature, unknown_feature
 from serving.limits import RequestLimits
 from shard_node.bags import Int32Array, Int64Array
 
@@ -153,10 +153,9 @@ class RequestSchema:
             if name not in expected:
                 raise self.unknown_feature(part, name)
         if all_needed and (missing := [name for name in self.names_of(part) if name not in given]):
-            raise InvalidRequestError(
+            raise missing_feature(
                 part_path(part, f"sparse.{missing[0]}"),
                 f"model {self.features.spec.model!r} needs it, one of {len(missing)} that are missing",
-                kind="missing_feature",
             )
 
     def unknown_feature(self, part: Part, name: str) -> InvalidRequestError:
@@ -164,17 +163,13 @@ class RequestSchema:
         name = name[:MAX_NAME_CHARS]
         path = part_path(part, f"sparse.{name}")
         if part and name in self.features.index:
-            return InvalidRequestError(
-                path, f"it is a {self.features.spec.feature(name).side} feature", kind="unknown_feature"
-            )
+            return unknown_feature(path, f"it is a {self.features.spec.feature(name).side} feature")
         names = self.names_of(part)
         shown = str(list(names))
         if len(names) > MAX_NAMES_SHOWN:
             shown = f"{len(names)}, such as {get_close_matches(name, _most_alike(name, names), 3) or list(names[:3])}"
         model = self.features.spec.model
-        return InvalidRequestError(
-            path, f"model {model!r} has no such feature here; it has {shown}", kind="unknown_feature"
-        )
+        return unknown_feature(path, f"model {model!r} has no such feature here; it has {shown}")
 
 
 def _most_alike(name: str, names: tuple[str, ...]) -> list[str]:
