@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from serving.description import ModelInfo
-from serving.formats.json_reader import JsonCodec, encode_request, rank_document
-from serving.formats.json_text import lookup_pieces
+from serving.formats.json_reader import JsonCodec, encode_request, lookup_pieces, rank_document
 from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
 from serving.models.ranking_models import DtypeChoice

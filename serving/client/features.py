@@ -1,8 +1,7 @@
-"""Features between arrays and messages: what a caller gave as columns, packed in a model's order; answers as arrays.
+"""Features between arrays and messages: a caller's columns, packed in a model's order; answers as arrays.
 
-What a caller gives is turned into flat arrays once, whatever it came as; after that a request costs a few vector
-operations for each feature, and none for each id or candidate. Only what a message could not say is refused here, the
-rest by the server.
+Columns become flat arrays once; after that a request costs a few vector operations for each feature, and none for each
+id. Only what a message can't express is refused, the rest by the server.
 """
 
 from __future__ import annotations
@@ -51,11 +50,9 @@ class RankResult:
     """Scores of one request.
 
     Attributes:
-        model: that gave them.
-        version: of the model, the same for all scores.
+        version: the same for all scores.
         scores: float32 [N], in the order of the candidates.
         order: int64 [N or top_k], positions of the candidates by descending score; equal scores by position.
-        request_id: of the request.
         dense_step: of the dense model's weights that gave every score; 0 for those of the version itself.
         outputs: float32 [N] for each output that the model names; none of a built-in model.
         delta_sequence: every row was of this delta or a later one; -1 where that is not known.
@@ -73,15 +70,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookupResult:
-    """Embeddings.
-
-    Attributes:
-        model: that they are of.
-        version: of the model.
-        embeddings: by feature name: float32 [bags, embedding_dim]; of a feature that is not pooled `Ragged` with
-            float32 [ids, embedding_dim] and int64 [bags].
-        request_id: of the request.
-    """
+    """Embeddings by feature: float32 [bags, embedding_dim], or if not pooled `Ragged` of [ids, embedding_dim]."""
 
     model: str
     version: int
@@ -126,7 +115,7 @@ class Column:
 
     @property
     def num_ids(self) -> int:
-        """Count the ids of all bags."""
+        """Ids of all bags."""
         return len(self.texts) or self.ids.size
 
     def message(self) -> ranking_pb2.SparseFeature:
@@ -139,11 +128,7 @@ class Column:
 
 
 class RankFeatures:
-    """What a caller gave for one rank request, whatever the model wants; `Client.rank` says in which forms.
-
-    Raises:
-        InvalidRequestError: values of a type or shape that no request has.
-    """
+    """The columns of one rank request in any form of `Client.rank`. Raises InvalidRequestError."""
 
     def __init__(
         self,
@@ -180,7 +165,7 @@ class RankFeatures:
 
 
 class Layout:
-    """What a packed request to a version of a model looks like, by the version's description."""
+    """The order of a packed request to a version of a model."""
 
     def __init__(self, description: ranking_pb2.GetModelResponse) -> None:
         self.version = description.version

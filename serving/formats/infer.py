@@ -43,7 +43,7 @@ from serving.formats.bags import (
     text_of,
     wrong_count,
 )
-from serving.formats.json_text import count_above
+from serving.formats.json_reader import count_above
 from serving.formats.protobuf import (
     MAX_VARINT_BYTES,
     ProtobufMessage,

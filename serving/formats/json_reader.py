@@ -1,4 +1,4 @@
-"""The JSON form of requests: simdjson reads the text, and no Python object is made for a number.
+"""The JSON form of requests and answers: simdjson reads the text, and no Python object is made for a number.
 
 Counts and names are checked as they are read. What the copies of whole lists do not take is wrong; only then are the
 lists decoded, up to the first element that is. Reading flattens lists; that they are nested as they must be is proven
@@ -7,13 +7,15 @@ by counting brackets, see `UnparsedJson._check_nesting`.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import chain, starmap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise, starmap
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
@@ -32,11 +34,11 @@ from serving.errors import (
     missing_feature,
 )
 from serving.formats.bags import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
-from serving.formats.json_text import count_above, lookup_pieces, many_lists
 from serving.formats.requests import (
     Answer,
     Buffer,
     Encoded,
+    LookupAnswer,
     LookupRequest,
     Method,
     Options,
@@ -54,8 +56,10 @@ MAX_KEPT_BYTES = 2**20
 MAX_SEARCHED_BYTES = 2**18
 # A request has twice as many keys as features. Somewhat more are looked at, to name the wrong one.
 MAX_KEYS = 16_384
+PIECE_FLOATS = 8192
+"""Written at once: about a millisecond's worth."""
 _SHOWN_CHARS = 40
-_BRACKET = ord("[")
+_BRACKET, _QUOTE = ord("["), ord('"')
 _TYPES = {int: "an integer", str: "a string"}
 _OPTIONS: dict[str, type] = {"version": int, "timeout_ms": int, "top_k": int, "request_id": str, "routing_key": str}
 _KEYS: dict[Method, frozenset[str]] = {
@@ -458,18 +462,6 @@ def _parse(text: bytes | bytearray) -> Any:
         return parser.parse(text)
 
 
-class _NoNumber(str):
-    """A number that no array has a form for, as it is written."""
-
-
-def _integer(digits: str) -> int | _NoNumber:
-    return int(digits) if len(digits) <= 20 and -(2**63) <= int(digits) < 2**64 else _NoNumber(digits)
-
-
-def _float(digits: str) -> float | _NoNumber:
-    return float(digits) if math.isfinite(float(digits)) else _NoNumber(digits)
-
-
 def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
     """Make the error for a text that the parser has a `problem` with; a long one is searched only if it is no JSON."""
     steps: tuple[Any, ...] = ()
@@ -478,9 +470,8 @@ def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
             msgspec.json.decode(text, type=msgspec.Raw)
             problem += f"; numbers have at most 64 bits, ids are in 0..{MAX_ID}"
         else:
-            hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _float, "parse_constant": _NoNumber}
             with many_lists():
-                steps = _without_form([json.loads(text.decode(), **hooks)])
+                steps = _without_form([json.loads(text.decode())])
     except (ValueError, RecursionError) as error:
         problem = str(error)
     if not steps:
@@ -488,8 +479,8 @@ def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
     _, *path, value = steps
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     problem = "it is not valid Unicode: it has a lone surrogate"
-    if isinstance(value, _NoNumber):
-        problem = f"{value[:_SHOWN_CHARS]} is not in 0..{MAX_ID}, and no finite number of 64 bits"
+    if not isinstance(value, str):
+        problem = f"{json.dumps(value)[:_SHOWN_CHARS]} is not in 0..{MAX_ID}, and no finite number of 64 bits"
     return InvalidRequestError(field[1:], problem, kind="invalid_id" if ".sparse." in field else "invalid_field")
 
 
@@ -499,8 +490,85 @@ def _without_form(document: dict[str, Any] | list[Any]) -> tuple[Any, ...]:
         if isinstance(value, dict | list):
             if steps := _without_form(value):
                 return step, *steps
-        elif isinstance(value, _NoNumber) or (isinstance(value, str) and _SURROGATE.search(value)):
+        elif isinstance(value, str):
+            if _SURROGATE.search(value):
+                return step, value
+        elif value is not None and not (
+            math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**64
+        ):
             return step, value
         if isinstance(step, str) and _SURROGATE.search(step):
             return step, step
     return ()
+
+
+@contextlib.contextmanager
+def many_lists() -> Iterator[None]:
+    """Hold the garbage collector off, which would go over many new lists again and again, for most of their time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def count_above(body: Buffer, character: int, most: int) -> int:
+    """Count a character outside of strings if it is there more than `most` times; else return 0. Exact for JSON."""
+    # The whole text is counted first, several times faster than `bytes.count`; what stands in strings only adds to it.
+    if len(body) <= most or int(np.count_nonzero(np.frombuffer(body, np.uint8) == character)) <= most:
+        return 0
+    plain = bytes(body)
+    if b"\\" in plain:
+        # First pairs of backslashes, then escaped quotes: what is left has a quote only where a string begins or ends.
+        plain = plain.replace(b"\\\\", b"").replace(b'\\"', b"")
+    text = np.frombuffer(plain, np.uint8)
+    is_outside = np.cumsum(text == _QUOTE, dtype=np.uint8) & 1 == 0
+    count = int(np.count_nonzero((text == character) & is_outside))
+    return count if count > most else 0
+
+
+def lookup_pieces(answer: LookupAnswer) -> Iterator[bytes]:
+    """Write the answer to a lookup, in pieces of about `PIECE_FLOATS` numbers.
+
+    It has [bags][dim] floats by feature, or [bags][ids][dim] for a feature that is not pooled.
+    """
+    head: dict[str, Any] = {"model": answer.model, "version": answer.version}
+    if answer.request_id:
+        head["request_id"] = answer.request_id
+    yield _ENCODER.encode(head)[:-1] + b',"embeddings":{'
+    for number, (name, feature) in enumerate(answer.embeddings.items()):
+        yield (b"," if number else b"") + _ENCODER.encode(name) + b":["
+        yield from _rows(feature.values) if feature.lengths is None else _bags(feature.values, feature.lengths)
+        yield b"]"
+    yield b"}}"
+
+
+def _rows(values: Float32Array) -> Iterator[bytes]:
+    """Write rows [n, dim] without the brackets around them."""
+    step = max(1, PIECE_FLOATS // (values.shape[1] + 1))
+    for begin in range(0, len(values), step):
+        yield (b"," if begin else b"") + _ENCODER.encode(values[begin : begin + step].tolist())[1:-1]
+
+
+def _bags(values: Float32Array, lengths: Int64Array) -> Iterator[bytes]:
+    """Write bags of rows likewise: several at once, or one that is long in pieces of its own."""
+    ends = np.cumsum(lengths)
+    step, begin = max(1, PIECE_FLOATS // (values.shape[1] + 2)), 0
+    while begin < len(ends):
+        separator, first = (b",", int(ends[begin - 1])) if begin else (b"", 0)
+        stop = min(int(np.searchsorted(ends, first + step, "right")), begin + PIECE_FLOATS)
+        if stop > begin:
+            bounds = [0, *(ends[begin:stop] - first).tolist()]
+            with many_lists():
+                rows = values[first : ends[stop - 1]].tolist()
+                text = _ENCODER.encode([rows[at:end] for at, end in pairwise(bounds)])
+            yield separator + text[1:-1]
+        else:
+            yield separator + b"["
+            yield from _rows(values[first : ends[begin]])
+            yield b"]"
+            stop = begin + 1
+        begin = stop
