@@ -1,14 +1,14 @@
-"""From what a request says of its numbers to keyed bags, whatever its form, and the checks that need all of them.
+"""From a request's numbers in any form to keyed bags, and the checks that need all of them.
 
-A binary form reads its layout first, which is a count for each feature. When all counts are within the limits, it hands
-over the buffers: little-endian numbers where they lie in the message, joined to arrays of the whole request. Checks are
-a fixed number of vector operations; only when one fails is the position looked for that the error names.
+A binary form reads its layout first, a count for each feature. When all counts are within the limits, its buffers of
+little-endian numbers are joined to arrays of the request. Checks are a fixed number of vector operations; only when one
+fails is the position searched for that the error names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,9 +33,8 @@ class FeatureCounts:
 
     Attributes:
         keys: int32 [S], flat indices of the features that the request has; a lookup may have any.
-        num_ids, num_bags: of each feature.
-        widths: ids in each bag of a feature; `RAGGED` if it brings lengths of its own.
-        weighted: positions in `keys` of those that bring weights.
+        widths: ids in each bag of a feature; `RAGGED` if it has lengths.
+        weighted: positions in `keys` of features with weights.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class FeatureCounts:
     ) -> KeyedBags:
         """Make the bags of what was counted.
 
-        `ids` are int64, of the features whose ids are integers, one after the other; `texts` the other features' ids;
-        `lengths` int64, of the features that are `RAGGED`; `weights` float32, of the features that are `weighted`.
+        `ids` are int64, of the features with integer ids, one after the other; `texts` the other features' ids;
+        `lengths` int64, of `RAGGED` features; `weights` float32, of `weighted` ones.
         """
         num_ids, num_bags = np.array(self.num_ids, np.int64), np.array(self.num_bags, np.int64)
         flat_lengths: Int64Array | None = lengths
@@ -183,11 +182,11 @@ def keyed_bags(
     *,
     lookup: bool = False,
 ) -> KeyedBags:
-    """Make bags of what a request says, if its counts agree and are within the limits.
+    """Make bags of a request, if its counts agree and are within the limits.
 
-    `keys`, `bags_per_key` and `ids_per_key` are [S], for each feature in ascending order of its flat index: that index,
-    and how many bags and ids are there. `lengths` is int64 [B], ids in each bag, or None if each has one; `values` and
-    `weights` are [n]. A `lookup` has no context and no candidates.
+    `keys`, `bags_per_key` and `ids_per_key` are [S]: each feature's flat index, ascending, its bags and its ids.
+    `lengths` is int64 [B], ids in each bag, or None if each has one; `values` and `weights` are [n]. A `lookup` has no
+    context and no candidates.
 
     Raises:
         InvalidRequestError: a negative length, lengths that do not add up to the ids, or too many ids.
@@ -258,14 +257,6 @@ def check_lookup_size(
     return floats
 
 
-def dense_matrix(flat: npt.NDArray[np.float32], num_candidates: int, width: int) -> Float32Array:
-    """Row-major values as float32 [N, width]. Raises InvalidRequestError if they do not fill it."""
-    if flat.size != num_candidates * width:
-        needed = f"{num_candidates} candidates of {width} values need {num_candidates * width}"
-        raise count_mismatch("candidates.dense", f"{flat.size} values; {needed}")
-    return flat.reshape(num_candidates, width)
-
-
 def _check_common(schema: RequestSchema, bags: KeyedBags, options: Options, *, lookup: bool) -> float:
     """Check what every request has. Returns seconds until the deadline, the earlier one if two are given."""
     limits, values, weights = schema.limits, bags.values, bags.weights
@@ -299,24 +290,17 @@ def _not_finite(path: str, values: npt.NDArray[Any]) -> InvalidRequestError:
     return invalid_field(path, f"{values[tuple(where)]} is not a finite float32")
 
 
-class Elements(Protocol):
-    """The elements of a tensor that does not have them as they lie in memory."""
-
-    def elements(self, path: str, datatype: str, count: int) -> Any:
-        """Decode as many as `count`: a buffer of numbers, or a list of strings. `path` names the input."""
-        ...
-
-
 class Tensor(msgspec.Struct, gc=False):
     """A named array, as the client describes it: `shape` is not checked.
 
-    Raw data are little-endian and row-major, a string is a 4-byte length and its bytes.
+    Raw data are little-endian and row-major, a string is a 4-byte length and its bytes. Other data are a function that
+    decodes them: of the path for errors, the datatype and a count, it returns a buffer of numbers or a list of strings.
     """
 
     name: str
     datatype: str
     shape: list[int]
-    data: memoryview | Elements
+    data: memoryview | Callable[[str, str, int], Any]
 
     def sizes(self) -> tuple[int, int]:
         """Rows of one or two dimensions, and elements of each row."""
@@ -329,16 +313,16 @@ class Tensor(msgspec.Struct, gc=False):
 
     def integers(self, count: int) -> Buffer:
         """int64 elements, as many as `count`."""
-        found: Buffer = self._elements(count, INTEGERS)
-        return found if self.datatype == "INT64" else np.frombuffer(found, "<i4").astype("<i8").data
+        elements: Buffer = self._elements(count, INTEGERS)
+        return elements if self.datatype == "INT64" else np.frombuffer(elements, "<i4").astype("<i8").data
 
     def floats(self, count: int) -> Buffer:
-        """float32 elements, as many as `count`; NaN and inf are not looked for."""
-        found: Buffer = self._elements(count, ("FP32",))
-        return found
+        """float32 elements, as many as `count`; they may be NaN and inf."""
+        elements: Buffer = self._elements(count, ("FP32",))
+        return elements
 
     def texts(self, count: int) -> list[str]:
-        """Strings, as many as `count`. Where one begins only the one before it tells."""
+        """Strings, as many as `count`."""
         data = self._elements(count, ("BYTES",))
         if isinstance(data, list):
             return data
@@ -364,7 +348,7 @@ class Tensor(msgspec.Struct, gc=False):
             problem = f"{datatype[:16]!r}; it must be {' or '.join(allowed)}"
             raise InvalidRequestError(f"{input_path(self.name)}.datatype", problem, kind=kind)
         if not isinstance(data, memoryview):
-            return data.elements(input_path(self.name), datatype, count)
+            return data(input_path(self.name), datatype, count)
         if datatype != "BYTES" and len(data) != count * _WIDTHS[datatype]:
             wanted = f"{count} elements of {datatype}, {count * _WIDTHS[datatype]} bytes"
             raise count_mismatch(input_path(self.name), f"{len(data)} bytes of data; its shape holds {wanted}")

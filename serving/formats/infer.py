@@ -1,7 +1,7 @@
 """Inference requests of the Open Inference Protocol v2, over HTTP and gRPC: named tensors to a rank request.
 
-Over HTTP a request is a JSON object, and behind it the binary tensors; over gRPC an `inference.ModelInferRequest`, read
-by walking over its tags. docs/open-inference-protocol.md says what is taken. Source of the binary tensors:
+Over HTTP a request is a JSON object, followed by the binary tensors; over gRPC an `inference.ModelInferRequest`.
+docs/open-inference-protocol.md says what is accepted. Source of the binary tensors:
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_binary_data.html
 """
 
@@ -11,7 +11,8 @@ import itertools
 import math
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from struct import unpack_from
 from typing import Annotated, Any, TypeVar, cast
 
@@ -80,7 +81,7 @@ _PREFIX, _COUNT = secrets.token_hex(8), itertools.count()
 
 
 class Parameters(msgspec.Struct, gc=False):
-    """What a request says beside its tensors."""
+    """The parameters of a request."""
 
     timeout_ms: int | None = None
     timeout: int | None = None
@@ -91,7 +92,7 @@ class Parameters(msgspec.Struct, gc=False):
 
 
 class TensorParameters(msgspec.Struct, gc=False):
-    """What a request says of an input or an output."""
+    """The parameters of an input or an output."""
 
     binary_data_size: int | None = None
     binary_data: bool | None = None
@@ -102,9 +103,8 @@ class TensorParameters(msgspec.Struct, gc=False):
         """Raise InvalidRequestError for what would change the answer."""
         for name in ("shared_memory_region", "classification"):
             if getattr(self, name) not in (None, 0):
-                raise InvalidRequestError(
-                    f"{path}.parameters.{name}", "it is not spoken here", kind="unsupported_extension"
-                )
+                path = f"{path}.parameters.{name}"
+                raise InvalidRequestError(path, "it is not supported", kind="unsupported_extension")
 
 
 class Output(msgspec.Struct, gc=False):
@@ -131,9 +131,8 @@ class InferRequest:
         outputs: list[Output],
     ) -> None:
         if parameters.sequence_id:
-            raise InvalidRequestError(
-                "parameters.sequence_id", "requests here belong to no sequence", kind="unsupported_extension"
-            )
+            problem = "requests here belong to no sequence"
+            raise InvalidRequestError("parameters.sequence_id", problem, kind="unsupported_extension")
         if len(outputs) > MAX_ASKED_OUTPUTS:
             raise limit_exceeded("outputs", "outputs", MAX_ASKED_OUTPUTS, len(outputs), "outputs")
         for one in outputs:
@@ -145,10 +144,8 @@ class InferRequest:
         self.version = parse_version(version)
         self.key = parameters.routing_key or request_id
         # Triton's clients send a timeout of 0 for none.
-        self._options = Options(
-            parameters.timeout_ms, parameters.timeout or None, parameters.top_k, request_id,
-            parameters.routing_key or "",
-        )  # fmt: skip
+        timeouts = parameters.timeout_ms, parameters.timeout or None
+        self._options = Options(*timeouts, parameters.top_k, request_id, parameters.routing_key or "")
         self._is_binary = bool(parameters.binary_data_output)
         self._inputs = inputs
         self._outputs = outputs
@@ -216,8 +213,8 @@ class InferRequest:
                 texts += given[name].texts(count)
             else:
                 ids.append(given[name].integers(count))
-        own = array_of(joined([one.integers(num_candidates) for one in ragged]), "<i8", "lengths")
-        bags = layout.bags(ids, texts, own, [one.floats(count) for one, count in weighted])
+        flat_lengths = array_of(joined([tensor.integers(num_candidates) for tensor in ragged]), "<i8", "lengths")
+        bags = layout.bags(ids, texts, flat_lengths, [weights.floats(count) for weights, count in weighted])
         kc, kd = schema.num_context_dense, schema.num_candidate_dense
         context = self._dense(CONTEXT_DENSE, (kc,), (1, kc)).reshape(kc)
         candidates = self._dense(CANDIDATE_DENSE, (num_candidates, kd)).reshape(num_candidates, kd)
@@ -357,8 +354,7 @@ class _HttpRequest(InferRequest):
 def _header_bytes(text: str, body_bytes: int) -> int:
     length = int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else -1
     if not 1 <= length <= body_bytes:
-        problem = f"{text[:40]!r} is not in 1..{body_bytes}, the bytes of the body"
-        raise invalid_field(HEADER_LENGTH, problem)
+        raise invalid_field(HEADER_LENGTH, f"{text[:40]!r} is not in 1..{body_bytes}, the bytes of the body")
     return length
 
 
@@ -373,11 +369,11 @@ def _http_inputs(decoded: Sequence[_Input], body: memoryview, start: int) -> dic
             size = parameters.binary_data_size
             if parameters.shared_memory_region is not None or parameters.classification:
                 parameters.check(input_path(name))
-        data: memoryview | JsonData
+        data: memoryview | Callable[[str, str, int], Any]
         if size is None:
             if isinstance(one.data, UnsetType):
                 raise invalid_field(input_path(name), "it has neither data nor parameters.binary_data_size")
-            data = JsonData(one.data, shape)
+            data = partial(_json_elements, one.data, shape)
         else:
             stop = start + size
             if not start <= stop <= total:
@@ -395,38 +391,30 @@ def _http_inputs(decoded: Sequence[_Input], body: memoryview, start: int) -> dic
     return inputs
 
 
-class JsonData:
-    """Elements as JSON text, the nested or the flat list, not decoded yet."""
-
-    def __init__(self, text: msgspec.Raw, shape: list[int]) -> None:
-        self._text = text
-        self._shape = shape
-
-    def elements(self, path: str, datatype: str, count: int) -> Any:
-        """See `Elements`; what float32 can't hold becomes inf. The decoder refuses lone surrogates."""
-        text, shape = bytes(self._text), self._shape
-        rows = shape[0] if shape else 0
-        # Each element but the first brings a comma, and each list a bracket: more of them prove another number of
-        # elements, before any is decoded. In strings they only add to the count.
-        if commas := count_above(text, _COMMA, count + rows):
-            raise wrong_count(path, count, f"at least {commas - rows}")
-        nested = _NESTED.match(text) is not None
-        if nested and count_above(text, _BRACKET, rows + 1):
+def _json_elements(raw: msgspec.Raw, shape: list[int], path: str, datatype: str, count: int) -> Any:
+    """Decode a flat or a nested list; see `Tensor`. What float32 can't hold becomes inf."""
+    text, rows = bytes(raw), shape[0] if shape else 0
+    # Each element but the first brings a comma, and each list a bracket: more of them prove another number of
+    # elements, before any is decoded. In strings they only add to the count.
+    if commas := count_above(text, _COMMA, count + rows):
+        raise wrong_count(path, count, f"at least {commas - rows}")
+    nested = _NESTED.match(text) is not None
+    if nested and count_above(text, _BRACKET, rows + 1):
+        raise count_mismatch(path, f"its nested data does not have the shape {shape[:8]}")
+    try:
+        elements: list[Any] = _DECODERS[datatype][nested].decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_field(path, f"its data is not what its datatype says: {error}") from None
+    if nested:
+        if [len(elements), *set(map(len, elements))] != shape:
             raise count_mismatch(path, f"its nested data does not have the shape {shape[:8]}")
-        try:
-            found: list[Any] = _DECODERS[datatype][nested].decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid_field(path, f"its data is not what its datatype says: {error}") from None
-        if nested:
-            if [len(found), *set(map(len, found))] != shape:
-                raise count_mismatch(path, f"its nested data does not have the shape {shape[:8]}")
-            found = list(itertools.chain.from_iterable(found))
-        if len(found) != count:
-            raise wrong_count(path, count, str(len(found)))
-        if datatype == "BYTES":
-            return found
-        with np.errstate(over="ignore"):
-            return np.fromiter(found, DTYPES[datatype], count=count).data
+        elements = list(itertools.chain.from_iterable(elements))
+    if len(elements) != count:
+        raise wrong_count(path, count, str(len(elements)))
+    if datatype == "BYTES":
+        return elements
+    with np.errstate(over="ignore"):
+        return np.fromiter(elements, DTYPES[datatype], count=count).data
 
 
 # gRPC
@@ -503,41 +491,32 @@ class _GrpcRequest(InferRequest):
         return Encoded(b"".join((*parts, *raw)))
 
 
-class ContentsData:
-    """Elements in the typed fields of `InferTensorContents`. Raw contents are faster."""
-
-    def __init__(self, message: ProtobufMessage, start: int, end: int) -> None:
-        self._message, self._start, self._end = message, start, end
-
-    def elements(self, path: str, datatype: str, count: int) -> Any:
-        """See `Elements`: however they come, in chunks or one by one, they are decoded together."""
-        message, field, found = self._message, _CONTENTS_OF[datatype], list[Buffer]()
-        for tag, start, end in message.fields(self._start, self._end):
-            if _CONTENTS.get(tag) == field:
-                # A varint by itself has a value, but no end.
-                found.append(message.view[start:end] if end else encode_varint(start))
-                if datatype in INTEGERS and found[-1] and found[-1][-1] > 127:
-                    raise message.malformed("a packed field that breaks off")
-        path = f"{path}.contents"
-        if datatype == "BYTES":
-            got = len(found)
-        else:
-            data = joined(found)
-            numbers = array_of(data, "<f4" if datatype == "FP32" else "<u1", path)
-            got = numbers.size if datatype == "FP32" else count_varints(numbers)
-        if got != count:
-            raise wrong_count(path, count, str(got))
-        if datatype == "BYTES":
-            return [text_of(path, position, one) for position, one in enumerate(found)]
-        if datatype == "FP32":
-            return data
-        return decode_varints(numbers).astype(DTYPES[datatype]).data
+def _contents(message: ProtobufMessage, start: int, end: int, path: str, datatype: str, count: int) -> Any:
+    """Decode the typed fields of `InferTensorContents`; see `Tensor`. Raw contents are faster."""
+    field, chunks = _CONTENTS_OF[datatype], list[Buffer]()
+    for tag, at, stop in message.fields(start, end):
+        if _CONTENTS.get(tag) == field:
+            # A varint by itself has a value, but no end.
+            chunks.append(message.view[at:stop] if stop else encode_varint(at))
+            if datatype in INTEGERS and chunks[-1] and chunks[-1][-1] > 127:
+                raise message.malformed("a packed field that breaks off")
+    path = f"{path}.contents"
+    if datatype == "BYTES":
+        got = len(chunks)
+    else:
+        numbers = array_of(joined(chunks), "<f4" if datatype == "FP32" else "<u1", path)
+        got = numbers.size if datatype == "FP32" else count_varints(numbers)
+    if got != count:
+        raise wrong_count(path, count, str(got))
+    if datatype == "BYTES":
+        return [text_of(path, position, chunk) for position, chunk in enumerate(chunks)]
+    return numbers.data if datatype == "FP32" else decode_varints(numbers).astype(DTYPES[datatype]).data
 
 
 def _described(
     message: ProtobufMessage, tags: dict[int, str], start: int, end: int
 ) -> tuple[Tensor, TensorParameters | None]:
-    """Read an input, whose raw contents lie elsewhere; or an output that is asked for, which has less of the same."""
+    """Read an input, without raw contents; or a requested output, which has fewer of the same fields."""
     tensor, parameters = Tensor("", "", [], _NO_DATA), dict[str, object]()
     for tag, at, stop in message.fields(start, end):
         name = tags.get(tag)
@@ -552,7 +531,7 @@ def _described(
         elif name == "contents":
             if tensor.data is not _NO_DATA:
                 raise malformed(f"{input_path(tensor.name)}.contents", "it is there twice")
-            tensor.data = ContentsData(message, at, stop)
+            tensor.data = partial(_contents, message, at, stop)
         elif name == "parameters":
             parameters |= _parameter(message, at, stop)
     return tensor, _converted(parameters, TensorParameters) if parameters else None

@@ -1,8 +1,7 @@
 """The JSON form of requests and answers: simdjson reads the text, and no Python object is made for a number.
 
-Counts and names are checked as they are read. What the copies of whole lists do not take is wrong; only then are the
-lists decoded, up to the first element that is. Reading flattens lists; that they are nested as they must be is proven
-by counting brackets, see `UnparsedJson._check_nesting`.
+Counts and names are checked as they are read. Lists are copied whole; only if that fails are they decoded, up to the
+first wrong element. Reading flattens lists; `UnparsedJson._check_nesting` proves their nesting by counting brackets.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 
 # A parser keeps several times its longest text in memory, one for each thread: longer texts get one of their own.
 MAX_KEPT_BYTES = 2**20
-# In texts up to this length, what keeps them from being parsed is looked for by Python's own decoder.
+# In texts up to this length, what can't be parsed is located by Python's decoder.
 MAX_SEARCHED_BYTES = 2**18
-# A request has twice as many keys as features. Somewhat more are looked at, to name the wrong one.
+# Twice as many keys as features, and some more, to name the wrong one.
 MAX_KEYS = 16_384
 PIECE_FLOATS = 8192
 """Written at once: about a millisecond's worth."""
@@ -69,8 +68,8 @@ _KEYS: dict[Method, frozenset[str]] = {
 _PART_KEYS = frozenset({"sparse", "weights", "dense"})
 _NO_KEYS: frozenset[str] = frozenset()
 _NO_DENSE: Float32Array = np.empty(0, np.float32)
-# What simdjson, NumPy and the methods below say of a list that is not as it should be.
-_NOT_TAKEN = (TypeError, ValueError, OverflowError, RuntimeError)
+# Raised by simdjson, NumPy and the methods below for a list that is not as it should be.
+_WRONG_LIST = (TypeError, ValueError, OverflowError, RuntimeError)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _THREADS = threading.local()
 _ENCODER = msgspec.json.Encoder()
@@ -100,17 +99,10 @@ class JsonCodec:
         self._model = model
 
     def read(self, body: Buffer, limits: RequestLimits) -> UnparsedJson:
-        """Parse the text, and read what it says beside features.
-
-        Raises:
-            InvalidRequestError: it is longer than JSON may be; it is not JSON, or no object; an option that is not what
-                it must be, or a key that there is not.
-        """
-        allowed = limits.max_json_bytes
+        """Parse the text, and read the options. Raises InvalidRequestError for them, and for what is no JSON object."""
+        allowed, unit = limits.max_json_bytes, "bytes of JSON in the body"
         if len(body) > allowed:
-            raise limit_exceeded(
-                "", "max_json_bytes", allowed, len(body), "bytes of JSON in the body", kind="body_too_large"
-            )
+            raise limit_exceeded("", "max_json_bytes", allowed, len(body), unit, kind="body_too_large")
         text = bytes(body) if isinstance(body, memoryview) else body
         try:
             document = _parse(text)
@@ -125,7 +117,7 @@ class JsonCodec:
 
 
 class UnparsedJson:
-    """A document whose features were not looked at yet; valid until the next text is parsed on this thread."""
+    """A document whose features are not read yet; valid until the next text is parsed on this thread."""
 
     def __init__(
         self, method: Method, model: str, text: bytes | bytearray, document: Any, keys: frozenset[str]
@@ -156,11 +148,11 @@ class UnparsedJson:
             try:
                 return self._rank(schema) if self._method == "rank" else self._lookup(schema)
             except InvalidRequestError as error:
-                # Its frames hold what was read with the parser, and much memory.
+                # Its frames hold what was read with the parser.
                 raise error.with_traceback(None) from None
-            except _NOT_TAKEN:
+            except _WRONG_LIST:
                 pass
-            # Raised here, it does not refer to the error that it is told in place of; unnamed, it is in no cycle.
+            # Raised outside of `except`, it does not refer to the other error; without a name, it is in no cycle.
             raise self._refusal()
         finally:
             self._text, self._document, self._sources, self._dense = b"", None, [], {}
@@ -237,7 +229,7 @@ class UnparsedJson:
     def _bags(
         self, schema: RequestSchema, keys: Int32Array, bags_per_key: Int64Array
     ) -> tuple[KeyedBags, Sequence[str]]:
-        """Flat bags of all features, and the strings among their ids: one pass over the features, none over ids."""
+        """Flat bags of all features, and their string ids, in one pass over the features."""
         most = schema.limits.max_string_ids
         texts: list[str] = []
         buffers: list[Any] = []
@@ -329,11 +321,10 @@ class UnparsedJson:
     def _check_nesting(self) -> None:
         """Raise TypeError unless lists are nested as deep as they were read.
 
-        Reading flattens: it can't tell `[1, [2, 3], []]` from `[1, 2, 3]`. But a flat list has at least one opening
-        bracket, and a list of n lists at least n + 1. So if the text has just as many as these numbers add up to, no
-        list has more.
+        Reading can't tell `[1, [2, 3], []]` from `[1, 2, 3]`. But a flat list has one opening bracket or more, and a
+        list of n lists n + 1 or more. So if the text has as many as these add up to, no list has more.
         """
-        # Several times faster than the count that bytes have; it counts those within strings too.
+        # Several times faster than `bytes.count`; those in strings are counted too.
         count = int(np.count_nonzero(np.frombuffer(self._text, np.uint8) == _BRACKET))
         if count != self._lists and (count < self._lists or count_above(self._text, _BRACKET, self._lists)):
             raise TypeError
@@ -354,7 +345,7 @@ class UnparsedJson:
 
 
 def rank_document(answer: RankAnswer) -> dict[str, Any]:
-    """Write an answer as JSON. A float32 score has all its digits, so it reads back as the same float32."""
+    """Write an answer as JSON; float32 scores read back as the same float32."""
     document: dict[str, Any] = {
         "model": answer.model,
         "version": answer.version,
@@ -375,7 +366,7 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
     try:
         return _ENCODER.encode(request)
     except (TypeError, ValueError, OverflowError, RecursionError):
-        # It does not write integers beyond 64 bits; the reader shall name where they stand.
+        # It does not write integers beyond 64 bits, whose field the reader names.
         try:
             return json.dumps(request).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
@@ -396,9 +387,8 @@ def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> Inval
         path += f"[{position}]"
     if len(positions) <= is_nested:
         return invalid_field(path, f"{_shown(found)} is not a list")
-    if kind == "floats" or isinstance(found, simdjson.Array):
-        return invalid_field(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
-    return invalid_id(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
+    refusal = invalid_field if kind == "floats" or isinstance(found, simdjson.Array) else invalid_id
+    return refusal(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
 
 
 def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> InvalidRequestError:
@@ -414,10 +404,8 @@ def _keys(found: Any, *path: str) -> frozenset[str]:
     """Return an object's keys. Raises InvalidRequestError for no object, too many keys, or one twice."""
     if not isinstance(found, simdjson.Object):
         raise invalid_field(".".join(filter(None, path)), f"{_shown(found)} is not an object")
-    # They become Python objects, so there must be few.
     if len(found) > MAX_KEYS:
-        problem = f"{len(found)} keys; a request has at most {MAX_KEYS}"
-        raise invalid_field(".".join(filter(None, path)), problem)
+        raise invalid_field(".".join(filter(None, path)), f"{len(found)} keys; a request has at most {MAX_KEYS}")
     keys = list(found.keys())
     different = frozenset(keys)
     if len(different) != len(keys):
@@ -457,13 +445,13 @@ def _parse(text: bytes | bytearray) -> Any:
     try:
         return parser.parse(text)
     except RuntimeError:
-        # Integers beyond 64 bits, or something read from another text is still held.
+        # Integers beyond 64 bits, or objects of another text are still referred to.
         parser = _THREADS.parser = simdjson.Parser()
         return parser.parse(text)
 
 
 def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
-    """Make the error for a text that the parser has a `problem` with; a long one is searched only if it is no JSON."""
+    """Return the error for a text that the parser has a `problem` with, with the field if it is short."""
     steps: tuple[Any, ...] = ()
     try:
         if len(text) > MAX_SEARCHED_BYTES:
@@ -504,7 +492,7 @@ def _without_form(document: dict[str, Any] | list[Any]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def many_lists() -> Iterator[None]:
-    """Hold the garbage collector off, which would go over many new lists again and again, for most of their time."""
+    """Hold off the garbage collector, which would go over many new lists again and again."""
     if not gc.isenabled():
         yield
         return
@@ -517,7 +505,7 @@ def many_lists() -> Iterator[None]:
 
 def count_above(body: Buffer, character: int, most: int) -> int:
     """Count a character outside of strings if it is there more than `most` times; else return 0. Exact for JSON."""
-    # The whole text is counted first, several times faster than `bytes.count`; what stands in strings only adds to it.
+    # Within strings too at first, several times faster than `bytes.count`.
     if len(body) <= most or int(np.count_nonzero(np.frombuffer(body, np.uint8) == character)) <= most:
         return 0
     plain = bytes(body)

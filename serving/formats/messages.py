@@ -1,8 +1,7 @@
 """The protobuf form of requests and answers (`shardrank.v1`), by maps of features or packed.
 
-A message is walked over twice at most: its outer fields, which say what model is meant, and once that is known its
-features. The map form names every feature; the packed form has all of them in the order of the model's schema, as four
-arrays, under a digest of that schema.
+The outer fields are read first, which name the model, then the features. The map form names every feature; the packed
+form has all in the order of the model's schema, as four arrays, under a digest of that schema.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from serving.formats.bags import (
     array_of,
     check_lookup_size,
     check_num_candidates,
-    dense_matrix,
     joined,
     keyed_bags,
     lookup_request,
@@ -177,10 +175,13 @@ class UnparsedMessage:
         self, schema: RequestSchema, count: int, bags: KeyedBags, dense: Sequence[Float32Array], texts: list[str]
     ) -> RankRequest:
         context, candidates = dense
-        if context.size != (wanted := schema.num_context_dense):
-            raise count_mismatch("context.dense", f"{context.size} values, the model takes {wanted}")
-        matrix = dense_matrix(candidates, count, schema.num_candidate_dense)
-        return rank_request(schema, bags, count, context, matrix, self._options, texts)
+        if context.size != schema.num_context_dense:
+            problem = f"{context.size} values, the model takes {schema.num_context_dense}"
+            raise count_mismatch("context.dense", problem)
+        if candidates.size != count * (width := schema.num_candidate_dense):
+            needed = f"{count} candidates of {width} values need {count * width}"
+            raise count_mismatch("candidates.dense", f"{candidates.size} values; {needed}")
+        return rank_request(schema, bags, count, context, candidates.reshape(count, width), self._options, texts)
 
     def _packed(self, schema: RequestSchema) -> RankRequest:
         """Read the packed form: as many steps whatever the number of features."""
@@ -237,11 +238,7 @@ class UnparsedMessage:
 
 
 class _Features:
-    """The features of a message by maps.
-
-    Attributes:
-        texts: string ids of all features in flat order, once `bags` has read them.
-    """
+    """The features of a message by maps; `texts` are all string ids in flat order, once `bags` has read them."""
 
     def __init__(self, schema: RequestSchema, message: ProtobufMessage, *, lookup: bool = False) -> None:
         self._schema, self._message, self._lookup = schema, message, lookup
@@ -323,16 +320,14 @@ def encode_rank(answer: RankAnswer) -> bytes:
     """Encode a RankResponse."""
     scores, order = packed_bytes(answer.scores, "<f4"), packed_bytes(answer.order, "<u4")
     fields = answer.model.encode(), answer.version, scores, order, answer.request_id.encode(), answer.dense_step
-    # 0 is told too: it is another thing than not to know.
-    told = encode_varint(8 << 3) + encode_varint(answer.delta_sequence) if answer.delta_sequence >= 0 else b""
-    encoded = encode_message(*fields) + told
-    if not answer.outputs:
-        return encoded
-    outputs = (
-        encode_field(7, encode_message(name.encode(), encode_message(packed_bytes(values, "<f4"))))
-        for name, values in answer.outputs.items()
-    )
-    return b"".join((encoded, *outputs))
+    parts = [encode_message(*fields)]
+    if answer.delta_sequence >= 0:
+        # Also 0, which differs from unknown.
+        parts.append(encode_varint(8 << 3) + encode_varint(answer.delta_sequence))
+    for name, values in answer.outputs.items():
+        output = encode_message(name.encode(), encode_message(packed_bytes(values, "<f4")))
+        parts.append(encode_field(7, output))
+    return b"".join(parts)
 
 
 def encode_lookup(answer: LookupAnswer) -> bytes:

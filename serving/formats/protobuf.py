@@ -1,9 +1,8 @@
 """The protobuf wire format, read field by field within a budget and written without objects for numbers.
 
-Source: https://protobuf.dev/programming-guides/encoding/. The library's parser makes an object of everything that a
-message holds before anybody can count it, and holds the interpreter's lock meanwhile: 16 KB of compressed empty
-messages become eight million objects. Here a message is a walk over its tags; what a request holds is counted as it
-is met, numbers stay where they lie, and nothing is made of a field that nobody asks for.
+Source: https://protobuf.dev/programming-guides/encoding/. The library's parser makes an object of everything in a
+message before it can be counted, and holds the interpreter's lock meanwhile: 16 KB of compressed empty messages become
+eight million objects. This one walks over tags, counts what it meets, and makes nothing of numbers and unknown fields.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAX_TAG = (1 << 32) - 1
 
 
 class ProtobufMessage:
-    """One message of a type, and what may still be read of it: `max_fields` in it and all messages inside."""
+    """One message of a type, of which `max_fields` may be read, those of all messages inside included."""
 
     __slots__ = ("_left", "_max_fields", "_name", "data", "view")
 

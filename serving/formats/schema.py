@@ -1,4 +1,4 @@
-"""What a request to one model version must look like: computed once, used by every codec."""
+"""What a request to one model version must have: computed once, used by every codec."""
 
 from __future__ import annotations
 
@@ -45,12 +45,9 @@ VARIES = -1
 
 
 class TensorSpec(NamedTuple):
-    """An input or output of the Open Inference Protocol, as metadata tell of it.
+    """An input or output of the Open Inference Protocol, as in metadata; `shape` has -1 for a dimension that varies.
 
-    Attributes:
-        datatype: of its elements; inputs may come in others, see docs/open-inference-protocol.md.
-        shape: -1 for a dimension that varies.
-        optional: whether a request may leave it out.
+    Inputs may come in other datatypes, see docs/open-inference-protocol.md.
     """
 
     name: str
@@ -64,15 +61,13 @@ class RequestSchema:
 
     Attributes:
         features: the model's features, F of them.
-        limits: what a request may take.
         names, kinds: of each feature its name; and with it whether it is a context feature, and has strings for ids.
-        keys: int32 [F], 0..F-1: a rank request brings every feature.
-        is_string, is_weighted: bool [F], True where ids are strings, and where they may have weights.
-        weighted_names: features whose ids may have weights.
-        name_sets: the features that may stand in each part.
-        candidate_names: candidate features in flat order.
-        embedding_dims: int64 [F], width of each feature's embeddings.
-        outputs: of the Open Inference Protocol by name, as metadata list them.
+        keys: int32 [F], 0..F-1.
+        is_string, is_weighted: bool [F], whether ids are strings, and may have weights.
+        name_sets: the features of each part.
+        candidate_names: in flat order.
+        embedding_dims: int64 [F].
+        outputs: of the Open Inference Protocol by name.
         num_context_dense, num_candidate_dense: Kc, dense values of a request; Kd, those of a candidate.
     """
 
@@ -95,21 +90,15 @@ class RequestSchema:
 
     @cached_property
     def inputs(self) -> dict[str, TensorSpec]:
-        """Inputs of the Open Inference Protocol by name, as metadata list them.
-
-        Raises InvalidRequestError if two have the same name.
-        """
-        found: dict[str, TensorSpec] = {}
-        for one in self._input_specs():
-            if one.name in found:
-                raise InvalidRequestError(
-                    "",
-                    f"model {self.features.spec.model!r} has two inputs named {one.name!r}, so it can't be called by "
-                    "this protocol; rename the feature",
-                    kind="ambiguous_inputs",
-                )
-            found[one.name] = one
-        return found
+        """Inputs of the Open Inference Protocol by name. Raises InvalidRequestError if two have the same name."""
+        inputs: dict[str, TensorSpec] = {}
+        for tensor in self._input_specs():
+            if tensor.name in inputs:
+                problem = f"model {self.features.spec.model!r} has two inputs named {tensor.name!r}, so it can't be "
+                problem += "called by this protocol; rename the feature"
+                raise InvalidRequestError("", problem, kind="ambiguous_inputs")
+            inputs[tensor.name] = tensor
+        return inputs
 
     @cached_property
     def required_inputs(self) -> frozenset[str]:
@@ -142,12 +131,7 @@ class RequestSchema:
         return np.where(self.features.is_context, 1, num_candidates)
 
     def check_names(self, part: Part, given: Collection[str], *, all_needed: bool) -> None:
-        """Refuse features that do not belong into a part, and with `all_needed` a part that lacks one.
-
-        Raises:
-            InvalidRequestError: for one that the model does not have, or has on the other side; for one that the model
-                needs.
-        """
+        """Raise InvalidRequestError for features that are not of a part, and with `all_needed` for a missing one."""
         expected = self.name_sets[part]
         for name in given:
             if name not in expected:

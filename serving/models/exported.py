@@ -208,7 +208,7 @@ def _pack_products(graph: GraphModule, constants: Sequence[Tensor]) -> None:
         )
         with nodes.inserting_before(node):
             activation = "relu" if relu is not None and more is None else "none"
-            arguments = (x, nodes.get_attr(f"_packed_{number}"), bias, activation, [], "")
+            arguments: tuple[Any, ...] = (x, nodes.get_attr(f"_packed_{number}"), bias, activation, [], "")
             product = nodes.call_function(torch.ops.mkldnn._linear_pointwise.default, arguments)
             if more is not None:
                 # Nothing else reads the product: it is overwritten.
@@ -276,8 +276,8 @@ def _check_outputs(spec: ModelSpec, values: Sequence[Any]) -> None:
     if len(values) != len(names):
         raise RankingModelError(f"{prefix} returns {len(values)} outputs; the description names {names}")
     for name, value in zip(names, values, strict=True):
-        is_one = isinstance(value, Tensor) and value.dim() in (1, 2) and (value.dim() == 1 or value.shape[1] == 1)
-        if not is_one or isinstance(value.shape[0], int):
+        is_column = isinstance(value, Tensor) and value.dim() in (1, 2) and (value.dim() == 1 or value.shape[1] == 1)
+        if not is_column or isinstance(value.shape[0], int):
             got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise RankingModelError(f"{prefix}: output {name!r} is {got}; it must have one value a candidate, [N]")
 
@@ -285,15 +285,15 @@ def _check_outputs(spec: ModelSpec, values: Sequence[Any]) -> None:
 # Arguments and outputs
 
 
-def _output_order(spec: ModelSpec, out_spec: Any) -> list[int]:
+def _output_order(spec: ModelSpec, structure: Any) -> list[int]:
     """Return the position of each described output in the program's: by name if it returns a dict, else in order."""
     names = list(_exported(spec).outputs)
-    if out_spec.type is not dict:
+    if structure.type is not dict:
         return list(range(len(names)))
-    if sorted(out_spec.context) != sorted(names):
-        returned = list(out_spec.context)
+    if sorted(structure.context) != sorted(names):
+        returned = list(structure.context)
         raise RankingModelError(f"model {spec.model!r}: the program returns {returned}; the description names {names}")
-    return [out_spec.context.index(name) for name in names]
+    return [structure.context.index(name) for name in names]
 
 
 def check_bindings(spec: ModelSpec) -> None:
