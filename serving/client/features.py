@@ -80,7 +80,7 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """One feature of a request: ids, or else texts, [n], in bags of these lengths or, if None, of one id each."""
+    """One feature of a request: ids, or else texts, [n], in bags of `lengths`, or of one id each if None."""
 
     ids: Int64Array
     texts: Sequence[str]
@@ -120,23 +120,15 @@ class Column:
 
     def message(self) -> ranking_pb2.SparseFeature:
         """Make the feature of the map form."""
-        lengths = None if self.lengths is None else self.lengths.tolist()
-        weights = None if self.weights is None else self.weights.tolist()
-        return ranking_pb2.SparseFeature(
-            ids=self.ids.tolist(), lengths=lengths, weights=weights, string_ids=self.texts or None
-        )
+        lengths, weights = (None if array is None else array.tolist() for array in (self.lengths, self.weights))
+        return ranking_pb2.SparseFeature(ids=self.ids.tolist(), lengths=lengths, weights=weights, string_ids=self.texts)
 
 
 class RankFeatures:
     """The columns of one rank request in any form of `Client.rank`. Raises InvalidRequestError."""
 
     def __init__(
-        self,
-        context: Features,
-        candidates: Features,
-        weights: Features,
-        context_dense: Values,
-        candidate_dense: Values,
+        self, context: Features, candidates: Features, weights: Features, context_dense: Values, candidate_dense: Values
     ) -> None:
         _check_weighted(weights, context.keys() | candidates.keys())
         self.context = {
@@ -271,7 +263,7 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
             return array.reshape(-1), np.full(array.shape[0], array.shape[1], "<i4")
         if array.dtype != object or array.ndim != 1:
             return array, None
-        # Such as a column of lists in pandas.
+        # A column of lists in pandas, for one.
         value = array.tolist()
     kinds = set(map(type, value))
     nested = [issubclass(kind, _NESTED) for kind in kinds]

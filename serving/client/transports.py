@@ -73,7 +73,7 @@ _BY_STATUS: dict[int | str, type[ShardrankError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the server is, and what a connection to it takes: arguments of `Client`. Raises ConfigError."""
+    """The arguments of `Client` that make a connection. Raises ConfigError."""
 
     address: str
     token: Token | None

@@ -93,8 +93,8 @@ class FeatureCounts:
             flat_weights = np.ones(sum(self.num_ids), np.float32)
             is_weighted = np.zeros(num_ids.size, np.bool_)
             is_weighted[self.weighted] = True
-            flat_weights[np.repeat(is_weighted, num_ids)] = array_of(joined(weights), "<f4", "weights")
-        values = values_of(self._schema, self.keys, num_ids, array_of(joined(ids), "<i8", "ids"), texts)
+            flat_weights[np.repeat(is_weighted, num_ids)] = array_of(bytearray().join(weights), "<f4", "weights")
+        values = values_of(self._schema, self.keys, num_ids, array_of(bytearray().join(ids), "<i8", "ids"), texts)
         return keyed_bags(
             self._schema, self.keys, num_bags, flat_lengths, num_ids, values, flat_weights, lookup=self._lookup
         )
@@ -113,13 +113,11 @@ def values_of(
     return values
 
 
-def joined(buffers: Iterable[Buffer]) -> bytearray:
-    """Copy buffers behind one another: aligned, writable, and nothing of the message is kept."""
-    return bytearray().join(buffers)
-
-
 def array_of(buffer: Buffer, dtype: str, path: str) -> npt.NDArray[Any]:
-    """View a buffer as numbers such as `<f4`. Raises InvalidRequestError for a part of one."""
+    """View a buffer as numbers such as `<f4`. Raises InvalidRequestError for a part of one.
+
+    Joining buffers in a `bytearray` makes them aligned and writable, and keeps nothing of the message.
+    """
     width, size = int(dtype[-1]), len(buffer)
     if size % width:
         raise malformed(path, f"{size} bytes, which is not a multiple of {width}")

@@ -39,7 +39,6 @@ from serving.formats.bags import (
     array_of,
     check_num_candidates,
     input_path,
-    joined,
     rank_request,
     text_of,
     wrong_count,
@@ -213,8 +212,9 @@ class InferRequest:
                 texts += given[name].texts(count)
             else:
                 ids.append(given[name].integers(count))
-        flat_lengths = array_of(joined([tensor.integers(num_candidates) for tensor in ragged]), "<i8", "lengths")
-        bags = layout.bags(ids, texts, flat_lengths, [weights.floats(count) for weights, count in weighted])
+        ragged_lengths = bytearray().join(tensor.integers(num_candidates) for tensor in ragged)
+        weight_buffers = [weights.floats(count) for weights, count in weighted]
+        bags = layout.bags(ids, texts, array_of(ragged_lengths, "<i8", "lengths"), weight_buffers)
         kc, kd = schema.num_context_dense, schema.num_candidate_dense
         context = self._dense(CONTEXT_DENSE, (kc,), (1, kc)).reshape(kc)
         candidates = self._dense(CANDIDATE_DENSE, (num_candidates, kd)).reshape(num_candidates, kd)
@@ -226,7 +226,7 @@ class InferRequest:
             return np.empty(allowed[0], np.float32)
         if tuple(tensor.shape) not in allowed:
             raise tensor.wrong_shape(f"it must be {list(allowed[0])}")
-        return array_of(joined([tensor.floats(math.prod(tensor.shape))]), "<f4", name)
+        return array_of(bytearray().join([tensor.floats(math.prod(tensor.shape))]), "<f4", name)
 
 
 def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
@@ -504,7 +504,7 @@ def _contents(message: ProtobufMessage, start: int, end: int, path: str, datatyp
     if datatype == "BYTES":
         got = len(chunks)
     else:
-        numbers = array_of(joined(chunks), "<f4" if datatype == "FP32" else "<u1", path)
+        numbers = array_of(bytearray().join(chunks), "<f4" if datatype == "FP32" else "<u1", path)
         got = numbers.size if datatype == "FP32" else count_varints(numbers)
     if got != count:
         raise wrong_count(path, count, str(got))

@@ -19,7 +19,6 @@ from serving.formats.bags import (
     array_of,
     check_lookup_size,
     check_num_candidates,
-    joined,
     keyed_bags,
     lookup_request,
     rank_request,
@@ -169,7 +168,7 @@ class UnparsedMessage:
                 features.add(part, start, end)
             elif name == "dense":
                 dense.append(message.view[start:end])
-        return array_of(joined(dense), "<f4", part_path(part, "dense"))
+        return array_of(bytearray().join(dense), "<f4", part_path(part, "dense"))
 
     def _request(
         self, schema: RequestSchema, count: int, bags: KeyedBags, dense: Sequence[Float32Array], texts: list[str]
@@ -301,7 +300,7 @@ class _Features:
         """Make flat bags of features that were counted, and are within the limits."""
         ids, lengths, weights, strings = self._columns
         self.texts = [text_of("string_ids", position, one) for position, one in enumerate(strings)]
-        own = array_of(joined(lengths), "<u4", "lengths").astype(np.int64)
+        own = array_of(bytearray().join(lengths), "<u4", "lengths").astype(np.int64)
         return layout.bags(ids, self.texts, own, weights)
 
     def _path(self, name: str) -> str:

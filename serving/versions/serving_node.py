@@ -103,7 +103,7 @@ class ServingNode:
     ) -> None:
         if config.hot_rows is not None and local is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
-        self._hot = config.hot_rows and HotKeepers(config.hot_rows, open_registry, self._tell_hot)
+        self._hot = None if config.hot_rows is None else HotKeepers(config.hot_rows, open_registry, self._tell_hot)
         self._hot_reports: dict[tuple[str, int], HotReport] = {}
         self.address = ""
         self._fleet, self._service, self._config = fleet, service, config
