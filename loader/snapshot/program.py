@@ -34,6 +34,7 @@ _CONFIGS: Final = {
     "weights": "data/weights/model_weights_config.json",
     "constants": "data/constants/model_constants_config.json",
 }
+_PREFIXES: Final = {"weights": "weight_", "constants": "tensor_"}
 _PACKAGE: Final = "data/aotinductor/"
 _FRAME = frozenset({"archive_format", "archive_version", "byteorder", "version", ".data/version"})
 _FRAME_WRITTEN_BY_TORCH = frozenset({"byteorder", "version", ".data/version", ".data/serialization_id"})
@@ -147,9 +148,11 @@ class ProgramArchive:
             if isinstance(path, str) and path.startswith(("custom_obj_", "opaque_obj_")):
                 raise self._refused(f"{what} is a custom object, which is pickled")
             if not isinstance(path, str) or not _TENSOR.fullmatch(f"data/{kind}/{path}"):
-                raise self._refused(f"{what} is at {cut(repr(path), 200)}, which is no {kind}")
-            if payload.get("use_pickle") is not False or not isinstance(payload.get("tensor_meta"), dict):
-                raise self._refused(f"{what} is pickled, or has no tensor_meta; only plain tensors are read")
+                raise self._refused(f"{what} lies in {cut(repr(path), 200)}, not in {_PREFIXES[kind]}<number>")
+            if payload.get("use_pickle") is not False:
+                raise self._refused(f"{what} is pickled; only plain tensors are read")
+            if not isinstance(payload.get("tensor_meta"), dict):
+                raise self._refused(f"{what} has no tensor_meta")
             members.add(f"data/{kind}/{path}")
         return members
 

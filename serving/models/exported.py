@@ -6,7 +6,6 @@ candidates, and by a trial: requests together and each of them alone must get th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import GraphModule
 
-logger = logging.getLogger(__name__)
-
 Run: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 """Calls a program with its arguments, in its order; returns the outputs in the order of the description."""
 Binding: TypeAlias = Callable[[RankingInputs], Tensor]
@@ -71,12 +68,11 @@ class _Argument(NamedTuple):
 
 
 class ExportedRanking(RankingModel):
-    """A program on the CPU, called with at most `max_pairs` at once. Made by `load_exported`."""
+    """A program on the CPU, called with at most `MAX_PAIRS` at once. Made by `load_exported`."""
 
     def __init__(self, spec: ModelSpec, bindings: Sequence[Binding], run: Run, dtype: torch.dtype) -> None:
         super().__init__(InputShapes.of(spec))
         self.number_format = _FORMATS[dtype]
-        self.max_pairs = MAX_PAIRS
         self._bindings, self._run = tuple(bindings), run
         self._outputs = tuple(_exported(spec).outputs.values())
 
@@ -89,7 +85,7 @@ class ExportedRanking(RankingModel):
     def scores(self, inputs: RankingInputs) -> Tensor:
         """Return that sum, and below it each output after its activation: float32 [1 + outputs, N], no gradients."""
         with torch.inference_mode():
-            parts = [self._scores(part) for part in _divided(_with_rows(inputs), self.max_pairs)]
+            parts = [self._scores(part) for part in _divided(_with_rows(inputs))]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _scores(self, inputs: RankingInputs) -> Tensor:
@@ -118,11 +114,9 @@ def load_exported(spec: ModelSpec, path: Path, *, trusted: bool) -> ExportedRank
         SnapshotCorruptError: pickle would be needed; PyTorch has not read it.
     """
     if not trusted:
-        raise RankingModelError(
-            f"model {spec.model!r}: {path.name} is a program, which can do whatever this process can; if you trust "
-            "who writes to the store, mark it with --trust-exported",
-            kind="untrusted_program",
-        )
+        advice = "if you trust who writes to the store, mark it with --trust-exported"
+        problem = f"{path.name} is a program, which can do whatever this process can; {advice}"
+        raise RankingModelError(f"model {spec.model!r}: {problem}", kind="untrusted_program")
     return _checked(spec, ProgramArchive.read(path))
 
 
@@ -372,16 +366,15 @@ def _with_rows(inputs: RankingInputs) -> RankingInputs:
     return replace(inputs, sequences=sequences)
 
 
-def _divided(inputs: RankingInputs, max_pairs: int) -> Iterator[RankingInputs]:
-    """Divide a batch into neighbouring candidates, with their requests, that make at most `max_pairs` pairs."""
+def _divided(inputs: RankingInputs) -> Iterator[RankingInputs]:
+    """Divide a batch into neighbouring candidates, with their requests, that make at most `MAX_PAIRS` pairs."""
     owner = inputs.request_of_candidate
     longest = max((sequence.mask.shape[1] for sequence in inputs.sequences.values()), default=0)
     # Copies of built-in models fill up each request's last block.
     max_rows = owner.numel() + (BLOCK_ROWS - 1) * inputs.context.shape[0]
-    if max_rows * longest <= max_pairs or not inputs.is_ordered or not owner.numel():
+    if max_rows * longest <= MAX_PAIRS or not inputs.is_ordered or not owner.numel():
         return iter((inputs,))
-    filled = torch.arange(owner.numel()) + (BLOCK_ROWS - 1) * owner
-    part = filled // max(1, max_pairs // longest)
+    part = (torch.arange(owner.numel()) + (BLOCK_ROWS - 1) * owner) // max(1, MAX_PAIRS // longest)
     return inputs.split(torch.unique_consecutive(part, return_counts=True)[1].tolist())
 
 
@@ -399,10 +392,9 @@ def _check_by_trial(spec: ModelSpec, model: ExportedRanking) -> None:
             raise RankingModelError(f"model {spec.model!r}: output {name} is not finite for inputs drawn at random")
         difference = float(((scores - expected).abs() / scores.abs().clamp(min=1)).max())
         if difference > TRIAL_TOLERANCE[model.dtype]:
-            raise RankingModelError(
-                f"model {spec.model!r}: output {name} of a candidate changes by {difference:.2g} with the requests it "
-                "is scored with; a program must treat each candidate by itself (in eval mode, no batch statistics)"
-            )
+            problem = f"output {name} of a candidate changes by {difference:.2g} with the requests it is scored with"
+            advice = "a program must treat each candidate by itself (in eval mode, no batch statistics)"
+            raise RankingModelError(f"model {spec.model!r}: {problem}; {advice}")
 
 
 def _trial_inputs(shapes: InputShapes, dtype: torch.dtype) -> RankingInputs:
@@ -423,12 +415,12 @@ def _trial_inputs(shapes: InputShapes, dtype: torch.dtype) -> RankingInputs:
 
 
 def export_program(spec: ModelSpec, module: nn.Module, dtype: torch.dtype = torch.float32) -> ExportedProgram:
-    """Export a module whose `forward` takes the inputs that the description says, by name, for any number of each.
+    """Export a module whose `forward` takes the inputs of the description, by name, for any number of each.
 
-    Floats come in `dtype`, the module's own. Raises RankingModelError if inputs do not fit the model's features, and
+    Floats are in `dtype`, as in the module. Raises RankingModelError if inputs do not fit the model's features, and
     whatever `torch.export` does.
     """
-    # Sizes that differ from one another, so that none is taken for another.
+    # Sizes differ from one another, so that none is taken for another.
     inputs = _trial_inputs(InputShapes.of(spec), dtype)
     arguments: dict[str, Tensor] = {}
     dynamic: dict[str, dict[int, Any]] = {}

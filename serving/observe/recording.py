@@ -62,6 +62,8 @@ _HEAD = struct.Struct("<B3xIdqqqIIIII4x")
 _HAS_WEIGHTS, _HAS_LENGTHS = 1, 2
 
 Record = TypeVar("Record", bound=Frozen)
+# Of a schema: model, digest and outputs.
+_Key: TypeAlias = tuple[str, str, tuple[str, ...]]
 # A request that is not decoded: payload, schema, when its file was begun, and where it is, for errors.
 _Framed: TypeAlias = "tuple[bytearray, RecordedSchema, float, str]"
 
@@ -165,8 +167,15 @@ class RequestRecorder:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._share, self._draw, self._count, self._clock = config.share, draw, on_counted, clock
-        self._files = _Files(config, clock, wall_clock)
+        self._share, self._draw, self._count = config.share, draw, on_counted
+        self._folder, self._max_bytes, self._file_bytes = config.folder, config.max_bytes, config.max_bytes // FILES
+        self._clock, self._wall_clock = clock, wall_clock
+        self._folder_lock = _locked(config.folder)
+        # The file that is written, unbuffered; its bytes, when it was begun, and the number of each schema in it.
+        self._file: FileIO | None = None
+        self._size, self._began_at = 0, 0.0
+        self._schemas: dict[_Key, int] = {}
+        self._described: dict[_Key, bytes] = {}
         self._queue = queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankAnswer, float, int] | None]()
         self._queued_bytes, self._lock = 0, threading.Lock()
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
@@ -194,50 +203,26 @@ class RequestRecorder:
 
     def _write_all(self) -> None:
         failed_at = -inf
-        with contextlib.closing(self._files):
+        with contextlib.closing(self._folder_lock):
             while (queued := self._queue.get()) is not None:
                 schema, request, answer, began, size = queued
                 written = 0
                 try:
                     if self._clock() - failed_at >= RETRY_S:
-                        written = self._files.add(schema, request, answer, began)
+                        written = self._add(schema, request, answer, began)
                         failed_at = -inf
                 except Exception as error:
                     # A full disk is logged once, and what is not an OSError is a bug, which must not end the thread.
                     if failed_at == -inf:
                         logger.error("requests are not recorded: %s", error, exc_info=not isinstance(error, OSError))
                     failed_at = self._clock()
-                    self._files.end()
+                    self._end()
                 with self._lock:
                     self._queued_bytes -= size
                 self._count("written" if written else "dropped", 1, written)
+            self._end()
 
-
-class _Files:
-    """The folder's files: one is written, unbuffered, and the oldest are deleted so that all stay within the bound."""
-
-    def __init__(self, config: RecordingConfig, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
-        self._folder, self._max_bytes, self._file_bytes = config.folder, config.max_bytes, config.max_bytes // FILES
-        self._clock, self._wall_clock = clock, wall_clock
-        self._file: FileIO | None = None
-        self._size, self._began = 0, 0.0
-        # By model, digest and outputs: the frame that describes a schema; its number in the present file.
-        self._described: dict[tuple[str, str, tuple[str, ...]], bytes] = {}
-        self._schemas: dict[tuple[str, str, tuple[str, ...]], int] = {}
-        try:
-            # Ids may tell who a user is: nobody else reads what is made here. Of parents `mkdir` takes no mode.
-            for folder in (*reversed(self._folder.parents), self._folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = _open_private(self._folder / LOCK, "w")
-        except OSError as error:
-            raise ConfigError(f"--record {self._folder}: {error.strerror or error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise ConfigError(f"--record {self._folder}: another process records into it") from error
-
-    def add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
+    def _add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
         features = schema.features
         key = features.spec.model, features.digest, tuple(features.spec.dense_model.outputs)
@@ -254,12 +239,11 @@ class _Files:
             self._write(described)
             self._schemas[key] = len(self._schemas)
         stamps = answer.version, answer.delta_sequence, answer.dense_step
-        head = _HEAD.pack(_REQUEST, self._schemas[key], began - self._began, *stamps, *counts)
+        head = _HEAD.pack(_REQUEST, self._schemas[key], began - self._began_at, *stamps, *counts)
         self._write(_framed(head, content))
         return size
 
-    def end(self) -> None:
-        """Write no more to the present file, of which the end may be cut off."""
+    def _end(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -268,12 +252,8 @@ class _Files:
                 if not (path := Path(os.fsdecode(file.name))).stat().st_size:
                     path.unlink()
 
-    def close(self) -> None:
-        self.end()
-        self._lock.close()
-
     def _begin(self) -> None:
-        self.end()
+        self._end()
         sizes = {path: path.stat().st_size for path in sorted(self._folder.glob(f"*{SUFFIX}"))}
         total = sum(sizes.values())
         for path, size in sizes.items():
@@ -281,7 +261,7 @@ class _Files:
                 break
             path.unlink(missing_ok=True)
             total -= size
-        began_at, self._began = self._wall_clock(), self._clock()
+        began_at, self._began_at = self._wall_clock(), self._clock()
         # Names are in the order of time, also where a clock is set back; of names that are not ours, none is later.
         stamp = max([int(began_at * 1e6), *(int(path.stem) + 1 for path in sizes if path.stem.isdecimal())])
         self._file = _open_private(self._folder / f"{stamp:017d}{SUFFIX}", "x")
@@ -293,6 +273,23 @@ class _Files:
         if self._file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(data)
+
+
+def _locked(folder: Path) -> FileIO:
+    """Make a folder, and lock it. Raises ConfigError if it can't be used, or another process records into it."""
+    try:
+        # Ids may tell who a user is: only this user reads what is made. Of parents `mkdir` takes no mode.
+        for path in (*reversed(folder.parents), folder):
+            path.mkdir(mode=0o700, exist_ok=True)
+        lock = _open_private(folder / LOCK, "w")
+    except OSError as error:
+        raise ConfigError(f"--record {folder}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"--record {folder}: another process records into it") from error
+    return lock
 
 
 def _open_private(path: Path, mode: Literal["w", "x"]) -> FileIO:
