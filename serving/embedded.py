@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 
 from serving.description import ModelInfo
-from serving.formats.json_reader import JsonCodec, encode_request, rank_document
-from serving.formats.json_text import lookup_pieces
+from serving.formats.json_reader import JsonCodec, encode_request, lookup_pieces, rank_document
 from serving.formats.requests import Method, RankAnswer
 from serving.limits import RequestLimits
-from serving.models.ranking_models import DtypeChoice
+from serving.models.layers import DtypeChoice
 from serving.rank.service import RankingService, answer_in_thread
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.buckets import Sharding

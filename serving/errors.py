@@ -18,12 +18,16 @@ shed OverloadedError, what is not ready UnavailableError, and what is wrong with
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from loader.errors import ShardrankError
 
 MAX_FIELD_CHARS = 256
 MAX_PROBLEM_CHARS = 768
+MAX_MESSAGE_CHARS = 4096
+RETRY_AFTER_S = 1
+"""Reported to a client that was shed."""
 REPOSITORY_CONTROL = "models are not loaded or unloaded by clients; versions come and go by rollouts"
 
 
@@ -67,6 +71,14 @@ class InvalidRequestError(
 
     def __str__(self) -> str:
         return f"{self.field}: {self.problem}" if self.field else self.problem
+
+
+invalid_field = partial(InvalidRequestError, kind="invalid_field")
+invalid_id = partial(InvalidRequestError, kind="invalid_id")
+count_mismatch = partial(InvalidRequestError, kind="count_mismatch")
+missing_feature = partial(InvalidRequestError, kind="missing_feature")
+unknown_feature = partial(InvalidRequestError, kind="unknown_feature")
+malformed = partial(InvalidRequestError, kind="malformed")
 
 
 def limit_exceeded(
@@ -120,3 +132,13 @@ class FleetError(ShardrankError, kind="fleet"):
 
     `child_failed`: a child process ended, or did not become ready in time. The message carries its last log lines.
     """
+
+
+def error_document(error: ShardrankError, request_id: str = "") -> dict[str, Any]:
+    """Return the JSON form of an error, cut short, and text that every encoding can carry."""
+    content: dict[str, Any] = {"kind": error.kind, "message": printable(str(error), MAX_MESSAGE_CHARS)}
+    if error.field:
+        content["field"] = printable(error.field, MAX_FIELD_CHARS)
+    if request_id:
+        content["request_id"] = request_id
+    return {"error": content}

@@ -2,10 +2,9 @@
 
 A `torch.export` archive is a zip file of JSON and raw tensors, in which four things may be pickled: weights, constants,
 custom objects and sample inputs (torch/export/pt2_archive/_package.py; of the last, torch/_export/serde/serialize.py
-tries `weights_only` first and goes on without). Here members are counted, named and compared with what an archive may
-have. PyTorch never sees the file itself: it gets a copy made of the members that were found right, with sample inputs
-left out, so that no second reader of zip files can find other members than this one. A program
-is code: `serving.models.exported` runs it only from trusted stores. Packages that AOTInductor compiled are refused.
+tries `weights_only` first and goes on without). PyTorch gets a copy made of the members that were checked, without
+sample inputs, so that no second reader of zip files can find other members than this one. A program is code:
+`serving.models.exported` runs it only from trusted stores.
 """
 
 from __future__ import annotations
@@ -56,18 +55,17 @@ _INSTRUCTION = "save it with loader.snapshot.program.program_bytes, or `shardran
 
 
 class ProgramArchive:
-    """The members of a `dense.pt2`, checked.
+    """The members of a `dense.pt2`, checked, by their names below the archive's root folder.
 
-    Attributes:
-        members: names behind the archive's root folder, with their place in the zip file.
+    Args:
+        where: names it in errors.
+        drop_sample_inputs: whether these may be there, unread: for what comes from training.
+
+    Raises:
+        SnapshotCorruptError: it has what no program needs, or lacks what one does.
     """
 
     def __init__(self, content: bytes, where: str, *, drop_sample_inputs: bool = False) -> None:
-        """Read the directory of an archive, and check it.
-
-        `where` names it in errors. With `drop_sample_inputs` these may be there, and are not read: for what comes from
-        training. Raises SnapshotCorruptError.
-        """
         self._where, self.members = where, dict[str, zipfile.ZipInfo]()
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(content))
@@ -80,14 +78,13 @@ class ProgramArchive:
     def read(cls, path: Path, *, drop_sample_inputs: bool = False) -> ProgramArchive:
         """Read a file. Raises SnapshotCorruptError; OSError if it can't be read."""
         if (size := path.stat().st_size) > MAX_DENSE_BYTES:
-            raise SnapshotCorruptError(
-                f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed", kind="unsafe_program"
-            )
+            problem = f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed"
+            raise SnapshotCorruptError(problem, kind="unsafe_program")
         return cls(path.read_bytes(), str(path), drop_sample_inputs=drop_sample_inputs)
 
     def rebuilt(self) -> bytes:
         """Write an archive of the members that were checked, and none of the sample inputs."""
-        # Here and below: it takes a second and a half to import, which nodes of rows can do without.
+        # Here and below: the import takes a second and a half, which nodes of rows can do without.
         from torch.export.pt2_archive._package import PT2ArchiveWriter
 
         buffer = io.BytesIO()
@@ -104,7 +101,7 @@ class ProgramArchive:
             raise self._refused(f"{name}: {error}") from error
 
     def _check_names(self, archive_bytes: int) -> None:
-        """Note the members: each once, in one folder, stored plain and apart from the others."""
+        """Record the members: each once, in one folder, stored plain, none overlapping another."""
         infos = self._zip.infolist()
         if not 0 < len(infos) <= MAX_MEMBERS:
             raise self._refused(f"{len(infos)} members; 1 to {MAX_MEMBERS} are allowed")
@@ -123,10 +120,8 @@ class ProgramArchive:
 
     def _check_members(self, *, drop_sample_inputs: bool) -> None:
         if any(name.startswith(_PACKAGE) for name in self.members):
-            raise self._refused(
-                "it is a package that AOTInductor compiled, which is no longer served; export the program itself: "
-                f"{_INSTRUCTION}"
-            )
+            problem = "it is a package that AOTInductor compiled, which is no longer served; export the program itself"
+            raise self._refused(f"{problem}: {_INSTRUCTION}")
         program, sample = self._json(_PROGRAM), self.members.get(_SAMPLE_INPUTS)
         if sample is not None and sample.file_size and not drop_sample_inputs:
             raise self._refused(f"{_SAMPLE_INPUTS}: sample inputs are pickled; {_INSTRUCTION}, which leaves them out")
@@ -144,33 +139,33 @@ class ProgramArchive:
 
     def _check_payloads(self, kind: str, config: Mapping[str, Any]) -> set[str]:
         """Return the members that a config names, none of which is pickled."""
-        payloads, found = config.get("config"), set[str]()
+        payloads, members = config.get("config"), set[str]()
         if not isinstance(payloads, dict):
             raise self._refused(f"{_CONFIGS[kind]}: no config of {kind}")
-        for name, one in payloads.items():
-            path = one.get("path_name") if isinstance(one, dict) else None
+        for name, payload in payloads.items():
+            path = payload.get("path_name") if isinstance(payload, dict) else None
             what = f"{_CONFIGS[kind]}: {cut(repr(name), 200)}"
             if isinstance(path, str) and path.startswith(("custom_obj_", "opaque_obj_")):
                 raise self._refused(f"{what} is a custom object, which is pickled")
             if not isinstance(path, str) or not _TENSOR.fullmatch(f"data/{kind}/{path}"):
                 raise self._refused(f"{what} lies in {cut(repr(path), 200)}, not in {_PREFIXES[kind]}<number>")
-            if one.get("use_pickle") is not False:
+            if payload.get("use_pickle") is not False:
                 raise self._refused(f"{what} is pickled; only plain tensors are read")
-            if not isinstance(one.get("tensor_meta"), dict):
+            if not isinstance(payload.get("tensor_meta"), dict):
                 raise self._refused(f"{what} has no tensor_meta")
-            found.add(f"data/{kind}/{path}")
-        return found
+            members.add(f"data/{kind}/{path}")
+        return members
 
     def _check_graph(self, program: Mapping[str, Any]) -> None:
         """Refuse expressions and targets that PyTorch would evaluate, or import, beyond what programs need."""
         waiting: list[Any] = [program]
         while waiting:
-            one = waiting.pop()
-            if isinstance(one, list):
-                waiting += one
-            elif isinstance(one, dict):
-                waiting += one.values()
-                expression, target = one.get("expr_str"), one.get("target") if "inputs" in one else None
+            node = waiting.pop()
+            if isinstance(node, list):
+                waiting += node
+            elif isinstance(node, dict):
+                waiting += node.values()
+                expression, target = node.get("expr_str"), node.get("target") if "inputs" in node else None
                 words = re.findall(r"\w+", expression) if isinstance(expression, str) else []
                 is_plain = all(_WORDS.fullmatch(word) or _SYMBOL.fullmatch(word) for word in words)
                 if isinstance(expression, str) and not (_EXPRESSION.fullmatch(expression) and is_plain):
@@ -184,12 +179,12 @@ class ProgramArchive:
         if (size := self.members[name].file_size) > MAX_JSON_BYTES:
             raise self._refused(f"{name}: {size} bytes; at most {MAX_JSON_BYTES} are read")
         try:
-            found = json.loads(self._member(name))
+            document = json.loads(self._member(name))
         except (ValueError, RecursionError) as error:
             raise self._refused(f"{name}: not JSON: {cut(error, 200)}") from error
-        if not isinstance(found, dict):
+        if not isinstance(document, dict):
             raise self._refused(f"{name}: not a JSON object")
-        return found
+        return document
 
     def _refused(self, problem: str) -> SnapshotCorruptError:
         return SnapshotCorruptError(f"{self._where}: {problem}", kind="unsafe_program")

@@ -56,8 +56,7 @@ from router.plan import Plan
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.models.layers import NumberFormat
-from serving.models.ranking_models import DtypeChoice, choose_dtype
+from serving.models.layers import DtypeChoice, NumberFormat, choose_dtype
 from serving.observe.calls import STAGES, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge

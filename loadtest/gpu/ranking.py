@@ -23,7 +23,7 @@ from loadtest.servers import summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.prepare import write_random_snapshot
 from serving.formats.requests import Answer, RankAnswer, RankRequest
-from serving.models.ranking_models import DtypeChoice
+from serving.models.layers import DtypeChoice
 from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService

@@ -31,7 +31,7 @@ from loadtest.servers import HOST, Server, ServerCommand, check_scores, running,
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec
 from loadtest.workloads.payloads import Encoding
 from loadtest.workloads.prepare import random_dense
-from serving.models.ranking_models import DtypeChoice, choose_dtype
+from serving.models.layers import DtypeChoice, choose_dtype
 from shard_node.bags import Float32Array
 
 FOLDER = Path(__file__).parent

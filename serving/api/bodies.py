@@ -9,11 +9,18 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 from starlette.types import Receive
 
 from loader.errors import ShardrankError
-from serving.errors import InvalidRequestError, limit_exceeded, printable
-from serving.formats.json_text import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
+from serving.errors import (
+    MAX_MESSAGE_CHARS,
+    RETRY_AFTER_S,
+    InvalidRequestError,
+    error_document,
+    limit_exceeded,
+    printable,
+)
 from shard_node.byte_budget import MessageBytes
 
 logger = logging.getLogger(__name__)
@@ -131,9 +138,9 @@ def error_reply(path: str, request_id: str, error: ShardrankError) -> HttpReply:
         # RFC 9110, 11.6.1: such an answer says what is wanted.
         headers = (("www-authenticate", "Bearer"),)
     if path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/"):
-        body = encode({"error": printable(str(error), MAX_MESSAGE_CHARS)})
+        body = msgspec.json.encode({"error": printable(str(error), MAX_MESSAGE_CHARS)})
         return HttpReply(error.http_status, body, JSON, (("shardrank-error-kind", error.kind), *headers))
-    return HttpReply(error.http_status, encode(error_document(error, request_id)), JSON, headers)
+    return HttpReply(error.http_status, msgspec.json.encode(error_document(error, request_id)), JSON, headers)
 
 
 def defect_reply(path: str, request_id: str) -> HttpReply:

@@ -83,7 +83,18 @@ class CardBatch:
             # Candidates behind a batch's last are of some request too.
             self._slot.extra.fill(0)
             self._host_extra = tuple(one.numpy() for one in layout.extra(most, torch.from_numpy(self._slot.extra)))
-            self._views()
+            starts, total = layout.output_places(most)
+            self._out = self._card.tensor(self._slot.out, 0, (total,), layout.dtype)
+            self._areas = [
+                self._out[first : first + area.count(most) * area.width].view(area.count(most), area.width)
+                for first, area in zip(starts, layout.areas, strict=True)
+            ]
+            columns, context, *others = self._areas
+            self._sequence_rows = others[: len(layout.sequences)]
+            sent = self._card.tensor(self._slot.batch, self._slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
+            self._extra = layout.extra(most, sent)
+            self._scores_on_card = self._card.tensor(self._scores, 0, (most.num_candidates,), torch.float32)
+            self._inputs = RankingInputs(context, columns, {}, self._extra.owner)
             with self._card.torch_stream(lane.stream), torch.inference_mode():
                 # Columns of padding must be zeros, and no other may ever hold NaN.
                 self._out.zero_()
@@ -207,21 +218,6 @@ class CardBatch:
             request_of_candidate=self._extra.owner[:num_candidates],
         )
 
-    def _views(self) -> None:
-        card, layout, most, slot = self._card, self._layout, self.most, self._slot
-        starts, total = layout.output_places(most)
-        out = self._out = card.tensor(slot.out, 0, (total,), layout.dtype)
-        self._areas = [
-            out[first : first + area.count(most) * area.width].view(area.count(most), area.width)
-            for first, area in zip(starts, layout.areas, strict=True)
-        ]
-        columns, context, *others = self._areas
-        self._sequence_rows = others[: len(layout.sequences)]
-        sent = card.tensor(slot.batch, slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
-        self._extra = layout.extra(most, sent)
-        self._scores_on_card = card.tensor(self._scores, 0, (most.num_candidates,), torch.float32)
-        self._inputs = RankingInputs(context, columns, {}, self._extra.owner)
-
 
 @dataclass(slots=True, eq=False)
 class CardScorer:
@@ -307,40 +303,37 @@ class CardScorer:
     def close(self) -> None:
         """Free all buffers and the lane, once."""
         try:
-            while self._batches:
-                self._batches.popitem()[1].free()
+            self.keep([])
             self.lane.close()
         finally:
             self.on_close()
 
     def _warm_class(self, model: CardModel, most: BatchClass) -> None:
-        found = self._batches.get((model, most)) or self._make(model, most)
-        if self._deserves_graph(model, found):
+        batch = self._batches.get((model, most))
+        if batch is None:
+            batch = self._batches[model, most] = CardBatch(self.lane, model, most)
+        if self._deserves_graph(model, batch):
             try:
-                found.run_empty()
-                self._capture(found)
-                # A graph's first launch takes it to the card; one that fails does so before the version is live.
-                found.run_empty()
+                batch.run_empty()
+                self._capture(batch)
+                # A graph's first launch uploads it to the card; one that fails does so before the version is live.
+                batch.run_empty()
             except MemoryBudgetError:
                 self._batches.pop((model, most)).free()
                 raise
 
-    def _make(self, model: CardModel, most: BatchClass) -> CardBatch:
-        made = self._batches[model, most] = CardBatch(self.lane, model, most)
-        return made
-
     def _make_room_for(self, model: CardModel, most: BatchClass) -> CardBatch:
         try:
-            made = self._make(model, most)
+            batch = CardBatch(self.lane, model, most)
         except MemoryBudgetError as error:
             if not self._batches:
                 raise
             logger.warning("buffers of %d classes of batches are given up: %s", len(self._batches), error)
-            while self._batches:
-                self._batches.popitem()[1].free()
-            made = self._make(model, most)
+            self.keep([])
+            batch = CardBatch(self.lane, model, most)
+        self._batches[model, most] = batch
         self._trim()
-        return made
+        return batch
 
     def _trim(self) -> None:
         while len(self._batches) > 1 and (len(self._batches) > self.max_batches or self._size_bytes() > self.max_bytes):

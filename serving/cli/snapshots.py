@@ -133,8 +133,8 @@ def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | 
     from loader.errors import ExportError
     from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
     from loader.snapshot.tables import schema_errors
-    from serving.models.config import parse_dense_model
     from serving.models.exported import check_bindings
+    from serving.models.ranking_models import parse_dense_model
 
     try:
         spec = described.compiled(kept)

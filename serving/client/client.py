@@ -1,7 +1,7 @@
-"""`Client` and `AsyncClient`: a product's way to a ranking server.
+"""`Client` and `AsyncClient`: requests to a ranking server.
 
-What a request takes (describe the model once, pack, send, try again) is written once, as coroutines. An `AsyncClient`
-awaits them; those of a `Client` block where they would be suspended, so that they end in their first step.
+A request's steps (describe the model once, pack, send, try again) are coroutines. An `AsyncClient` awaits them; those
+of a `Client` block where they would be suspended, so that they end in their first step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from serving.client.features import (
     read_rank,
 )
 from serving.client.transports import GrpcTransport, HttpTransport, Method, Request, Target, Token
-from serving.errors import InvalidRequestError, NotFoundError
+from serving.errors import InvalidRequestError, NotFoundError, invalid_field
 from serving.proto.shardrank.v1 import ranking_pb2
 
 P = ParamSpec("P")
@@ -43,15 +43,13 @@ MAX_LAYOUTS = 64
 class RetryPolicy:
     """When a call is made again: the server was not reached, was not ready, or said when to come back.
 
-    Never after a deadline or a refusal, and never past the deadline of the request. The waits are
-    drawn from 0 to a bound that doubles, so that clients that failed together do not come back together.
+    Never after a refusal or past the deadline. Waits are drawn from 0 to a bound that doubles.
 
     Attributes:
         max_attempts: calls for one request, the first one included; 1 for no retries.
         backoff_ms: bound of the first wait.
         max_backoff_ms: bound of any wait, `retry-after` apart.
-        budget_ratio: retries for each request that the client makes, over time: a server that is down gets that much
-            more load and no more.
+        budget_ratio: retries for each request over time, which bounds the load on a server that is down.
         budget_burst: retries that may come at once, after a time without any.
     """
 
@@ -70,19 +68,17 @@ class RetryPolicy:
 
 
 class Requests:
-    """What both clients are: the requests, step by step.
+    """What both clients are made from.
 
     Args:
         address: `grpc://host:port`, `grpcs://host:port`, `http://host:port` or `https://host:port`; the last two may
             have a path, for a gateway.
-        token: sent with every call as `authorization: Bearer ...`; or a function that gives it, for tokens that
-            change.
+        token: sent with every call as `authorization: Bearer ...`; or a function that returns it.
         ca: PEM file of the authorities that may have signed the server's certificate; those of the system if None.
-        cert: PEM file of a certificate of the client's own, for mutual TLS.
-        key: PEM file of its key.
-        timeout_ms: deadline of a request that does not bring its own: for everything it takes, retries too.
+        cert, key: PEM files of the client's certificate and its key, for mutual TLS.
+        timeout_ms: deadline of a request without one, retries included.
         retry: when calls are made again.
-        random: gives numbers in [0, 1).
+        random: returns numbers in [0, 1).
         clock: seconds.
         sleep: waits for seconds; an `AsyncClient` awaits it.
 
@@ -168,7 +164,11 @@ class Requests:
         ends = self._ends(timeout_ms)
         given = RankFeatures(context, candidates, weights or {}, context_dense, candidate_dense)
         key = model, version
-        layout = self._layouts.get(key) or await self._layout(key, ends)
+        if (layout := self._layouts.get(key)) is None:
+            layout = Layout(await self._described(model, version, ends))
+            while len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)), None)
+            self._layouts[key] = layout
         options = {"model": model, "version": version, "top_k": top_k or 0}
         options |= {"request_id": request_id, "routing_key": routing_key}
         if version in (None, layout.version):
@@ -178,8 +178,7 @@ class Requests:
             except InvalidRequestError as error:
                 if error.kind != "schema_digest":
                     raise
-            # Another version answers than the one described: a flip, a canary, or a fleet of which a part has flipped.
-            # Names fit whichever it is, or it says what is wrong; what is packed next is packed for what it says then.
+            # Another version answers than the one described, by a flip or a canary: names fit any version.
             self._layouts.pop(key, None)
         return read_rank(await self._send("Rank", given.by_name(), options, ends, headers))
 
@@ -195,24 +194,10 @@ class Requests:
         timeout_ms: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> LookupResult:
-        """Look up embeddings, pooled as the model pools them.
+        """Look up embeddings, pooled as the model pools them; `Ragged` of features that it does not pool.
 
-        Args:
-            model: its name.
-            features: by feature, bags of ids, as candidates of `rank`; flat ids are one bag each. Each feature has as
-                many bags as it likes, and none needs to be there.
-            weights: by feature, as in `rank`.
-            request_id: comes back with the answer.
-            routing_key: as in `rank`.
-            version: as in `rank`.
-            timeout_ms: as in `rank`.
-            headers: as in `rank`.
-
-        Returns:
-            By feature float32 [bags, embedding_dim], or `Ragged` if the model does not pool it.
-
-        Raises:
-            ShardrankError: as `rank`.
+        `features` are, by feature, any number of bags of ids, as candidates of `rank`; flat ids are one bag each. Any
+        feature may be left out. All else is as in `rank`.
         """
         options = {"model": model, "version": version, "request_id": request_id, "routing_key": routing_key}
         request = lookup_request(features, weights or {})
@@ -221,16 +206,10 @@ class Requests:
     async def _describe(
         self, model: str, version: int | None = None, *, timeout_ms: int | None = None
     ) -> ranking_pb2.GetModelResponse:
-        """Ask what a model takes and what it is made of.
+        """Return the description of a model's version, the live one if None.
 
-        Args:
-            model: its name.
-            version: the live one if None.
-            timeout_ms: deadline, in place of the client's.
-
-        Returns:
-            The message `GetModelResponse`: `features` in the order of packed requests, `tables`, `dense_inputs`,
-            `dense_model`, `limits`, `schema_digest`, `version`, `identity`.
+        The message `GetModelResponse` has `features` in the order of packed requests, `tables`, `dense_inputs`,
+        `dense_model`, `limits`, `schema_digest`, `version`, `identity`.
 
         Raises:
             NotFoundError: no such model or version, or over HTTP a version that is not live.
@@ -251,17 +230,10 @@ class Requests:
         data = await self._send("GetModel", ranking_pb2.GetModelRequest(), options, ends)
         return read_message(ranking_pb2.GetModelResponse, data)
 
-    async def _layout(self, key: tuple[str, int | None], ends: float) -> Layout:
-        layout = Layout(await self._described(*key, ends))
-        while len(self._layouts) >= MAX_LAYOUTS:
-            self._layouts.pop(next(iter(self._layouts)), None)
-        self._layouts[key] = layout
-        return layout
-
     def _ends(self, timeout_ms: int | None) -> float:
         timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
         if timeout_ms < 1:
-            raise InvalidRequestError("timeout_ms", f"{timeout_ms} is not 1 or more", kind="invalid_field")
+            raise invalid_field("timeout_ms", f"{timeout_ms} is not 1 or more")
         return self._clock() + timeout_ms / 1000
 
     async def _send(
@@ -279,7 +251,7 @@ class Requests:
                     setattr(request, name, value)
             except ValueError as error:
                 # A number out of the field's range, or text that is not valid Unicode.
-                raise InvalidRequestError(name, str(error), kind="invalid_field") from error
+                raise invalid_field(name, str(error)) from error
         policy, attempt = self._retry, 0
         with self._lock:
             self._tokens = min(policy.budget_burst, self._tokens + policy.budget_ratio)
@@ -294,21 +266,18 @@ class Requests:
             except (UnavailableError, OverloadedError) as error:
                 attempt += 1
                 pause_s = self._random() * min(policy.backoff_ms * 2 ** (attempt - 1), policy.max_backoff_ms) / 1000
-                # Who is shed and not told when to come back would only add to the load.
+                # After an overload without `retry-after`, a retry would only add to the load.
                 is_passing = isinstance(error, UnavailableError) or error.retry_after_s is not None
                 pause_s += error.retry_after_s or 0.0
-                in_time = self._clock() + pause_s < ends
-                if not (is_passing and attempt < policy.max_attempts and in_time and self._spends_token()):
+                if not (is_passing and attempt < policy.max_attempts and self._clock() + pause_s < ends):
                     raise
+                with self._lock:
+                    if self._tokens < 1:
+                        raise
+                    self._tokens -= 1
             slept = self._sleep(pause_s)
             if self._on_loop:
                 await slept
-
-    def _spends_token(self) -> bool:
-        with self._lock:
-            has_one = self._tokens >= 1
-            self._tokens -= has_one
-        return has_one
 
 
 def _blocking(request: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Client, P], T]:
@@ -327,10 +296,7 @@ def _blocking(request: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) ->
 
 
 class Client(Requests):
-    """Ranks by blocking calls. One client may be used by many threads, and should be: it keeps connections.
-
-    `Requests` says what it is made from.
-    """
+    """Ranks by blocking calls, from any thread; made as `Requests`. Share one: it keeps connections."""
 
     _on_loop = False
     rank = _blocking(Requests._rank)
@@ -346,10 +312,7 @@ class Client(Requests):
 
 
 class AsyncClient(Requests):
-    """Ranks on an event loop; all its requests are awaited on the same one.
-
-    `Requests` says what it is made from.
-    """
+    """Ranks on one event loop; made as `Requests`."""
 
     _on_loop = True
     rank = Requests._rank

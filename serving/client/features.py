@@ -1,8 +1,7 @@
-"""Features between arrays and messages: what a caller gave as columns, packed in a model's order; answers as arrays.
+"""Features between arrays and messages: a caller's columns, packed in a model's order; answers as arrays.
 
-What a caller gives is turned into flat arrays once, whatever it came as; after that a request costs a few vector
-operations for each feature, and none for each id or candidate. Only what a message could not say is refused here, the
-rest by the server.
+Columns become flat arrays once; after that a request costs a few vector operations for each feature, and none for each
+id. Only what a message can't express is refused, the rest by the server.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
-from serving.errors import InternalError, InvalidRequestError
+from serving.errors import InternalError, count_mismatch, invalid_field, invalid_id, unknown_feature
 from serving.proto.shardrank.v1 import ranking_pb2
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
@@ -51,11 +50,9 @@ class RankResult:
     """Scores of one request.
 
     Attributes:
-        model: that gave them.
-        version: of the model, the same for all scores.
+        version: the same for all scores.
         scores: float32 [N], in the order of the candidates.
         order: int64 [N or top_k], positions of the candidates by descending score; equal scores by position.
-        request_id: of the request.
         dense_step: of the dense model's weights that gave every score; 0 for those of the version itself.
         outputs: float32 [N] for each output that the model names; none of a built-in model.
         delta_sequence: every row was of this delta or a later one; -1 where that is not known.
@@ -73,15 +70,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookupResult:
-    """Embeddings.
-
-    Attributes:
-        model: that they are of.
-        version: of the model.
-        embeddings: by feature name: float32 [bags, embedding_dim]; of a feature that is not pooled `Ragged` with
-            float32 [ids, embedding_dim] and int64 [bags].
-        request_id: of the request.
-    """
+    """Embeddings by feature: float32 [bags, embedding_dim], or if not pooled `Ragged` of [ids, embedding_dim]."""
 
     model: str
     version: int
@@ -91,7 +80,7 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """One feature of a request: ids, or else texts, [n], in bags of these lengths or, if None, of one id each."""
+    """One feature of a request: ids, or else texts, [n], in bags of `lengths`, or of one id each if None."""
 
     ids: Int64Array
     texts: Sequence[str]
@@ -114,9 +103,9 @@ class Column:
             flat, shape = (weights, None) if is_context else _bags(weights, path)
             factors = _floats(flat, path, 1)
             if factors.size != count:
-                raise InvalidRequestError(path, f"{factors.size} weights for {count} ids", kind="count_mismatch")
+                raise count_mismatch(path, f"{factors.size} weights for {count} ids")
             if shape is not None and not np.array_equal(shape, np.ones(count) if lengths is None else lengths):
-                raise InvalidRequestError(path, "the weights are not in the shape of the ids", kind="count_mismatch")
+                raise count_mismatch(path, "the weights are not in the shape of the ids")
         num_bags = 1 if is_context else count if lengths is None else lengths.size
         if is_context and count != 1:
             lengths = np.array([count], "<i4")
@@ -126,32 +115,20 @@ class Column:
 
     @property
     def num_ids(self) -> int:
-        """Count the ids of all bags."""
+        """Ids of all bags."""
         return len(self.texts) or self.ids.size
 
     def message(self) -> ranking_pb2.SparseFeature:
         """Make the feature of the map form."""
-        lengths = None if self.lengths is None else self.lengths.tolist()
-        weights = None if self.weights is None else self.weights.tolist()
-        return ranking_pb2.SparseFeature(
-            ids=self.ids.tolist(), lengths=lengths, weights=weights, string_ids=self.texts or None
-        )
+        lengths, weights = (None if array is None else array.tolist() for array in (self.lengths, self.weights))
+        return ranking_pb2.SparseFeature(ids=self.ids.tolist(), lengths=lengths, weights=weights, string_ids=self.texts)
 
 
 class RankFeatures:
-    """What a caller gave for one rank request, whatever the model wants; `Client.rank` says in which forms.
-
-    Raises:
-        InvalidRequestError: values of a type or shape that no request has.
-    """
+    """The columns of one rank request in any form of `Client.rank`. Raises InvalidRequestError."""
 
     def __init__(
-        self,
-        context: Features,
-        candidates: Features,
-        weights: Features,
-        context_dense: Values,
-        candidate_dense: Values,
+        self, context: Features, candidates: Features, weights: Features, context_dense: Values, candidate_dense: Values
     ) -> None:
         _check_weighted(weights, context.keys() | candidates.keys())
         self.context = {
@@ -167,9 +144,7 @@ class RankFeatures:
         self.num_candidates = next((one.num_bags for one in self.candidates.values()), rows)
         self.candidate_dense = np.empty((self.num_candidates, 0), np.float32) if matrix is None else matrix
         if self.candidate_dense.shape[0] != self.num_candidates:
-            raise InvalidRequestError(
-                "candidates.dense", f"{rows} rows for {self.num_candidates} candidates", kind="count_mismatch"
-            )
+            raise count_mismatch("candidates.dense", f"{rows} rows for {self.num_candidates} candidates")
 
     def by_name(self) -> ranking_pb2.RankRequest:
         """Make the request by feature names, which any schema can read."""
@@ -182,7 +157,7 @@ class RankFeatures:
 
 
 class Layout:
-    """What a packed request to a version of a model looks like, by the version's description."""
+    """The order of a packed request to a version of a model."""
 
     def __init__(self, description: ranking_pb2.GetModelResponse) -> None:
         self.version = description.version
@@ -269,9 +244,7 @@ def read_message(kind: type[M], data: bytes) -> M:
 
 def _check_weighted(weights: Features, names: Set[str]) -> None:
     if unknown := weights.keys() - names:
-        raise InvalidRequestError(
-            f"weights.{min(unknown)}", "there are weights of this feature, but no ids", kind="unknown_feature"
-        )
+        raise unknown_feature(f"weights.{min(unknown)}", "there are weights of this feature, but no ids")
 
 
 def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
@@ -280,11 +253,9 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
         lengths = np.asarray(value.lengths)
         if lengths.ndim != 1 or (lengths.size and (lengths.dtype.kind not in "iu" or int(lengths.min()) < 0)):
             problem = f"lengths {str(lengths)[:80]} of {lengths.dtype}; they must be integers [bags], none below 0"
-            raise InvalidRequestError(path, problem, kind="invalid_field")
+            raise invalid_field(path, problem)
         if (total := int(lengths.sum(dtype=np.int64))) != len(value.values):
-            raise InvalidRequestError(
-                path, f"lengths add up to {total}; there are {len(value.values)} values", kind="count_mismatch"
-            )
+            raise count_mismatch(path, f"lengths add up to {total}; there are {len(value.values)} values")
         return value.values, lengths.astype("<i4")
     if not isinstance(value, list | tuple):
         array = np.asarray(value)
@@ -292,20 +263,18 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
             return array.reshape(-1), np.full(array.shape[0], array.shape[1], "<i4")
         if array.dtype != object or array.ndim != 1:
             return array, None
-        # Such as a column of lists in pandas.
+        # A column of lists in pandas, for one.
         value = array.tolist()
     kinds = set(map(type, value))
     nested = [issubclass(kind, _NESTED) for kind in kinds]
     if not any(nested):
         return value, None
     if not all(nested):
-        raise InvalidRequestError(
-            path, "lists and single values beside one another; it must be one or the other", kind="invalid_field"
-        )
+        raise invalid_field(path, "lists and single values beside one another; it must be one or the other")
     try:
         lengths = np.fromiter(map(len, value), "<i4", len(value))
     except TypeError:
-        raise InvalidRequestError(path, "a bag is an array without dimensions", kind="invalid_field") from None
+        raise invalid_field(path, "a bag is an array without dimensions") from None
     if kinds == {np.ndarray}:
         return np.concatenate([one for one in value if len(one)] or [np.empty(0, np.int64)]), lengths
     return list(chain.from_iterable(value)), lengths
@@ -316,7 +285,7 @@ def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
     if not isinstance(values, list | tuple):
         array = np.asarray(values)
         if array.ndim != 1:
-            raise InvalidRequestError(path, f"ids of shape {array.shape}; they must be flat", kind="invalid_field")
+            raise invalid_field(path, f"ids of shape {array.shape}; they must be flat")
         is_integer = array.dtype.kind in "iu" and (array.dtype != np.uint64 or int(array.max(initial=0)) <= _MAX_INT64)
         if is_integer or not array.size:
             return np.ascontiguousarray(array, "<i8"), ()
@@ -326,20 +295,16 @@ def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
         try:
             "".join(values).encode()
         except UnicodeEncodeError:
-            raise InvalidRequestError(
-                path, "a string is not valid Unicode: it has a lone surrogate", kind="invalid_id"
-            ) from None
+            raise invalid_id(path, "a string is not valid Unicode: it has a lone surrogate") from None
         return np.empty(0, "<i8"), values
     if wrong := next((kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)), None):
         value = next(one for one in values if type(one) is wrong)
-        raise InvalidRequestError(
-            path, f"{str(value)[:80]!r} is a {wrong.__name__}; ids are integers or strings", kind="invalid_id"
-        )
+        raise invalid_id(path, f"{str(value)[:80]!r} is a {wrong.__name__}; ids are integers or strings")
     try:
         return np.array(values, "<i8"), ()
     except OverflowError:
         value = next(one for one in values if not 0 <= one <= _MAX_INT64)
-        raise InvalidRequestError(path, f"{str(value)[:80]} is not in 0..{_MAX_INT64}", kind="invalid_id") from None
+        raise invalid_id(path, f"{str(value)[:80]} is not in 0..{_MAX_INT64}") from None
 
 
 def _floats(values: Values, path: str, dimensions: int) -> Float32Array:
@@ -347,12 +312,12 @@ def _floats(values: Values, path: str, dimensions: int) -> Float32Array:
     try:
         array = np.asarray(values)
     except ValueError:
-        raise InvalidRequestError(path, "the rows have different lengths", kind="count_mismatch") from None
+        raise count_mismatch(path, "the rows have different lengths") from None
     if array.size and array.dtype.kind not in "fiu":
-        raise InvalidRequestError(path, f"values of dtype {array.dtype}; they must be numbers", kind="invalid_field")
+        raise invalid_field(path, f"values of dtype {array.dtype}; they must be numbers")
     if array.ndim != dimensions:
         wanted = "[N, width]" if dimensions == _MATRIX else "flat"
-        raise InvalidRequestError(path, f"values of shape {array.shape}; they must be {wanted}", kind="count_mismatch")
+        raise count_mismatch(path, f"values of shape {array.shape}; they must be {wanted}")
     # What float32 can't hold becomes infinite, which the server refuses by its position.
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, "<f4")

@@ -1,14 +1,14 @@
-"""One call over HTTP or gRPC: a message out, bytes in, or a `ShardrankError`.
+"""One call over HTTP or gRPC: a message out, bytes in, or a `ShardrankError` of the server's kind.
 
-Coroutines do it, awaited on an event loop (`on_loop`), or from any thread as calls that block, where they are never
-suspended. Connections are kept and used again. Proxies of the environment are not asked: they are for the way out, and
-a ranking server is not outside.
+Coroutines that are awaited on an event loop (`on_loop`), or run by blocking calls, where they are never suspended.
+Connections are kept. Proxies of the environment are not used: a ranking server is not outside.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -22,9 +22,14 @@ import grpc
 import httpx
 from google.protobuf.json_format import ParseDict, ParseError
 
-from loader.errors import ConfigError, DeadlineExceededError, UnavailableError
-from serving.client.errors import grpc_error, http_error
-from serving.errors import InternalError
+from loader.errors import ConfigError, DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from serving.errors import (
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from serving.proto.shardrank.v1 import ranking_pb2
 
 Method = Literal["Rank", "Lookup", "GetModel"]
@@ -46,10 +51,29 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
 
+_BY_KIND: dict[str, type[ShardrankError]] = {
+    "overloaded": OverloadedError,
+    "buffer_full": OverloadedError,
+    "memory_budget": InternalError,
+    "header_too_large": InvalidRequestError,
+}
+_BY_STATUS: dict[int | str, type[ShardrankError]] = {
+    **dict.fromkeys(
+        (400, "INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED"), InvalidRequestError
+    ),
+    **dict.fromkeys((401, "UNAUTHENTICATED"), UnauthenticatedError),
+    **dict.fromkeys((403, "PERMISSION_DENIED"), PermissionDeniedError),
+    **dict.fromkeys((404, "NOT_FOUND"), NotFoundError),
+    **dict.fromkeys((408, 504, "DEADLINE_EXCEEDED"), DeadlineExceededError),
+    **dict.fromkeys((429, "RESOURCE_EXHAUSTED"), OverloadedError),
+    # 503 is OverloadedError's as well, whose kind says so.
+    **dict.fromkeys((502, 503, "UNAVAILABLE"), UnavailableError),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the server is, and what a connection to it takes: arguments of `Client`. Raises ConfigError."""
+    """The arguments of `Client` that make a connection. Raises ConfigError."""
 
     address: str
     token: Token | None
@@ -79,16 +103,16 @@ class Target:
 
     @property
     def is_grpc(self) -> bool:
-        """Tell whether it is gRPC."""
+        """Whether it is gRPC, else HTTP."""
         return self.address.startswith("grpc")
 
     @property
     def is_tls(self) -> bool:
-        """Tell whether connections are encrypted."""
+        """Whether connections are encrypted."""
         return self.address.startswith(("grpcs", "https"))
 
     def authorization(self) -> list[tuple[str, str]]:
-        """Make the header with the token."""
+        """Return the header with the token, if there is one."""
         if self.token is None:
             return []
         return [("authorization", f"Bearer {self.token if isinstance(self.token, str) else self.token()}")]
@@ -124,31 +148,25 @@ class GrpcTransport:
         if self._channel is None:
             # Not before: the library ties a channel to the event loop that it finds then.
             self._open(grpc.aio)
-        own = ((name.lower(), value) for name, value in headers.items())
-        metadata, body = (*self._target.authorization(), *own), request.SerializeToString()
+        metadata = *self._target.authorization(), *((name.lower(), value) for name, value in headers.items())
         try:
-            answer = self._calls[method](body, timeout=timeout_s, metadata=metadata)
+            answer = self._calls[method](request.SerializeToString(), timeout=timeout_s, metadata=metadata)
             data: bytes = await answer if self._on_loop else answer
         except grpc.RpcError as error:
             # What calls raise is a `grpc.Call` too, blocking or not.
-            call: Any = error
-            said = {name: str(value) for name, value in call.trailing_metadata() or ()}
-            told = (said.get(name, "") for name in ("shardrank-error-kind", "grpc-retry-pushback-ms"))
-            raise grpc_error(call.code().name, call.details() or "", *told) from error
+            raise _grpc_error(error) from error
         return data
 
     async def close(self) -> None:
         """Close the channel."""
-        if self._on_loop and self._channel is not None:
-            await self._channel.close(None)
-        elif self._channel is not None:
-            self._channel.close()
+        if self._channel is not None:
+            await self._channel.close(None) if self._on_loop else self._channel.close()
 
 
 class HttpTransport:
     """Calls over kept-alive connections. Raises OSError for a file that can't be used.
 
-    The deadline bounds each wait for the peer, and is looked at between pieces of the answer; on a loop it ends calls.
+    The deadline bounds each wait for the peer, and is compared between pieces of the answer; on a loop it ends calls.
     """
 
     def __init__(self, target: Target, on_loop: bool) -> None:
@@ -209,15 +227,13 @@ class HttpTransport:
             for part in response.iter_raw():
                 yield part
 
-    def _request(self, method: Method, request: Request, timeout_s: float, more: Mapping[str, str]) -> httpx.Request:
-        kind, path, body = "GET", f"/v1/models/{quote(request.model, safe='')}", None
-        headers = [*self._target.authorization(), *more.items()]
+    def _request(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> Any:
+        verb, path, body = "GET", f"/v1/models/{quote(request.model, safe='')}", None
+        fields = [*self._target.authorization(), *headers.items()]
         if method != "GetModel":
-            kind, path, body = "POST", f"{path}:{method.lower()}", request.SerializeToString()
-            headers += [("content-type", _CONTENT_TYPE), ("accept", _CONTENT_TYPE)]
-        timeout = httpx.Timeout(timeout_s)
-        made: httpx.Request = self._client.build_request(kind, path, content=body, headers=headers, timeout=timeout)
-        return made
+            verb, path, body = "POST", f"{path}:{method.lower()}", request.SerializeToString()
+            fields += [("content-type", _CONTENT_TYPE), ("accept", _CONTENT_TYPE)]
+        return self._client.build_request(verb, path, content=body, headers=fields, timeout=httpx.Timeout(timeout_s))
 
 
 def _described(body: bytes) -> bytes:
@@ -231,3 +247,37 @@ def _described(body: bytes) -> bytes:
     except (ValueError, AttributeError, ParseError) as error:
         raise InternalError(f"the answer does not describe a model: {error}", kind="malformed_answer") from error
     return description.SerializeToString()
+
+
+def _grpc_error(call: Any) -> ShardrankError:
+    """Return the error that a gRPC call ended with, by its status, its text and the trailers that the server set."""
+    trailers = {name: str(value) for name, value in call.trailing_metadata() or ()}
+    status, message, kind = call.code().name, call.details() or "", trailers.get("shardrank-error-kind", "")
+    error = _BY_KIND.get(kind) or _BY_STATUS.get(status, InternalError)
+    pushback_ms = trailers.get("grpc-retry-pushback-ms", "")
+    known: dict[str, Any] = {
+        "kind": kind or None,
+        "retry_after_s": int(pushback_ms) / 1000 if pushback_ms.isdecimal() else None,
+    }
+    if error is not InvalidRequestError:
+        return error(message, grpc_status=status, **known)
+    # gRPC carries no field of its own; a text about one begins with it.
+    match = re.match(r"(\S+): ", message)
+    field, problem = (match[1], message[match.end() :]) if match else ("", message)
+    return InvalidRequestError(field, problem, grpc_status=status, **known)
+
+
+def http_error(status: int, body: bytes, retry_after: str | None) -> ShardrankError:
+    """Return the error that an HTTP answer carries. A `retry-after` that is a date is passed over."""
+    try:
+        content: dict[str, Any] = json.loads(body)["error"]
+        message, kind, field = str(content["message"]), str(content["kind"]), str(content.get("field") or "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # Not of this project: a proxy's page, perhaps. Its beginning is the best there is.
+        message, kind, field = f"HTTP status {status}: {body[:300].decode('utf-8', 'replace')}", "", ""
+    error = _BY_KIND.get(kind) or _BY_STATUS.get(status, InvalidRequestError if status < 500 else InternalError)
+    wait_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+    known: dict[str, Any] = {"kind": kind or None, "http_status": status, "retry_after_s": wait_s}
+    if error is InvalidRequestError:
+        return InvalidRequestError(field, message.removeprefix(f"{field}: "), **known)
+    return error(message, field=field, **known)

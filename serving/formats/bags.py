@@ -1,21 +1,21 @@
-"""From what a request says of its numbers to keyed bags, whatever its form, and the checks that need all of them.
+"""From a request's numbers in any form to keyed bags, and the checks that need all of them.
 
-A binary form reads its layout first, which is a count for each feature. When all counts are within the limits, it hands
-over the buffers: little-endian numbers where they lie in the message, joined to arrays of the whole request. Checks are
-a fixed number of vector operations; only when one fails is the position looked for that the error names.
+A binary form reads its layout first, a count for each feature. When all counts are within the limits, its buffers of
+little-endian numbers are joined to arrays of the request. Checks are a fixed number of vector operations; only when one
+fails is the position searched for that the error names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.tables import fingerprint_strings
-from serving.errors import InvalidRequestError, limit_exceeded
+from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, limit_exceeded, malformed
 from serving.formats.requests import Buffer, LookupRequest, Options, RankRequest
 from serving.formats.schema import MAX_NAME_CHARS, Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
@@ -33,9 +33,8 @@ class FeatureCounts:
 
     Attributes:
         keys: int32 [S], flat indices of the features that the request has; a lookup may have any.
-        num_ids, num_bags: of each feature.
-        widths: ids in each bag of a feature; `RAGGED` if it brings lengths of its own.
-        weighted: positions in `keys` of those that bring weights.
+        widths: ids in each bag of a feature; `RAGGED` if it has lengths.
+        weighted: positions in `keys` of features with weights.
     """
 
     def __init__(
@@ -62,9 +61,7 @@ class FeatureCounts:
             key = next(key for key, count in enumerate(expected) if given[key] != count)
             name, is_context, _ = self._schema.kinds[key]
             unit = "bags" if is_context else "candidates"
-            raise InvalidRequestError(
-                self._path(name), f"{given[key]} {unit}, expected {expected[key]}", kind="count_mismatch"
-            )
+            raise count_mismatch(self._path(name), f"{given[key]} {unit}, expected {expected[key]}")
 
     def check_num_ids(self) -> None:
         """Raise InvalidRequestError for too many ids, before any is read."""
@@ -81,8 +78,8 @@ class FeatureCounts:
     ) -> KeyedBags:
         """Make the bags of what was counted.
 
-        `ids` are int64, of the features whose ids are integers, one after the other; `texts` the other features' ids;
-        `lengths` int64, of the features that are `RAGGED`; `weights` float32, of the features that are `weighted`.
+        `ids` are int64, of the features with integer ids, one after the other; `texts` the other features' ids;
+        `lengths` int64, of `RAGGED` features; `weights` float32, of `weighted` ones.
         """
         num_ids, num_bags = np.array(self.num_ids, np.int64), np.array(self.num_bags, np.int64)
         flat_lengths: Int64Array | None = lengths
@@ -96,8 +93,8 @@ class FeatureCounts:
             flat_weights = np.ones(sum(self.num_ids), np.float32)
             is_weighted = np.zeros(num_ids.size, np.bool_)
             is_weighted[self.weighted] = True
-            flat_weights[np.repeat(is_weighted, num_ids)] = array_of(joined(weights), "<f4", "weights")
-        values = values_of(self._schema, self.keys, num_ids, array_of(joined(ids), "<i8", "ids"), texts)
+            flat_weights[np.repeat(is_weighted, num_ids)] = array_of(bytearray().join(weights), "<f4", "weights")
+        values = values_of(self._schema, self.keys, num_ids, array_of(bytearray().join(ids), "<i8", "ids"), texts)
         return keyed_bags(
             self._schema, self.keys, num_bags, flat_lengths, num_ids, values, flat_weights, lookup=self._lookup
         )
@@ -116,16 +113,14 @@ def values_of(
     return values
 
 
-def joined(buffers: Iterable[Buffer]) -> bytearray:
-    """Copy buffers behind one another: aligned, writable, and nothing of the message is kept."""
-    return bytearray().join(buffers)
-
-
 def array_of(buffer: Buffer, dtype: str, path: str) -> npt.NDArray[Any]:
-    """View a buffer as numbers such as `<f4`. Raises InvalidRequestError for a part of one."""
+    """View a buffer as numbers such as `<f4`. Raises InvalidRequestError for a part of one.
+
+    Joining buffers in a `bytearray` makes them aligned and writable, and keeps nothing of the message.
+    """
     width, size = int(dtype[-1]), len(buffer)
     if size % width:
-        raise InvalidRequestError(path, f"{size} bytes, which is not a multiple of {width}", kind="malformed")
+        raise malformed(path, f"{size} bytes, which is not a multiple of {width}")
     return np.frombuffer(buffer, dtype)
 
 
@@ -159,7 +154,7 @@ def rank_request(
     if candidate_dense.size and not np.logical_and.reduce(np.isfinite(candidate_dense), axis=None):
         raise _not_finite("candidates.dense", candidate_dense)
     if options.top_k is not None and options.top_k < 1:
-        raise InvalidRequestError("top_k", f"{options.top_k} is not 1 or more", kind="invalid_field")
+        raise invalid_field("top_k", f"{options.top_k} is not 1 or more")
     return RankRequest(
         bags, num_candidates, context_dense, candidate_dense, timeout_s, options.top_k, options.request_id, texts
     )
@@ -185,11 +180,11 @@ def keyed_bags(
     *,
     lookup: bool = False,
 ) -> KeyedBags:
-    """Make bags of what a request says, if its counts agree and are within the limits.
+    """Make bags of a request, if its counts agree and are within the limits.
 
-    `keys`, `bags_per_key` and `ids_per_key` are [S], for each feature in ascending order of its flat index: that index,
-    and how many bags and ids are there. `lengths` is int64 [B], ids in each bag, or None if each has one; `values` and
-    `weights` are [n]. A `lookup` has no context and no candidates.
+    `keys`, `bags_per_key` and `ids_per_key` are [S]: each feature's flat index, ascending, its bags and its ids.
+    `lengths` is int64 [B], ids in each bag, or None if each has one; `values` and `weights` are [n]. A `lookup` has no
+    context and no candidates.
 
     Raises:
         InvalidRequestError: a negative length, lengths that do not add up to the ids, or too many ids.
@@ -210,19 +205,13 @@ def keyed_bags(
                 segment = int(np.searchsorted(ends, bag, side="right"))
                 path = _lengths_path(schema, keys, segment, lookup=lookup)
                 path += f"[{bag - int(ends[segment] - bags_per_key[segment])}]"
-                raise InvalidRequestError(
-                    path, f"{lengths[bag]} is not in 0..{num_ids}, the number of ids", kind="invalid_field"
-                )
+                raise invalid_field(path, f"{lengths[bag]} is not in 0..{num_ids}, the number of ids")
         bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
         described = bags.values_per_key()
     if not np.array_equal(described, ids_per_key):
         segment = int((described != ids_per_key).argmax())
         path = _lengths_path(schema, keys, segment, lookup=lookup)
-        raise InvalidRequestError(
-            path,
-            f"they add up to {described[segment]}, but there are {ids_per_key[segment]} ids",
-            kind="count_mismatch",
-        )
+        raise count_mismatch(path, f"they add up to {described[segment]}, but there are {ids_per_key[segment]} ids")
     if longest > limits.max_ids_per_bag:
         path = place_of(schema, bags, int(bags.offsets[int(bags.lengths.argmax())]), lookup=lookup).rsplit("[", 1)[0]
         raise limit_exceeded(path, "max_ids_per_bag", limits.max_ids_per_bag, longest, "ids in one bag")
@@ -237,7 +226,7 @@ def _lengths_path(schema: RequestSchema, keys: Int32Array, segment: int, *, look
 def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
     """Raise InvalidRequestError for none or too many."""
     if num_candidates < 1:
-        raise InvalidRequestError("candidates", "0 candidates; a rank request needs at least 1", kind="count_mismatch")
+        raise count_mismatch("candidates", "0 candidates; a rank request needs at least 1")
     if num_candidates > limits.max_candidates:
         raise limit_exceeded("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
 
@@ -266,14 +255,6 @@ def check_lookup_size(
     return floats
 
 
-def dense_matrix(flat: npt.NDArray[np.float32], num_candidates: int, width: int) -> Float32Array:
-    """Row-major values as float32 [N, width]. Raises InvalidRequestError if they do not fill it."""
-    if flat.size != num_candidates * width:
-        needed = f"{num_candidates} candidates of {width} values need {num_candidates * width}"
-        raise InvalidRequestError("candidates.dense", f"{flat.size} values; {needed}", kind="count_mismatch")
-    return flat.reshape(num_candidates, width)
-
-
 def _check_common(schema: RequestSchema, bags: KeyedBags, options: Options, *, lookup: bool) -> float:
     """Check what every request has. Returns seconds until the deadline, the earlier one if two are given."""
     limits, values, weights = schema.limits, bags.values, bags.weights
@@ -284,19 +265,17 @@ def _check_common(schema: RequestSchema, bags: KeyedBags, options: Options, *, l
                 raise limit_exceeded(field, limit, getattr(limits, limit), count, "characters")
     if values.size and int(np.minimum.reduce(values)) < 0:
         index = int((values < 0).argmax())
-        raise InvalidRequestError(
-            place_of(schema, bags, index, lookup=lookup), f"{values[index]} is not in 0..{MAX_ID}", kind="invalid_id"
-        )
+        raise invalid_id(place_of(schema, bags, index, lookup=lookup), f"{values[index]} is not in 0..{MAX_ID}")
     if weights is not None and not np.logical_and.reduce(np.isfinite(weights)):
         index = int((~np.isfinite(weights)).argmax())
         path = place_of(schema, bags, index, "weights", lookup=lookup)
-        raise InvalidRequestError(path, f"{weights[index]} is not a finite float32", kind="invalid_field")
+        raise invalid_field(path, f"{weights[index]} is not a finite float32")
     most, timeouts_s = limits.max_timeout_ms, list[float]()
     for field, timeout, per_ms in (("timeout_ms", options.timeout_ms, 1), ("timeout", options.timeout_us, 1000)):
         if timeout is None:
             continue
         if timeout < 1:
-            raise InvalidRequestError(field, f"{timeout} is not in 1..{most * per_ms}", kind="invalid_field")
+            raise invalid_field(field, f"{timeout} is not in 1..{most * per_ms}")
         if timeout > most * per_ms:
             raise limit_exceeded(field, "max_timeout_ms", most, -(-timeout // per_ms), "ms")
         timeouts_s.append(timeout / (1000 * per_ms))
@@ -306,27 +285,20 @@ def _check_common(schema: RequestSchema, bags: KeyedBags, options: Options, *, l
 def _not_finite(path: str, values: npt.NDArray[Any]) -> InvalidRequestError:
     where = np.argwhere(~np.isfinite(values))[0].tolist()
     path += "".join(f"[{index}]" for index in where)
-    return InvalidRequestError(path, f"{values[tuple(where)]} is not a finite float32", kind="invalid_field")
-
-
-class Elements(Protocol):
-    """The elements of a tensor that does not have them as they lie in memory."""
-
-    def elements(self, path: str, datatype: str, count: int) -> Any:
-        """Decode as many as `count`: a buffer of numbers, or a list of strings. `path` names the input."""
-        ...
+    return invalid_field(path, f"{values[tuple(where)]} is not a finite float32")
 
 
 class Tensor(msgspec.Struct, gc=False):
     """A named array, as the client describes it: `shape` is not checked.
 
-    Raw data are little-endian and row-major, a string is a 4-byte length and its bytes.
+    Raw data are little-endian and row-major, a string is a 4-byte length and its bytes. Other data are a function that
+    decodes them: of the path for errors, the datatype and a count, it returns a buffer of numbers or a list of strings.
     """
 
     name: str
     datatype: str
     shape: list[int]
-    data: memoryview | Elements
+    data: memoryview | Callable[[str, str, int], Any]
 
     def sizes(self) -> tuple[int, int]:
         """Rows of one or two dimensions, and elements of each row."""
@@ -339,16 +311,16 @@ class Tensor(msgspec.Struct, gc=False):
 
     def integers(self, count: int) -> Buffer:
         """int64 elements, as many as `count`."""
-        found: Buffer = self._elements(count, INTEGERS)
-        return found if self.datatype == "INT64" else np.frombuffer(found, "<i4").astype("<i8").data
+        elements: Buffer = self._elements(count, INTEGERS)
+        return elements if self.datatype == "INT64" else np.frombuffer(elements, "<i4").astype("<i8").data
 
     def floats(self, count: int) -> Buffer:
-        """float32 elements, as many as `count`; NaN and inf are not looked for."""
-        found: Buffer = self._elements(count, ("FP32",))
-        return found
+        """float32 elements, as many as `count`; they may be NaN and inf."""
+        elements: Buffer = self._elements(count, ("FP32",))
+        return elements
 
     def texts(self, count: int) -> list[str]:
-        """Strings, as many as `count`. Where one begins only the one before it tells."""
+        """Strings, as many as `count`."""
         data = self._elements(count, ("BYTES",))
         if isinstance(data, list):
             return data
@@ -357,9 +329,7 @@ class Tensor(msgspec.Struct, gc=False):
             first = start + 4
             start = first + int.from_bytes(data[start:first], "little")
             if start > len(data):
-                raise InvalidRequestError(
-                    path, f"BYTES element {len(texts)} is longer than what is left", kind="malformed"
-                )
+                raise malformed(path, f"BYTES element {len(texts)} is longer than what is left")
             texts.append(text_of(path, len(texts), data[first:start]))
         if len(texts) != count:
             raise wrong_count(path, count, f"{len(texts)}" if len(texts) < count else f"at least {len(texts)}")
@@ -367,9 +337,7 @@ class Tensor(msgspec.Struct, gc=False):
 
     def wrong_shape(self, allowed: str) -> InvalidRequestError:
         """Make the error for a shape."""
-        return InvalidRequestError(
-            f"{input_path(self.name)}.shape", f"{self.shape[:8]}; {allowed}", kind="count_mismatch"
-        )
+        return count_mismatch(f"{input_path(self.name)}.shape", f"{self.shape[:8]}; {allowed}")
 
     def _elements(self, count: int, allowed: tuple[str, ...]) -> Any:
         datatype, data = self.datatype, self.data
@@ -378,12 +346,10 @@ class Tensor(msgspec.Struct, gc=False):
             problem = f"{datatype[:16]!r}; it must be {' or '.join(allowed)}"
             raise InvalidRequestError(f"{input_path(self.name)}.datatype", problem, kind=kind)
         if not isinstance(data, memoryview):
-            return data.elements(input_path(self.name), datatype, count)
+            return data(input_path(self.name), datatype, count)
         if datatype != "BYTES" and len(data) != count * _WIDTHS[datatype]:
             wanted = f"{count} elements of {datatype}, {count * _WIDTHS[datatype]} bytes"
-            raise InvalidRequestError(
-                input_path(self.name), f"{len(data)} bytes of data; its shape holds {wanted}", kind="count_mismatch"
-            )
+            raise count_mismatch(input_path(self.name), f"{len(data)} bytes of data; its shape holds {wanted}")
         return data
 
 
@@ -397,11 +363,9 @@ def text_of(path: str, position: int, element: Buffer) -> str:
     try:
         return str(element, "utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"{path}[{position}]", f"it is not UTF-8: {error.reason}", kind="invalid_id"
-        ) from None
+        raise invalid_id(f"{path}[{position}]", f"it is not UTF-8: {error.reason}") from None
 
 
 def wrong_count(path: str, count: int, got: str) -> InvalidRequestError:
     """Make the error for another number of elements than a shape holds."""
-    return InvalidRequestError(path, f"its shape holds {count} elements, its data {got}", kind="count_mismatch")
+    return count_mismatch(path, f"its shape holds {count} elements, its data {got}")

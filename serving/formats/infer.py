@@ -1,7 +1,7 @@
 """Inference requests of the Open Inference Protocol v2, over HTTP and gRPC: named tensors to a rank request.
 
-Over HTTP a request is a JSON object, and behind it the binary tensors; over gRPC an `inference.ModelInferRequest`, read
-by walking over its tags. docs/open-inference-protocol.md says what is taken. Source of the binary tensors:
+Over HTTP a request is a JSON object, followed by the binary tensors; over gRPC an `inference.ModelInferRequest`.
+docs/open-inference-protocol.md says what is accepted. Source of the binary tensors:
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_binary_data.html
 """
 
@@ -11,7 +11,8 @@ import itertools
 import math
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from struct import unpack_from
 from typing import Annotated, Any, TypeVar, cast
 
@@ -21,7 +22,14 @@ import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
 from loader.snapshot.manifest import MAX_OUTPUTS
-from serving.errors import InvalidRequestError, limit_exceeded
+from serving.errors import (
+    InvalidRequestError,
+    count_mismatch,
+    invalid_field,
+    limit_exceeded,
+    malformed,
+    missing_feature,
+)
 from serving.formats.bags import (
     DTYPES,
     INTEGERS,
@@ -31,12 +39,11 @@ from serving.formats.bags import (
     array_of,
     check_num_candidates,
     input_path,
-    joined,
     rank_request,
     text_of,
     wrong_count,
 )
-from serving.formats.json_text import count_above
+from serving.formats.json_reader import count_above
 from serving.formats.protobuf import (
     MAX_VARINT_BYTES,
     ProtobufMessage,
@@ -73,7 +80,7 @@ _PREFIX, _COUNT = secrets.token_hex(8), itertools.count()
 
 
 class Parameters(msgspec.Struct, gc=False):
-    """What a request says beside its tensors."""
+    """The parameters of a request."""
 
     timeout_ms: int | None = None
     timeout: int | None = None
@@ -84,7 +91,7 @@ class Parameters(msgspec.Struct, gc=False):
 
 
 class TensorParameters(msgspec.Struct, gc=False):
-    """What a request says of an input or an output."""
+    """The parameters of an input or an output."""
 
     binary_data_size: int | None = None
     binary_data: bool | None = None
@@ -95,9 +102,8 @@ class TensorParameters(msgspec.Struct, gc=False):
         """Raise InvalidRequestError for what would change the answer."""
         for name in ("shared_memory_region", "classification"):
             if getattr(self, name) not in (None, 0):
-                raise InvalidRequestError(
-                    f"{path}.parameters.{name}", "it is not spoken here", kind="unsupported_extension"
-                )
+                path = f"{path}.parameters.{name}"
+                raise InvalidRequestError(path, "it is not supported", kind="unsupported_extension")
 
 
 class Output(msgspec.Struct, gc=False):
@@ -124,24 +130,21 @@ class InferRequest:
         outputs: list[Output],
     ) -> None:
         if parameters.sequence_id:
-            raise InvalidRequestError(
-                "parameters.sequence_id", "requests here belong to no sequence", kind="unsupported_extension"
-            )
+            problem = "requests here belong to no sequence"
+            raise InvalidRequestError("parameters.sequence_id", problem, kind="unsupported_extension")
         if len(outputs) > MAX_ASKED_OUTPUTS:
             raise limit_exceeded("outputs", "outputs", MAX_ASKED_OUTPUTS, len(outputs), "outputs")
         for one in outputs:
             if one.parameters is not None:
                 one.parameters.check("outputs")
         if len({one.name for one in outputs}) != len(outputs):
-            raise InvalidRequestError("outputs", "an output is asked for twice", kind="invalid_field")
+            raise invalid_field("outputs", "an output is asked for twice")
         self.model = model
         self.version = parse_version(version)
         self.key = parameters.routing_key or request_id
         # Triton's clients send a timeout of 0 for none.
-        self._options = Options(
-            parameters.timeout_ms, parameters.timeout or None, parameters.top_k, request_id,
-            parameters.routing_key or "",
-        )  # fmt: skip
+        timeouts = parameters.timeout_ms, parameters.timeout or None
+        self._options = Options(*timeouts, parameters.top_k, request_id, parameters.routing_key or "")
         self._is_binary = bool(parameters.binary_data_output)
         self._inputs = inputs
         self._outputs = outputs
@@ -168,7 +171,7 @@ class InferRequest:
         for one in self._outputs:
             if one.name not in schema.outputs:
                 problem = f"there is no output {one.name[:MAX_NAME_CHARS]!r}; there are {list(schema.outputs)}"
-                raise InvalidRequestError("outputs", problem, kind="invalid_field")
+                raise invalid_field("outputs", problem)
         has_optional = len(given) > len(required)
         layout = FeatureCounts(schema, schema.keys, input_path)
         ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
@@ -209,8 +212,9 @@ class InferRequest:
                 texts += given[name].texts(count)
             else:
                 ids.append(given[name].integers(count))
-        own = array_of(joined([one.integers(num_candidates) for one in ragged]), "<i8", "lengths")
-        bags = layout.bags(ids, texts, own, [one.floats(count) for one, count in weighted])
+        ragged_lengths = bytearray().join(tensor.integers(num_candidates) for tensor in ragged)
+        weight_buffers = [weights.floats(count) for weights, count in weighted]
+        bags = layout.bags(ids, texts, array_of(ragged_lengths, "<i8", "lengths"), weight_buffers)
         kc, kd = schema.num_context_dense, schema.num_candidate_dense
         context = self._dense(CONTEXT_DENSE, (kc,), (1, kc)).reshape(kc)
         candidates = self._dense(CANDIDATE_DENSE, (num_candidates, kd)).reshape(num_candidates, kd)
@@ -222,7 +226,7 @@ class InferRequest:
             return np.empty(allowed[0], np.float32)
         if tuple(tensor.shape) not in allowed:
             raise tensor.wrong_shape(f"it must be {list(allowed[0])}")
-        return array_of(joined([tensor.floats(math.prod(tensor.shape))]), "<f4", name)
+        return array_of(bytearray().join([tensor.floats(math.prod(tensor.shape))]), "<f4", name)
 
 
 def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
@@ -232,12 +236,10 @@ def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
         if name not in known:
             if len(known) > MAX_NAMES_SHOWN or name in schema.features.index:
                 raise schema.unknown_feature("", name)
-            raise InvalidRequestError(
-                input_path(name), f"model {model!r} has no such input; it has {list(known)}", kind="invalid_field"
-            )
+            raise invalid_field(input_path(name), f"model {model!r} has no such input; it has {list(known)}")
     for name, one in known.items():
         if not one.optional and name not in given:
-            raise InvalidRequestError(input_path(name), f"model {model!r} needs it", kind="missing_feature")
+            raise missing_feature(input_path(name), f"model {model!r} needs it")
 
 
 def parse_version(text: str) -> int | None:
@@ -246,7 +248,7 @@ def parse_version(text: str) -> int | None:
         return None
     version = int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_VERSION_CHARS else 0
     if not 1 <= version <= MAX_ID:
-        raise InvalidRequestError("version", f"{text[:40]!r} is not an integer in 1..{MAX_ID}", kind="invalid_field")
+        raise invalid_field("version", f"{text[:40]!r} is not an integer in 1..{MAX_ID}")
     return version
 
 
@@ -315,13 +317,13 @@ class InferHttpCodec:
             )
         if count_above(header, _BRACE, _MAX_OBJECTS):
             problem = f"more than {_MAX_OBJECTS} objects; at most {MAX_INPUTS} inputs are taken"
-            raise InvalidRequestError("inputs", problem, kind="invalid_field")
+            raise invalid_field("inputs", problem)
         try:
             decoded = _BODY.decode(header)
         except (msgspec.ValidationError, RecursionError) as error:
-            raise InvalidRequestError("", str(error), kind="invalid_field") from None
+            raise invalid_field("", str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("", f"the request is not JSON: {error}", kind="malformed") from None
+            raise malformed("", f"the request is not JSON: {error}") from None
         return _HttpRequest(
             self._model, self._version, decoded.id or "", decoded.parameters or _NO_PARAMETERS,
             _http_inputs(decoded.inputs, view, len(header)), decoded.outputs or [],
@@ -352,8 +354,7 @@ class _HttpRequest(InferRequest):
 def _header_bytes(text: str, body_bytes: int) -> int:
     length = int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else -1
     if not 1 <= length <= body_bytes:
-        problem = f"{text[:40]!r} is not in 1..{body_bytes}, the bytes of the body"
-        raise InvalidRequestError(HEADER_LENGTH, problem, kind="invalid_field")
+        raise invalid_field(HEADER_LENGTH, f"{text[:40]!r} is not in 1..{body_bytes}, the bytes of the body")
     return length
 
 
@@ -368,71 +369,52 @@ def _http_inputs(decoded: Sequence[_Input], body: memoryview, start: int) -> dic
             size = parameters.binary_data_size
             if parameters.shared_memory_region is not None or parameters.classification:
                 parameters.check(input_path(name))
-        data: memoryview | JsonData
+        data: memoryview | Callable[[str, str, int], Any]
         if size is None:
             if isinstance(one.data, UnsetType):
-                raise InvalidRequestError(
-                    input_path(name), "it has neither data nor parameters.binary_data_size", kind="invalid_field"
-                )
-            data = JsonData(one.data, shape)
+                raise invalid_field(input_path(name), "it has neither data nor parameters.binary_data_size")
+            data = partial(_json_elements, one.data, shape)
         else:
             stop = start + size
             if not start <= stop <= total:
-                raise InvalidRequestError(
+                raise invalid_field(
                     f"{input_path(name)}.parameters.binary_data_size",
                     f"{size} is not in 0..{total - start}, the bytes left behind the JSON object",
-                    kind="invalid_field",
                 )
             data = body[start:stop]
             start = stop
         if name in inputs:
-            raise InvalidRequestError(input_path(name), "it is given twice", kind="invalid_field")
+            raise invalid_field(input_path(name), "it is given twice")
         inputs[name] = Tensor(name, one.datatype, shape, data)
     if start != total:
-        raise InvalidRequestError(
-            "", f"{total - start} bytes are left behind the last input's binary data", kind="invalid_field"
-        )
+        raise invalid_field("", f"{total - start} bytes are left behind the last input's binary data")
     return inputs
 
 
-class JsonData:
-    """Elements as JSON text, the nested or the flat list, not decoded yet."""
-
-    def __init__(self, text: msgspec.Raw, shape: list[int]) -> None:
-        self._text = text
-        self._shape = shape
-
-    def elements(self, path: str, datatype: str, count: int) -> Any:
-        """See `Elements`; what float32 can't hold becomes inf. The decoder refuses lone surrogates."""
-        text, shape = bytes(self._text), self._shape
-        rows = shape[0] if shape else 0
-        # Each element but the first brings a comma, and each list a bracket: more of them prove another number of
-        # elements, before any is decoded. In strings they only add to the count.
-        if commas := count_above(text, _COMMA, count + rows):
-            raise wrong_count(path, count, f"at least {commas - rows}")
-        nested = _NESTED.match(text) is not None
-        if nested and count_above(text, _BRACKET, rows + 1):
-            raise InvalidRequestError(
-                path, f"its nested data does not have the shape {shape[:8]}", kind="count_mismatch"
-            )
-        try:
-            found: list[Any] = _DECODERS[datatype][nested].decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequestError(
-                path, f"its data is not what its datatype says: {error}", kind="invalid_field"
-            ) from None
-        if nested:
-            if [len(found), *set(map(len, found))] != shape:
-                raise InvalidRequestError(
-                    path, f"its nested data does not have the shape {shape[:8]}", kind="count_mismatch"
-                )
-            found = list(itertools.chain.from_iterable(found))
-        if len(found) != count:
-            raise wrong_count(path, count, str(len(found)))
-        if datatype == "BYTES":
-            return found
-        with np.errstate(over="ignore"):
-            return np.fromiter(found, DTYPES[datatype], count=count).data
+def _json_elements(raw: msgspec.Raw, shape: list[int], path: str, datatype: str, count: int) -> Any:
+    """Decode a flat or a nested list; see `Tensor`. What float32 can't hold becomes inf."""
+    text, rows = bytes(raw), shape[0] if shape else 0
+    # Each element but the first brings a comma, and each list a bracket: more of them prove another number of
+    # elements, before any is decoded. In strings they only add to the count.
+    if commas := count_above(text, _COMMA, count + rows):
+        raise wrong_count(path, count, f"at least {commas - rows}")
+    nested = _NESTED.match(text) is not None
+    if nested and count_above(text, _BRACKET, rows + 1):
+        raise count_mismatch(path, f"its nested data does not have the shape {shape[:8]}")
+    try:
+        elements: list[Any] = _DECODERS[datatype][nested].decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_field(path, f"its data is not what its datatype says: {error}") from None
+    if nested:
+        if [len(elements), *set(map(len, elements))] != shape:
+            raise count_mismatch(path, f"its nested data does not have the shape {shape[:8]}")
+        elements = list(itertools.chain.from_iterable(elements))
+    if len(elements) != count:
+        raise wrong_count(path, count, str(len(elements)))
+    if datatype == "BYTES":
+        return elements
+    with np.errstate(over="ignore"):
+        return np.fromiter(elements, DTYPES[datatype], count=count).data
 
 
 # gRPC
@@ -467,7 +449,7 @@ class InferGrpcCodec:
                 if own is not None:
                     own.check(input_path(tensor.name))
                 if tensor.name in inputs:
-                    raise InvalidRequestError(input_path(tensor.name), "it is given twice", kind="invalid_field")
+                    raise invalid_field(input_path(tensor.name), "it is given twice")
                 inputs[tensor.name] = tensor
             elif name == "raw_input_contents":
                 raw.append(message.view[start:end])
@@ -479,17 +461,15 @@ class InferGrpcCodec:
             elif name is not None:
                 texts[name] = message.text(start, end, name)
         if not texts["model_name"]:
-            raise InvalidRequestError(
-                "model", "it is empty; it must be the name of a served model", kind="invalid_field"
-            )
+            raise invalid_field("model", "it is empty; it must be the name of a served model")
         if raw:
             if len(raw) != len(inputs):
                 problem = f"{len(raw)} of them; there must be one for each of {len(inputs)} inputs"
-                raise InvalidRequestError("raw_input_contents", problem, kind="invalid_field")
+                raise invalid_field("raw_input_contents", problem)
             for tensor, content in zip(inputs.values(), raw, strict=True):
                 if tensor.data is not _NO_DATA:
                     path = f"{input_path(tensor.name)}.contents"
-                    raise InvalidRequestError(path, "it is given beside raw_input_contents", kind="invalid_field")
+                    raise invalid_field(path, "it is given beside raw_input_contents")
                 tensor.data = content
         model, version, request_id = texts.values()
         return _GrpcRequest(model, version, request_id, _converted(parameters, Parameters), inputs, outputs)
@@ -511,41 +491,32 @@ class _GrpcRequest(InferRequest):
         return Encoded(b"".join((*parts, *raw)))
 
 
-class ContentsData:
-    """Elements in the typed fields of `InferTensorContents`. Raw contents are faster."""
-
-    def __init__(self, message: ProtobufMessage, start: int, end: int) -> None:
-        self._message, self._start, self._end = message, start, end
-
-    def elements(self, path: str, datatype: str, count: int) -> Any:
-        """See `Elements`: however they come, in chunks or one by one, they are decoded together."""
-        message, field, found = self._message, _CONTENTS_OF[datatype], list[Buffer]()
-        for tag, start, end in message.fields(self._start, self._end):
-            if _CONTENTS.get(tag) == field:
-                # A varint by itself has a value, but no end.
-                found.append(message.view[start:end] if end else encode_varint(start))
-                if datatype in INTEGERS and found[-1] and found[-1][-1] > 127:
-                    raise message.malformed("a packed field that breaks off")
-        path = f"{path}.contents"
-        if datatype == "BYTES":
-            got = len(found)
-        else:
-            data = joined(found)
-            numbers = array_of(data, "<f4" if datatype == "FP32" else "<u1", path)
-            got = numbers.size if datatype == "FP32" else count_varints(numbers)
-        if got != count:
-            raise wrong_count(path, count, str(got))
-        if datatype == "BYTES":
-            return [text_of(path, position, one) for position, one in enumerate(found)]
-        if datatype == "FP32":
-            return data
-        return decode_varints(numbers).astype(DTYPES[datatype]).data
+def _contents(message: ProtobufMessage, start: int, end: int, path: str, datatype: str, count: int) -> Any:
+    """Decode the typed fields of `InferTensorContents`; see `Tensor`. Raw contents are faster."""
+    field, chunks = _CONTENTS_OF[datatype], list[Buffer]()
+    for tag, at, stop in message.fields(start, end):
+        if _CONTENTS.get(tag) == field:
+            # A varint by itself has a value, but no end.
+            chunks.append(message.view[at:stop] if stop else encode_varint(at))
+            if datatype in INTEGERS and chunks[-1] and chunks[-1][-1] > 127:
+                raise message.malformed("a packed field that breaks off")
+    path = f"{path}.contents"
+    if datatype == "BYTES":
+        got = len(chunks)
+    else:
+        numbers = array_of(bytearray().join(chunks), "<f4" if datatype == "FP32" else "<u1", path)
+        got = numbers.size if datatype == "FP32" else count_varints(numbers)
+    if got != count:
+        raise wrong_count(path, count, str(got))
+    if datatype == "BYTES":
+        return [text_of(path, position, chunk) for position, chunk in enumerate(chunks)]
+    return numbers.data if datatype == "FP32" else decode_varints(numbers).astype(DTYPES[datatype]).data
 
 
 def _described(
     message: ProtobufMessage, tags: dict[int, str], start: int, end: int
 ) -> tuple[Tensor, TensorParameters | None]:
-    """Read an input, whose raw contents lie elsewhere; or an output that is asked for, which has less of the same."""
+    """Read an input, without raw contents; or a requested output, which has fewer of the same fields."""
     tensor, parameters = Tensor("", "", [], _NO_DATA), dict[str, object]()
     for tag, at, stop in message.fields(start, end):
         name = tags.get(tag)
@@ -559,8 +530,8 @@ def _described(
             tensor.shape += message.varints(at, stop) if stop else (signed(at),)
         elif name == "contents":
             if tensor.data is not _NO_DATA:
-                raise InvalidRequestError(f"{input_path(tensor.name)}.contents", "it is there twice", kind="malformed")
-            tensor.data = ContentsData(message, at, stop)
+                raise malformed(f"{input_path(tensor.name)}.contents", "it is there twice")
+            tensor.data = partial(_contents, message, at, stop)
         elif name == "parameters":
             parameters |= _parameter(message, at, stop)
     return tensor, _converted(parameters, TensorParameters) if parameters else None
@@ -585,4 +556,4 @@ def _converted(parameters: dict[str, object], kind: type[_Parameters]) -> _Param
     try:
         return msgspec.convert(parameters, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError("parameters", str(error), kind="invalid_field") from None
+        raise invalid_field("parameters", str(error)) from None

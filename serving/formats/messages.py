@@ -1,8 +1,7 @@
 """The protobuf form of requests and answers (`shardrank.v1`), by maps of features or packed.
 
-A message is walked over twice at most: its outer fields, which say what model is meant, and once that is known its
-features. The map form names every feature; the packed form has all of them in the order of the model's schema, as four
-arrays, under a digest of that schema.
+The outer fields are read first, which name the model, then the features. The map form names every feature; the packed
+form has all in the order of the model's schema, as four arrays, under a digest of that schema.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ from typing import cast
 import numpy as np
 
 from serving.description import ModelInfo
-from serving.errors import InvalidRequestError
+from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, malformed
 from serving.formats.bags import (
     RAGGED,
     FeatureCounts,
     array_of,
     check_lookup_size,
     check_num_candidates,
-    dense_matrix,
-    joined,
     keyed_bags,
     lookup_request,
     rank_request,
@@ -80,14 +77,10 @@ class MessageCodec:
         unparsed = UnparsedMessage(ProtobufMessage(body, _NAMES[self.method], limits.max_message_fields), self.method)
         if self._model is not None:
             if unparsed.model not in ("", self._model):
-                raise InvalidRequestError(
-                    "model", f"{unparsed.model[:80]!r}, but the path names {self._model!r}", kind="invalid_field"
-                )
+                raise invalid_field("model", f"{unparsed.model[:80]!r}, but the path names {self._model!r}")
             unparsed.model = self._model
         if not unparsed.model:
-            raise InvalidRequestError(
-                "model", "it is empty; it must be the name of a served model", kind="invalid_field"
-            )
+            raise invalid_field("model", "it is empty; it must be the name of a served model")
         return unparsed
 
 
@@ -115,7 +108,7 @@ class UnparsedMessage:
                 self._entries.append((start, end))
             elif name in self._spans:
                 # Protobuf would merge the two. No encoder writes that, and no two readers would agree on its limits.
-                raise InvalidRequestError(name, "it is there twice", kind="malformed")
+                raise malformed(name, "it is there twice")
             else:
                 self._spans[name] = start, end
         self.model = texts["model"]
@@ -133,7 +126,7 @@ class UnparsedMessage:
         if "packed" not in self._spans:
             return self._rank(schema)
         if len(self._spans) > 1:
-            raise InvalidRequestError("packed", "it is given beside context or candidates", kind="invalid_field")
+            raise invalid_field("packed", "it is given beside context or candidates")
         return self._packed(schema)
 
     def encode(self, answer: Answer) -> Encoded:
@@ -175,18 +168,19 @@ class UnparsedMessage:
                 features.add(part, start, end)
             elif name == "dense":
                 dense.append(message.view[start:end])
-        return array_of(joined(dense), "<f4", part_path(part, "dense"))
+        return array_of(bytearray().join(dense), "<f4", part_path(part, "dense"))
 
     def _request(
         self, schema: RequestSchema, count: int, bags: KeyedBags, dense: Sequence[Float32Array], texts: list[str]
     ) -> RankRequest:
         context, candidates = dense
-        if context.size != (wanted := schema.num_context_dense):
-            raise InvalidRequestError(
-                "context.dense", f"{context.size} values, the model takes {wanted}", kind="count_mismatch"
-            )
-        matrix = dense_matrix(candidates, count, schema.num_candidate_dense)
-        return rank_request(schema, bags, count, context, matrix, self._options, texts)
+        if context.size != schema.num_context_dense:
+            problem = f"{context.size} values, the model takes {schema.num_context_dense}"
+            raise count_mismatch("context.dense", problem)
+        if candidates.size != count * (width := schema.num_candidate_dense):
+            needed = f"{count} candidates of {width} values need {count * width}"
+            raise count_mismatch("candidates.dense", f"{candidates.size} values; {needed}")
+        return rank_request(schema, bags, count, context, candidates.reshape(count, width), self._options, texts)
 
     def _packed(self, schema: RequestSchema) -> RankRequest:
         """Read the packed form: as many steps whatever the number of features."""
@@ -209,9 +203,7 @@ class UnparsedMessage:
         if found["lengths"]:
             lengths = array_of(found["lengths"], "<i4", "packed.lengths").astype(np.int64)
             if lengths.size != int(bags_per_key.sum()):
-                raise InvalidRequestError(
-                    "packed.lengths", f"{lengths.size} of them for {bags_per_key.sum()} bags", kind="count_mismatch"
-                )
+                raise count_mismatch("packed.lengths", f"{lengths.size} of them for {bags_per_key.sum()} bags")
             # Sums of so few int32 can't wrap around.
             ids_per_key = np.add.reduceat(lengths, np.cumsum(bags_per_key) - bags_per_key)
         ids = array_of(bytearray(found["ids"]), "<i8", "packed.ids")
@@ -227,13 +219,9 @@ class UnparsedMessage:
             self._refuse_lengths(lengths, ids.size, len(texts), f"{wanted} and {wanted_texts}")
         if weights.size:
             if weights.size != wanted + wanted_texts:
-                raise InvalidRequestError(
-                    "packed.weights", f"{weights.size} of them for {wanted + wanted_texts} ids", kind="count_mismatch"
-                )
+                raise count_mismatch("packed.weights", f"{weights.size} of them for {wanted + wanted_texts} ids")
             if not (weights[~np.repeat(schema.is_weighted, ids_per_key)] == 1).all():
-                raise InvalidRequestError(
-                    "packed.weights", "a feature that takes no weights has one that is not 1", kind="invalid_field"
-                )
+                raise invalid_field("packed.weights", "a feature that takes no weights has one that is not 1")
         values = values_of(schema, schema.keys, ids_per_key, ids, texts)
         bags = keyed_bags(
             schema, schema.keys, bags_per_key, lengths, ids_per_key, values, weights if weights.size else None
@@ -244,20 +232,12 @@ class UnparsedMessage:
         most = num_ids + num_texts
         if lengths is not None and (wrong := (lengths < 0) | (lengths > most)).any():
             bag = int(wrong.argmax())
-            raise InvalidRequestError(
-                f"packed.lengths[{bag}]", f"{lengths[bag]} is not in 0..{most}, the number of ids", kind="invalid_field"
-            )
-        raise InvalidRequestError(
-            "packed.ids", f"{num_ids} integers and {num_texts} strings; the lengths say {said}", kind="count_mismatch"
-        )
+            raise invalid_field(f"packed.lengths[{bag}]", f"{lengths[bag]} is not in 0..{most}, the number of ids")
+        raise count_mismatch("packed.ids", f"{num_ids} integers and {num_texts} strings; the lengths say {said}")
 
 
 class _Features:
-    """The features of a message by maps.
-
-    Attributes:
-        texts: string ids of all features in flat order, once `bags` has read them.
-    """
+    """The features of a message by maps; `texts` are all string ids in flat order, once `bags` has read them."""
 
     def __init__(self, schema: RequestSchema, message: ProtobufMessage, *, lookup: bool = False) -> None:
         self._schema, self._message, self._lookup = schema, message, lookup
@@ -273,7 +253,7 @@ class _Features:
         if name not in self._schema.name_sets[part]:
             raise self._schema.unknown_feature(part, name)
         if name in self._found:
-            raise InvalidRequestError(part_path(part, f"sparse.{name}"), "it is given twice", kind="invalid_field")
+            raise invalid_field(part_path(part, f"sparse.{name}"), "it is given twice")
         sizes: list[int] = [0, 0, 0, 0]
         columns: tuple[list[Buffer], ...] = ([], [], [], [])
         self._found[name] = sizes, columns
@@ -301,13 +281,9 @@ class _Features:
                 self._refuse(name, sizes, is_string=is_string)
             num_ids += num_texts
             if num_weights and name not in schema.weighted_names:
-                raise InvalidRequestError(
-                    f"{self._path(name)}.weights", f"feature {name!r} takes no weights", kind="invalid_field"
-                )
+                raise invalid_field(f"{self._path(name)}.weights", f"feature {name!r} takes no weights")
             if num_weights not in (0, num_ids):
-                raise InvalidRequestError(
-                    f"{self._path(name)}.weights", f"{num_weights} weights for {num_ids} ids", kind="count_mismatch"
-                )
+                raise count_mismatch(f"{self._path(name)}.weights", f"{num_weights} weights for {num_ids} ids")
             if num_weights:
                 layout.weighted.append(len(layout.num_ids))
             if num_lengths:
@@ -324,7 +300,7 @@ class _Features:
         """Make flat bags of features that were counted, and are within the limits."""
         ids, lengths, weights, strings = self._columns
         self.texts = [text_of("string_ids", position, one) for position, one in enumerate(strings)]
-        own = array_of(joined(lengths), "<u4", "lengths").astype(np.int64)
+        own = array_of(bytearray().join(lengths), "<u4", "lengths").astype(np.int64)
         return layout.bags(ids, self.texts, own, weights)
 
     def _path(self, name: str) -> str:
@@ -334,31 +310,23 @@ class _Features:
         path = self._path(name)
         for size, (column, width) in zip(sizes, _WIDTHS.items(), strict=False):
             if size % width:
-                raise InvalidRequestError(
-                    f"{path}.{column}",
-                    f"a packed field whose length is not a multiple of {width} bytes",
-                    kind="malformed",
-                )
+                raise malformed(f"{path}.{column}", f"a packed field whose length is not a multiple of {width} bytes")
         field, type_name = ("ids", "strings") if is_string else ("string_ids", "integers")
-        raise InvalidRequestError(
-            f"{path}.{field}", f"ids of {name!r} are {type_name}, not given here", kind="invalid_id"
-        )
+        raise invalid_id(f"{path}.{field}", f"ids of {name!r} are {type_name}, not given here")
 
 
 def encode_rank(answer: RankAnswer) -> bytes:
     """Encode a RankResponse."""
     scores, order = packed_bytes(answer.scores, "<f4"), packed_bytes(answer.order, "<u4")
     fields = answer.model.encode(), answer.version, scores, order, answer.request_id.encode(), answer.dense_step
-    # 0 is told too: it is another thing than not to know.
-    told = encode_varint(8 << 3) + encode_varint(answer.delta_sequence) if answer.delta_sequence >= 0 else b""
-    encoded = encode_message(*fields) + told
-    if not answer.outputs:
-        return encoded
-    outputs = (
-        encode_field(7, encode_message(name.encode(), encode_message(packed_bytes(values, "<f4"))))
-        for name, values in answer.outputs.items()
-    )
-    return b"".join((encoded, *outputs))
+    parts = [encode_message(*fields)]
+    if answer.delta_sequence >= 0:
+        # Also 0, which differs from unknown.
+        parts.append(encode_varint(8 << 3) + encode_varint(answer.delta_sequence))
+    for name, values in answer.outputs.items():
+        output = encode_message(name.encode(), encode_message(packed_bytes(values, "<f4")))
+        parts.append(encode_field(7, output))
+    return b"".join(parts)
 
 
 def encode_lookup(answer: LookupAnswer) -> bytes:

@@ -1,9 +1,8 @@
 """The protobuf wire format, read field by field within a budget and written without objects for numbers.
 
-Source: https://protobuf.dev/programming-guides/encoding/. The library's parser makes an object of everything that a
-message holds before anybody can count it, and holds the interpreter's lock meanwhile: 16 KB of compressed empty
-messages become eight million objects. Here a message is a walk over its tags; what a request holds is counted as it
-is met, numbers stay where they lie, and nothing is made of a field that nobody asks for.
+Source: https://protobuf.dev/programming-guides/encoding/. The library's parser makes an object of everything in a
+message before it can be counted, and holds the interpreter's lock meanwhile: 16 KB of compressed empty messages become
+eight million objects. This one walks over tags, counts what it meets, and makes nothing of numbers and unknown fields.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message as Generated
 
-from serving.errors import InvalidRequestError, limit_exceeded
+from serving.errors import InvalidRequestError, limit_exceeded, malformed
 from serving.formats.requests import Buffer
 from shard_node.bags import Int64Array
 
@@ -31,7 +30,7 @@ _MAX_TAG = (1 << 32) - 1
 
 
 class ProtobufMessage:
-    """One message of a type, and what may still be read of it: `max_fields` in it and all messages inside."""
+    """One message of a type, of which `max_fields` may be read, those of all messages inside included."""
 
     __slots__ = ("_left", "_max_fields", "_name", "data", "view")
 
@@ -95,7 +94,7 @@ class ProtobufMessage:
                 key = self.text(at, stop, field)
             elif tag == 2 << 3 | LENGTH:
                 if value is not None:
-                    raise InvalidRequestError(field, f"the value of {key[:80]!r} is there twice", kind="malformed")
+                    raise malformed(field, f"the value of {key[:80]!r} is there twice")
                 value = at, stop
         return key, value or (0, 0)
 
@@ -106,11 +105,11 @@ class ProtobufMessage:
         try:
             return self.data[start:end].decode()
         except UnicodeDecodeError as error:
-            raise InvalidRequestError(field, f"it is not UTF-8: {error.reason}", kind="malformed") from None
+            raise malformed(field, f"it is not UTF-8: {error.reason}") from None
 
     def malformed(self, problem: str) -> InvalidRequestError:
         """Make the error for bytes that are no such message."""
-        return InvalidRequestError("", f"the message is not a {self._name}: {problem}", kind="malformed")
+        return malformed("", f"the message is not a {self._name}: {problem}")
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         """Read a varint of up to 64 bits. Returns it, and where it ends."""
@@ -150,13 +149,11 @@ def decode_varints(packed: npt.NDArray[np.uint8]) -> Int64Array:
         return np.empty(0, np.int64)
     ends = np.flatnonzero(packed < 128)
     if not ends.size or ends[-1] != packed.size - 1:
-        raise InvalidRequestError("", "the last number of a packed field does not end", kind="malformed")
+        raise malformed("", "the last number of a packed field does not end")
     sizes = np.diff(ends, prepend=-1)
     shortest, longest = int(sizes.min()), int(sizes.max())
     if longest > MAX_VARINT_BYTES:
-        raise InvalidRequestError(
-            "", f"a number of more than {MAX_VARINT_BYTES} bytes in a packed field", kind="malformed"
-        )
+        raise malformed("", f"a number of more than {MAX_VARINT_BYTES} bytes in a packed field")
     values = np.empty(ends.size, np.uint64)
     for size in range(shortest, longest + 1):
         # All numbers of one size at once.

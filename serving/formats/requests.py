@@ -1,4 +1,4 @@
-"""A parsed request and its answer: arrays and nothing else, the same for HTTP, gRPC and the in-process call."""
+"""A parsed request and its answer: arrays, the same for HTTP, gRPC and the in-process call."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ JSON = "application/json"
 
 
 class Options(NamedTuple):
-    """What a request says beside its numbers, not checked yet.
+    """The options of a request, not checked yet.
 
-    Attributes:
-        timeout_ms: its deadline; None for the server's default.
-        timeout_us: the same as the Open Inference Protocol has it; the earlier one counts.
-        top_k: how many positions `order` shall have; None for all.
-        routing_key: what a canary is chosen by, or "".
+    Of `timeout_ms` and `timeout_us` (of the Open Inference Protocol) the earlier counts; the server's default if both
+    are None. `routing_key` is what a canary is chosen by, or "".
     """
 
     timeout_ms: int | None = None
@@ -42,8 +39,7 @@ class RankRequest:
         context_dense, candidate_dense: float32 [Kc] and [N, Kd], finite.
         timeout_s: the deadline, from when the call began.
         top_k: how many positions `order` has, or None for all N.
-        request_id: the caller's own name for the request, or "".
-        texts: the strings behind the fingerprints among the ids, in their order, for error messages.
+        texts: the string ids, in their order, whose fingerprints are in `bags`.
     """
 
     bags: KeyedBags
@@ -58,11 +54,9 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookupRequest:
-    """A request for pooled embeddings.
+    """A request for embeddings of any features, with any number of bags each.
 
-    Attributes:
-        bags: raw ids of any of the model's features, with any number of bags each; keys are flat feature indices.
-        num_floats: of the answer; each row and each bag of rows counts as one more.
+    `num_floats` are those of the answer; each row and each bag of rows counts as one more.
     """
 
     bags: KeyedBags
@@ -96,11 +90,9 @@ class RankAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureEmbeddings:
-    """Embeddings of one feature.
+    """Embeddings of one feature: float32 [bags, embedding_dim] if pooled.
 
-    Attributes:
-        values: float32 [bags, embedding_dim] if pooled, [ids, embedding_dim] if not.
-        lengths: int64 [bags], rows of each bag, if the feature is not pooled; else None.
+    If not, [ids, embedding_dim], and `lengths`, int64 [bags], the rows of each bag.
     """
 
     values: Float32Array
@@ -122,12 +114,9 @@ Answer: TypeAlias = RankAnswer | LookupAnswer
 
 
 class Encoded(NamedTuple):
-    """An answer as bytes.
+    """An answer as bytes: a body, and `more` pieces that are made one by one, so that others run between.
 
-    Attributes:
-        body: all of it, or its beginning.
-        headers: further HTTP headers; names in lower case.
-        more: the rest of the body. Each piece is made when it is asked for, so that others may have a turn before.
+    Names of `headers` are in lower case.
     """
 
     body: bytes
@@ -137,11 +126,9 @@ class Encoded(NamedTuple):
 
 
 class Unparsed(Protocol):
-    """A request of which only is known who shall answer it: what its numbers mean depends on the version.
+    """A request whose numbers are not read: what they mean depends on the version.
 
-    Attributes:
-        version: that must answer; None for the live one, or the canary.
-        key: what a canary is chosen by, or "".
+    `version` must answer, or the live one or the canary if None; `key` is what a canary is chosen by, or "".
     """
 
     model: str
@@ -150,24 +137,16 @@ class Unparsed(Protocol):
 
     def parse(self, schema: RequestSchema) -> Request:
         """Read and check everything else. Raises InvalidRequestError."""
-        ...
 
     def encode(self, answer: Answer) -> Encoded:
         """Write the answer in the form that the request asked for."""
-        ...
 
 
 class Codec(Protocol):
-    """A form of requests and answers. Pure: it knows no service, no clock and no connection.
-
-    Attributes:
-        api: its name in metrics: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`.
-        method: what is asked for.
-    """
+    """A form of requests and answers, without state; `api` is its name in metrics."""
 
     api: str
     method: Method
 
     def read(self, body: Buffer, limits: RequestLimits) -> Unparsed:
         """Read a request as far as that needs no schema. Raises InvalidRequestError if it is not of this form."""
-        ...

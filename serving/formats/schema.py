@@ -1,4 +1,4 @@
-"""What a request to one model version must look like: computed once, used by every codec."""
+"""What a request to one model version must have: computed once, used by every codec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from loader.snapshot.manifest import Side
 from router.feature_schema import FeatureSchema
-from serving.errors import InvalidRequestError
+from serving.errors import InvalidRequestError, missing_feature, unknown_feature
 from serving.limits import RequestLimits
 from shard_node.bags import Int32Array, Int64Array
 
@@ -45,12 +45,9 @@ VARIES = -1
 
 
 class TensorSpec(NamedTuple):
-    """An input or output of the Open Inference Protocol, as metadata tell of it.
+    """An input or output of the Open Inference Protocol, as in metadata; `shape` has -1 for a dimension that varies.
 
-    Attributes:
-        datatype: of its elements; inputs may come in others, see docs/open-inference-protocol.md.
-        shape: -1 for a dimension that varies.
-        optional: whether a request may leave it out.
+    Inputs may come in other datatypes, see docs/open-inference-protocol.md.
     """
 
     name: str
@@ -64,15 +61,13 @@ class RequestSchema:
 
     Attributes:
         features: the model's features, F of them.
-        limits: what a request may take.
         names, kinds: of each feature its name; and with it whether it is a context feature, and has strings for ids.
-        keys: int32 [F], 0..F-1: a rank request brings every feature.
-        is_string, is_weighted: bool [F], True where ids are strings, and where they may have weights.
-        weighted_names: features whose ids may have weights.
-        name_sets: the features that may stand in each part.
-        candidate_names: candidate features in flat order.
-        embedding_dims: int64 [F], width of each feature's embeddings.
-        outputs: of the Open Inference Protocol by name, as metadata list them.
+        keys: int32 [F], 0..F-1.
+        is_string, is_weighted: bool [F], whether ids are strings, and may have weights.
+        name_sets: the features of each part.
+        candidate_names: in flat order.
+        embedding_dims: int64 [F].
+        outputs: of the Open Inference Protocol by name.
         num_context_dense, num_candidate_dense: Kc, dense values of a request; Kd, those of a candidate.
     """
 
@@ -95,21 +90,15 @@ class RequestSchema:
 
     @cached_property
     def inputs(self) -> dict[str, TensorSpec]:
-        """Inputs of the Open Inference Protocol by name, as metadata list them.
-
-        Raises InvalidRequestError if two have the same name.
-        """
-        found: dict[str, TensorSpec] = {}
-        for one in self._input_specs():
-            if one.name in found:
-                raise InvalidRequestError(
-                    "",
-                    f"model {self.features.spec.model!r} has two inputs named {one.name!r}, so it can't be called by "
-                    "this protocol; rename the feature",
-                    kind="ambiguous_inputs",
-                )
-            found[one.name] = one
-        return found
+        """Inputs of the Open Inference Protocol by name. Raises InvalidRequestError if two have the same name."""
+        inputs: dict[str, TensorSpec] = {}
+        for tensor in self._input_specs():
+            if tensor.name in inputs:
+                problem = f"model {self.features.spec.model!r} has two inputs named {tensor.name!r}, so it can't be "
+                problem += "called by this protocol; rename the feature"
+                raise InvalidRequestError("", problem, kind="ambiguous_inputs")
+            inputs[tensor.name] = tensor
+        return inputs
 
     @cached_property
     def required_inputs(self) -> frozenset[str]:
@@ -142,21 +131,15 @@ class RequestSchema:
         return np.where(self.features.is_context, 1, num_candidates)
 
     def check_names(self, part: Part, given: Collection[str], *, all_needed: bool) -> None:
-        """Refuse features that do not belong into a part, and with `all_needed` a part that lacks one.
-
-        Raises:
-            InvalidRequestError: for one that the model does not have, or has on the other side; for one that the model
-                needs.
-        """
+        """Raise InvalidRequestError for features that are not of a part, and with `all_needed` for a missing one."""
         expected = self.name_sets[part]
         for name in given:
             if name not in expected:
                 raise self.unknown_feature(part, name)
         if all_needed and (missing := [name for name in self.names_of(part) if name not in given]):
-            raise InvalidRequestError(
+            raise missing_feature(
                 part_path(part, f"sparse.{missing[0]}"),
                 f"model {self.features.spec.model!r} needs it, one of {len(missing)} that are missing",
-                kind="missing_feature",
             )
 
     def unknown_feature(self, part: Part, name: str) -> InvalidRequestError:
@@ -164,17 +147,13 @@ class RequestSchema:
         name = name[:MAX_NAME_CHARS]
         path = part_path(part, f"sparse.{name}")
         if part and name in self.features.index:
-            return InvalidRequestError(
-                path, f"it is a {self.features.spec.feature(name).side} feature", kind="unknown_feature"
-            )
+            return unknown_feature(path, f"it is a {self.features.spec.feature(name).side} feature")
         names = self.names_of(part)
         shown = str(list(names))
         if len(names) > MAX_NAMES_SHOWN:
             shown = f"{len(names)}, such as {get_close_matches(name, _most_alike(name, names), 3) or list(names[:3])}"
         model = self.features.spec.model
-        return InvalidRequestError(
-            path, f"model {model!r} has no such feature here; it has {shown}", kind="unknown_feature"
-        )
+        return unknown_feature(path, f"model {model!r} has no such feature here; it has {shown}")
 
 
 def _most_alike(name: str, names: tuple[str, ...]) -> list[str]:

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from serving.errors import RankingModelError
+
+CPU: Final = torch.device("cpu")
+DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]
 NumberFormat: TypeAlias = Literal["float32", "bfloat16", "int8"]
 """Of a ranking model's products. With `int8`, layers that gain nothing by it are in bfloat16, or in float32."""
 Columns: TypeAlias = npt.NDArray[np.int64]
@@ -176,6 +180,33 @@ def input_dtype(number_format: NumberFormat) -> torch.dtype:
     if number_format == "int8":
         return torch.bfloat16 if bfloat16_is_native() else torch.float32
     return torch.bfloat16 if number_format == "bfloat16" else torch.float32
+
+
+def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberFormat:
+    """Choose the number format of the ranking model on a device. Raises RankingModelError for one that is not there.
+
+    `auto` depends on the processor alone, so that equal machines choose the same: int8 where `int8_is_faster`, then
+    bfloat16 where that is native, which it is on GPUs of compute capability 8.0 and above.
+    """
+    if choice == "float32":
+        return "float32"
+    is_gpu = device.type == "cuda"
+    if choice == "int8" and is_gpu:
+        raise RankingModelError("dtype 'int8': dense layers count in int8 on CPUs only; use 'auto' or 'bfloat16'")
+    if choice == "int8" or (choice == "auto" and not is_gpu and int8_is_faster()):
+        return "int8"
+    native = torch.cuda.get_device_capability(device) >= (8, 0) if is_gpu else bfloat16_is_native()
+    if choice == "bfloat16" and not native:
+        what = "GPU" if is_gpu else "CPU"
+        raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")
+    return "bfloat16" if native else "float32"
+
+
+def formats_to_try(wanted: NumberFormat) -> tuple[NumberFormat, ...]:
+    """List the number formats narrower than float32 that a version may serve in, in the order they are tried."""
+    if wanted == "int8":
+        return ("int8", "bfloat16") if bfloat16_is_native() else ("int8",)
+    return ("bfloat16",) if wanted == "bfloat16" else ()
 
 
 def gains_by_int8(in_features: int, out_features: int) -> bool:

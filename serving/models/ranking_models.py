@@ -1,25 +1,26 @@
-"""The ranking models: their arithmetic, building and loading them, their number format, their copies on devices."""
+"""The built-in ranking models: their configs and arithmetic, building and loading them, their copies on devices."""
 
 from __future__ import annotations
 
 import copy
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.tables import projection_name
+from loader.snapshot.manifest import DenseModelSpec, ModelSpec
+from loader.snapshot.tables import Frozen, projection_name
 from serving.errors import RankingModelError
-from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, TargetAttentionConfig, parse_dense_model
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.layers import (
+    CPU,
     Columns,
     Linear,
     LogitHead,
@@ -28,25 +29,77 @@ from serving.models.layers import (
     Shared,
     bfloat16_is_native,
     input_dtype,
-    int8_is_faster,
 )
 
-CPU = torch.device("cpu")
 MAX_PAIRS: Final = 1 << 18
 """Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB."""
 BLOCK_ROWS: Final = 16
 """Candidates in a block, where requests have different numbers of them: a request's last block is filled up."""
 
 
+MAX_LAYERS = 32
+MAX_LAYER_SIZE = 65_536
+
+LayerSize = Annotated[int, Field(ge=1, le=MAX_LAYER_SIZE)]
+LayerSizes = Annotated[tuple[LayerSize, ...], Field(max_length=MAX_LAYERS)]
+
+
+class MlpConfig(Frozen):
+    """logit = MLP(concat(dense, embeddings)): hidden layers (ReLU) of these sizes, and a last one of size 1."""
+
+    kind: Literal["mlp"] = "mlp"
+    hidden: LayerSizes = (256, 64)
+
+
+class DlrmConfig(Frozen):
+    """DLRM (Naumov et al., 2019, arXiv:1906.00091) with dot interaction.
+
+    `bottom_mlp` has the layer sizes over the dense inputs (ReLU after each), the last of which is the embedding_dim;
+    empty if, and only if, there are none. `top_mlp` has those of the hidden layers over the interactions.
+    """
+
+    kind: Literal["dlrm"] = "dlrm"
+    bottom_mlp: LayerSizes = ()
+    top_mlp: LayerSizes = (256, 64)
+
+
+class DcnV2Config(Frozen):
+    """DCN-v2 (Wang et al., 2021, arXiv:2008.13535), stacked: cross layers, then deep layers.
+
+    `low_rank` is the rank of each cross layer's two factors, or None for one full matrix. `bottom_mlp` has the sizes of
+    an MLP over the dense inputs (ReLU after each), whose output takes their place; this is MLPerf's DLRM-v2.
+    """
+
+    kind: Literal["dcn_v2"] = "dcn_v2"
+    num_cross_layers: int = Field(default=3, ge=1, le=MAX_LAYERS)
+    low_rank: LayerSize | None = None
+    bottom_mlp: LayerSizes = ()
+    deep: LayerSizes = (256, 64)
+
+
+class TargetAttentionConfig(Frozen):
+    """Attention of each candidate over a history, after DIN (Zhou et al., 2018, arXiv:1706.06978).
+
+    The pooled candidate feature `target_feature` attends over `history_feature`, a context feature with pooling none,
+    by an MLP over [q, k, q - k, q * k]; the head is over concat(dense, embeddings, attended history).
+    """
+
+    kind: Literal["target_attention"] = "target_attention"
+    history_feature: str
+    target_feature: str
+    attention_hidden: Annotated[LayerSizes, Field(min_length=1)] = (32,)
+    hidden: LayerSizes = (128, 64)
+
+
+DenseModelConfig: TypeAlias = MlpConfig | DlrmConfig | DcnV2Config | TargetAttentionConfig
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateBlocks:
-    """Candidates in blocks, each of one request: what a request shares is multiplied by whole blocks.
+    """Candidates in B blocks of S (`size`) rows, each of one request: a request's share is multiplied by whole blocks.
 
-    Attributes:
-        request: int64 [B], which of the requests each block is of.
-        size: S, the rows of a block.
-        rows: int64 [B * S], the candidate of each row; None where blocks are the candidates as they lie.
-        back: int64 [N], the row of each candidate.
+    `request` is int64 [B]; `rows` int64 [B * S], the candidate of each row, and `back` int64 [N], the row of each
+    candidate, are None where blocks are the candidates as they are.
     """
 
     request: Tensor
@@ -56,10 +109,7 @@ class CandidateBlocks:
 
     @classmethod
     def of(cls, inputs: RankingInputs, max_size: int) -> CandidateBlocks:
-        """Divide a batch's candidates into blocks of at most `max_size`.
-
-        Candidates that are not in the order of their requests, as where a card has them, are blocks of their own.
-        """
+        """Divide candidates into blocks of at most `max_size`; of one each if they are not ordered by request."""
         owner, num_requests = inputs.request_of_candidate, inputs.context.shape[0]
         if not inputs.is_ordered or not owner.numel():
             return cls(owner, 1)
@@ -68,14 +118,14 @@ class CandidateBlocks:
         counts = owner.new_zeros(num_requests).index_add_(0, owner, torch.ones_like(owner))
         # A program has one form for all batches.
         if not torch.compiler.is_exporting():
-            most = int(counts.max())
-            if most <= max_size and most * num_requests == owner.numel():
-                return cls(torch.arange(num_requests), most)
+            largest = int(counts.max())
+            if largest <= max_size and largest * num_requests == owner.numel():
+                return cls(torch.arange(num_requests), largest)
         size = min(BLOCK_ROWS, max_size)
         blocks = (counts + (size - 1)) // size
         request = torch.repeat_interleave(blocks)
         starts, firsts = counts.cumsum(0) - counts, blocks.cumsum(0) - blocks
-        # Behind a request's last candidate a block goes on with others, whose results nobody reads.
+        # After a request's last candidate a block goes on with others, whose results are not read.
         first_rows = starts[request] + size * (torch.arange(request.numel()) - firsts[request])
         rows = (first_rows[:, None] + torch.arange(size)).clamp_(max=owner.numel() - 1).flatten()
         back = torch.arange(owner.numel()) + (size * firsts - starts)[owner]
@@ -87,7 +137,7 @@ class CandidateBlocks:
         return torch.unflatten(x, 0, (self.request.numel(), self.size))
 
     def shared(self, x: Tensor) -> Tensor:
-        """Give each block what its request has: [R, ...] to [B, ...]; themselves where it is the same."""
+        """Repeat what requests have for each block: [R, ...] to [B, ...]."""
         return x if self.rows is None and self.size > 1 and self.request.numel() == x.shape[0] else x[self.request]
 
     def join(self, x: Tensor) -> Tensor:
@@ -123,9 +173,9 @@ class RankingModel(nn.Module):
         """Give logits, float32 [N]."""
 
     def pack(self, number_format: NumberFormat) -> None:
-        """Make it ready to score, on the device that it is on; after that its weights must not change.
+        """Make it ready to score where it is; its weights must not change any more.
 
-        `self.number_format` becomes another one for a model without a layer that gains by int8.
+        A model without a layer that gains by int8 gets another format.
         """
         layers = [module for module in self.modules() if isinstance(module, Linear)]
         for layer in layers:
@@ -147,15 +197,15 @@ class RankingModel(nn.Module):
 
 
 def _of_inputs(shapes: InputShapes) -> tuple[Columns, Columns]:
-    """Find the columns of both matrices in weights over [context dense | candidate dense | embeddings]."""
-    found = []
-    dense_at = 0
-    for side, embeddings in zip((shapes.context, shapes.candidate), shapes.embedding_order(), strict=True):
-        dense = np.arange(dense_at, dense_at + side.dense_width)
-        padding = np.full(side.padded_width - side.width, -1)
-        found.append(np.concatenate([embeddings + shapes.dense_width, dense, padding]))
-        dense_at += side.dense_width
-    return found[0], found[1]
+    """Return the columns of both matrices in weights over [context dense | candidate dense | embeddings]."""
+    dense = np.split(np.arange(shapes.dense_width), [shapes.context.dense_width])
+    context, candidate = (
+        np.concatenate([embeddings + shapes.dense_width, columns, np.full(side.padded_width - side.width, -1)])
+        for side, columns, embeddings in zip(
+            (shapes.context, shapes.candidate), dense, shapes.embedding_order(), strict=True
+        )
+    )
+    return context, candidate
 
 
 class MlpRanking(RankingModel):
@@ -352,13 +402,12 @@ class AttentionUnit(nn.Module):
         per_row = F.linear(history.rows, of_k - of_difference)
         blocks = CandidateBlocks.of(inputs, max(1, self.max_pairs // longest))
         parts = (blocks.split(queries), blocks.split(per_candidate), blocks.request)
-        # A program works on all pairs at once: it has no loop whose turns depend on the batch.
-        chunk = max(1, self.max_pairs // (longest * blocks.size))
-        chunks = (
-            [parts]
-            if torch.compiler.is_exporting()
-            else zip(*(torch.split(part, chunk) for part in parts), strict=True)
-        )
+        # A program has no loop whose length depends on the batch: it works on all pairs at once.
+        if torch.compiler.is_exporting():
+            chunks = [parts]
+        else:
+            chunk = max(1, self.max_pairs // (longest * blocks.size))
+            chunks = list(zip(*(torch.split(part, chunk) for part in parts), strict=True))
         attended = [
             self._attend(q, partial, of_product, history.rows[request], per_row[request], history.mask[request])
             for q, partial, request in chunks
@@ -409,26 +458,109 @@ class DeviceCopies:
         self._by_device: dict[torch.device, RankingModel] = {CPU: original}
 
     def on(self, device: torch.device) -> RankingModel:
-        """Get the model on `cpu`, or on a CUDA device with its index: one object for all, not to be changed."""
+        """Return the model on `cpu`, or on a CUDA device with its index, not to be changed."""
         with self._lock:
             if device not in self._by_device:
                 original = self._by_device[CPU]
-                made = copy.deepcopy(original).to(device)
-                made.pack(original.number_format)
+                model = self._by_device[device] = copy.deepcopy(original).to(device)
+                model.pack(original.number_format)
                 if device.type == "cuda":
-                    # It was made on this thread's stream; who scores with it does so on another one.
+                    # It was made on this thread's stream, and is read on another one.
                     torch.cuda.current_stream(device).synchronize()
-                self._by_device[device] = made
             return self._by_device[device]
 
 
-DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]
 _MODELS: dict[str, Callable[[Any, InputShapes], RankingModel]] = {
     "mlp": MlpRanking,
     "dlrm": Dlrm,
     "dcn_v2": DcnV2,
     "target_attention": TargetAttention,
 }
+
+
+_ADAPTER: TypeAdapter[DenseModelConfig] = TypeAdapter(Annotated[DenseModelConfig, Field(discriminator="kind")])
+
+
+def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
+    """Return `spec.dense_model`, checked against the model's features and dense inputs. Raises RankingModelError."""
+    described = spec.dense_model
+    if not isinstance(described, DenseModelSpec):
+        raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r} is no built-in model")
+    if "kind" in described.config:
+        raise RankingModelError(f"model {spec.model!r}: dense_model.config must not have 'kind', it is beside config")
+    try:
+        config = _ADAPTER.validate_python({"kind": described.kind, **described.config})
+    except ValidationError as error:
+        # A discriminated union puts the kind in front of each location; the name of the option follows.
+        reasons = "; ".join(
+            f"{'.'.join(map(str, one.place[1:])) or 'kind'}: {one.problem} (got {one.value!r:.80})"
+            for one in schema_errors(error, get_args(DenseModelConfig), elsewhere=["kind"])
+        )
+        raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r}: {reasons}") from error
+    for problem in _problems(spec, config):
+        raise RankingModelError(f"model {spec.model!r}: {problem}")
+    return config
+
+
+def _problems(spec: ModelSpec, config: DenseModelConfig) -> Iterator[str]:
+    """Yield why a config does not fit a model; only the first is sure."""
+    pooled = {
+        feature.name: spec.table_of(feature.name).embedding_dim
+        for feature in spec.features
+        if spec.pooling_of(feature.name) != "none"
+    }
+    dense_width, sequence = spec.dense_inputs.context + spec.dense_inputs.candidate, None
+    if isinstance(config, DlrmConfig):
+        yield from _dlrm_problems(config, pooled, dense_width)
+    elif isinstance(config, TargetAttentionConfig):
+        yield from _target_attention_problems(spec, config)
+        sequence = config.history_feature
+    elif isinstance(config, DcnV2Config) and config.bottom_mlp and not dense_width:
+        yield f"dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
+    elif not pooled and not dense_width:
+        yield f"{config.kind} has no pooled feature and no dense input"
+    for feature in spec.features:
+        if feature.name not in pooled and feature.name != sequence:
+            yield (
+                f"feature {feature.name!r} has pooling none, which {config.kind} does not use; "
+                "use pooling sum or mean, or target_attention with it as history_feature"
+            )
+
+
+def _dlrm_problems(config: DlrmConfig, dims: dict[str, int], dense_width: int) -> Iterator[str]:
+    if len(set(dims.values())) != 1:
+        yield f"dlrm needs features of one embedding_dim, got {dims}"
+    dim, bottom = next(iter(dims.values())), config.bottom_mlp
+    if bool(bottom) != bool(dense_width):
+        yield (
+            f"dlrm with {dense_width} dense inputs has bottom_mlp {list(bottom)}; "
+            "it must be empty without dense inputs, and only then"
+        )
+    if bottom and bottom[-1] != dim:
+        yield f"dlrm's bottom_mlp ends in {bottom[-1]}, not in the embedding_dim {dim}"
+    if len(dims) + bool(bottom) < 2:
+        yield f"dlrm needs at least two vectors to interact, got {sorted(dims)}"
+
+
+def _target_attention_problems(spec: ModelSpec, config: TargetAttentionConfig) -> Iterator[str]:
+    names = [feature.name for feature in spec.features]
+    for option, name in (("history_feature", config.history_feature), ("target_feature", config.target_feature)):
+        if name not in names:
+            yield f"{option} {name!r} is not one of its features: {names}"
+    history, target = spec.feature(config.history_feature), spec.feature(config.target_feature)
+    for option, feature, side, poolings in (
+        ("history_feature", history, "context", ("none",)),
+        ("target_feature", target, "candidate", ("sum", "mean")),
+    ):
+        pooling = spec.pooling_of(feature.name)
+        if feature.side != side or pooling not in poolings:
+            yield (
+                f"{option} {feature.name!r} must be a {side} feature with pooling {' or '.join(poolings)}, "
+                f"it is a {feature.side} feature with pooling {pooling}"
+            )
+    dims = {name: spec.table_of(name).embedding_dim for name in (history.name, target.name)}
+    if len(set(dims.values())) != 1:
+        yield f"history and target differ in embedding_dim: {dims}"
 
 
 def build_model(spec: ModelSpec) -> RankingModel:
@@ -454,9 +586,8 @@ def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: Nu
         raise RankingModelError(f"{prefix}: unknown tensors: {unknown}; it has: {sorted(expected)}")
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != expected[name]:
-            raise RankingModelError(
-                f"{prefix}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected[name])}"
-            )
+            shapes = f"shape {list(tensor.shape)}, expected {list(expected[name])}"
+            raise RankingModelError(f"{prefix}: tensor {name!r} has {shapes}")
         if not tensor.is_floating_point():
             raise RankingModelError(f"{prefix}: tensor {name!r} is {tensor.dtype}, expected floating point")
         if not bool(torch.isfinite(tensor).all()):
@@ -466,31 +597,3 @@ def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: Nu
     model.requires_grad_(False).eval()
     model.pack(number_format)
     return model
-
-
-def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberFormat:
-    """Choose the number format of the ranking model on a device. Raises RankingModelError for one that is not there.
-
-    `auto` goes by what the processor has and nothing else, so that all processes of a fleet of equal machines choose
-    the same: int8 where `int8_is_faster`, then bfloat16 where that is native, which GPUs of compute capability 8.0 and
-    above have.
-    """
-    if choice == "float32":
-        return "float32"
-    is_gpu = device.type == "cuda"
-    if choice == "int8" and is_gpu:
-        raise RankingModelError("dtype 'int8': dense layers count in int8 on CPUs only; use 'auto' or 'bfloat16'")
-    if choice == "int8" or (choice == "auto" and not is_gpu and int8_is_faster()):
-        return "int8"
-    native = torch.cuda.get_device_capability(device) >= (8, 0) if is_gpu else bfloat16_is_native()
-    if choice == "bfloat16" and not native:
-        what = "GPU" if is_gpu else "CPU"
-        raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")
-    return "bfloat16" if native else "float32"
-
-
-def formats_to_try(wanted: NumberFormat) -> tuple[NumberFormat, ...]:
-    """List the number formats narrower than float32 that a version may serve in, in the order they are tried."""
-    if wanted == "int8":
-        return ("int8", "bfloat16") if bfloat16_is_native() else ("int8",)
-    return ("bfloat16",) if wanted == "bfloat16" else ()

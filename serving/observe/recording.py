@@ -1,12 +1,9 @@
 """Recorded requests: a bounded folder of what was asked and answered, to replay it and to warm versions with it.
 
-docs/recording.md describes the files. They hold what `RankRequest` holds of ids, weights and dense inputs, the scores,
-and which version, deltas and dense step gave them; never a header, a token, a request's id or key. Whoever serves only
-puts what was chosen into a queue: a thread writes, and what does not fit is dropped and counted.
-
-A file is a sequence of frames: payload bytes and CRC-32 (both uint32, little-endian), then the payload, whose first
-byte says what it is. Readers count before they allocate, and take a last frame that is cut off as the end: it may be
-being written.
+docs/recording.md describes the files: ids, weights, dense inputs and scores, and which version, deltas and dense step
+gave them; never a header, a token, a request's id or key. A thread writes what the service queues, and drops and counts
+what does not fit. Readers count before they allocate; a last frame that is cut off, which may be being written, is the
+end.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from loader.snapshot.tables import Frozen, Name
 from serving.errors import RecordingDamagedError
 from serving.formats.requests import RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, KeyedBags
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +49,10 @@ MAX_CANDIDATES = 1 << 20
 FILES = 8
 """A folder's bytes are divided over about so many files; the oldest goes when the next one is begun."""
 MAX_QUEUED_BYTES = 32 << 20
-"""Of the arrays and texts of requests that wait to be written; what would be more is dropped."""
+"""Of the arrays and texts of requests that wait to be written; more are dropped."""
 CLOSE_TIMEOUT_S = 5.0
 RETRY_S = 10.0
-"""After a failure nothing is tried for so long: on a full disk each try would make another file."""
+"""Pause after a failure: on a full disk each try would make another file."""
 LOCK = ".lock"
 
 _FRAME = struct.Struct("<II")
@@ -65,9 +62,10 @@ _HEAD = struct.Struct("<B3xIdqqqIIIII4x")
 _HAS_WEIGHTS, _HAS_LENGTHS = 1, 2
 
 Record = TypeVar("Record", bound=Frozen)
+# Of a schema: model, digest and outputs.
+_Key: TypeAlias = tuple[str, str, tuple[str, ...]]
+# A request that is not decoded: payload, schema, when its file was begun, and where it is, for errors.
 _Framed: TypeAlias = "tuple[bytearray, RecordedSchema, float, str]"
-Count: TypeAlias = Callable[[str, int, int], None]
-"""Told an outcome (`written` or `dropped`), of how many requests, and the bytes that they took on disk."""
 
 
 class _Begin(Frozen):
@@ -152,9 +150,8 @@ class RequestRecorder:
     """Records a share of what is answered, on a thread of its own, until `close`.
 
     Args:
-        config: of this process.
-        on_counted: told what was written and what was dropped, from any thread.
-        draw: gives a number from 0 to below 1 for each request.
+        on_counted: called from any thread with an outcome (`written`, `dropped`), requests, and their bytes on disk.
+        draw: returns a number in [0, 1) for each request.
         clock: that calls are timed by, monotonic seconds.
         wall_clock: seconds since the epoch.
 
@@ -165,23 +162,27 @@ class RequestRecorder:
     def __init__(
         self,
         config: RecordingConfig,
-        on_counted: Count = lambda outcome, requests, size: None,
+        on_counted: Callable[[str, int, int], None] = lambda outcome, requests, size: None,
         draw: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._share, self._draw, self._count, self._clock = config.share, draw, on_counted, clock
-        self._files = _Files(config, clock, wall_clock)
+        self._share, self._draw, self._count = config.share, draw, on_counted
+        self._folder, self._max_bytes, self._file_bytes = config.folder, config.max_bytes, config.max_bytes // FILES
+        self._clock, self._wall_clock = clock, wall_clock
+        self._folder_lock = _locked(config.folder)
+        # The file that is written, unbuffered; its bytes, when it was begun, and the number of each schema in it.
+        self._file: FileIO | None = None
+        self._size, self._began_at = 0, 0.0
+        self._schemas: dict[_Key, int] = {}
+        self._described: dict[_Key, bytes] = {}
         self._queue = queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankAnswer, float, int] | None]()
         self._queued_bytes, self._lock = 0, threading.Lock()
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
     def offer(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> None:
-        """Take an answered request that began at a time of the clock, if it is chosen and there is room. Never blocks.
-
-        Nobody may change its arrays any more.
-        """
+        """Queue a request that began at a time of the clock, if it is drawn and there is room. Its arrays are kept."""
         if self._draw() >= self._share:
             return
         bags, weights = request.bags, request.bags.weights
@@ -190,10 +191,10 @@ class RequestRecorder:
         with self._lock:
             has_room = self._queued_bytes + size <= MAX_QUEUED_BYTES
             self._queued_bytes += size if has_room else 0
-        if not has_room:
+        if has_room:
+            self._queue.put((schema, request, answer, began, size))
+        else:
             self._count("dropped", 1, 0)
-            return
-        self._queue.put((schema, request, answer, began, size))
 
     def close(self) -> None:
         """Write what waits, and end. Idempotent."""
@@ -201,52 +202,27 @@ class RequestRecorder:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _write_all(self) -> None:
-        """Write what is queued until `close`. The service goes on whatever fails."""
         failed_at = -inf
-        with contextlib.closing(self._files):
+        with contextlib.closing(self._folder_lock):
             while (queued := self._queue.get()) is not None:
                 schema, request, answer, began, size = queued
                 written = 0
                 try:
                     if self._clock() - failed_at >= RETRY_S:
-                        written = self._files.add(schema, request, answer, began)
+                        written = self._add(schema, request, answer, began)
                         failed_at = -inf
                 except Exception as error:
                     # A full disk is logged once, and what is not an OSError is a bug, which must not end the thread.
                     if failed_at == -inf:
                         logger.error("requests are not recorded: %s", error, exc_info=not isinstance(error, OSError))
                     failed_at = self._clock()
-                    self._files.end()
+                    self._end()
                 with self._lock:
                     self._queued_bytes -= size
                 self._count("written" if written else "dropped", 1, written)
+            self._end()
 
-
-class _Files:
-    """The folder's files: one is written, unbuffered, and the oldest are deleted so that all stay within the bound."""
-
-    def __init__(self, config: RecordingConfig, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
-        self._folder, self._max_bytes, self._file_bytes = config.folder, config.max_bytes, config.max_bytes // FILES
-        self._clock, self._wall_clock = clock, wall_clock
-        self._file: FileIO | None = None
-        self._size, self._began = 0, 0.0
-        self._described: dict[tuple[str, str, tuple[str, ...]], bytes] = {}
-        self._schemas: dict[tuple[str, str, tuple[str, ...]], int] = {}
-        try:
-            # Ids may tell who a user is: nobody else reads what is made here. Of parents `mkdir` takes no mode.
-            for folder in (*reversed(self._folder.parents), self._folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = _open_private(self._folder / LOCK, "w")
-        except OSError as error:
-            raise ConfigError(f"--record {self._folder}: {error.strerror or error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            problem = f"--record {self._folder}: another process records into it"
-            raise ConfigError(problem) from error
-
-    def add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
+    def _add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
         features = schema.features
         key = features.spec.model, features.digest, tuple(features.spec.dense_model.outputs)
@@ -263,12 +239,11 @@ class _Files:
             self._write(described)
             self._schemas[key] = len(self._schemas)
         stamps = answer.version, answer.delta_sequence, answer.dense_step
-        head = _HEAD.pack(_REQUEST, self._schemas[key], began - self._began, *stamps, *counts)
+        head = _HEAD.pack(_REQUEST, self._schemas[key], began - self._began_at, *stamps, *counts)
         self._write(_framed(head, content))
         return size
 
-    def end(self) -> None:
-        """Write no more to the present file, of which the end may be cut off."""
+    def _end(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -277,12 +252,8 @@ class _Files:
                 if not (path := Path(os.fsdecode(file.name))).stat().st_size:
                     path.unlink()
 
-    def close(self) -> None:
-        self.end()
-        self._lock.close()
-
     def _begin(self) -> None:
-        self.end()
+        self._end()
         sizes = {path: path.stat().st_size for path in sorted(self._folder.glob(f"*{SUFFIX}"))}
         total = sum(sizes.values())
         for path, size in sizes.items():
@@ -290,7 +261,7 @@ class _Files:
                 break
             path.unlink(missing_ok=True)
             total -= size
-        began_at, self._began = self._wall_clock(), self._clock()
+        began_at, self._began_at = self._wall_clock(), self._clock()
         # Names are in the order of time, also where a clock is set back; of names that are not ours, none is later.
         stamp = max([int(began_at * 1e6), *(int(path.stem) + 1 for path in sizes if path.stem.isdecimal())])
         self._file = _open_private(self._folder / f"{stamp:017d}{SUFFIX}", "x")
@@ -302,6 +273,23 @@ class _Files:
         if self._file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(data)
+
+
+def _locked(folder: Path) -> FileIO:
+    """Make a folder, and lock it. Raises ConfigError if it can't be used, or another process records into it."""
+    try:
+        # Ids may tell who a user is: only this user reads what is made. Of parents `mkdir` takes no mode.
+        for path in (*reversed(folder.parents), folder):
+            path.mkdir(mode=0o700, exist_ok=True)
+        lock = _open_private(folder / LOCK, "w")
+    except OSError as error:
+        raise ConfigError(f"--record {folder}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"--record {folder}: another process records into it") from error
+    return lock
 
 
 def _open_private(path: Path, mode: Literal["w", "x"]) -> FileIO:
@@ -352,45 +340,39 @@ def read_file(path: Path) -> Iterator[Recorded]:
 
 
 def _framed_requests(path: Path) -> Iterator[_Framed]:
-    """Read a file's requests without decoding more of them than the number of their schema. Raises as `read_file`."""
+    """Read a file's frames, and check of a request no more than its checksum and its schema. Raises as `read_file`."""
     schemas = list[RecordedSchema]()
     begin: _Begin | None = None
-    for payload, where in _payloads(path):
-        kind = payload[0]
-        if (kind == _BEGIN) is (begin is not None):
-            raise RecordingDamagedError(f"{where}: kind {kind}; a file begins with one of kind {_BEGIN}")
-        if begin is None:
-            begin = _parsed(_Begin, payload, where)
-            if (begin.format, begin.format_version) != (FORMAT, FORMAT_VERSION):
-                raise RecordingDamagedError(f"{where}: format {begin.format!r} {begin.format_version}")
-        elif kind == _SCHEMA:
-            schemas.append(_parsed(RecordedSchema, payload, where))
-        elif kind == _REQUEST:
-            if len(payload) < _HEAD.size:
-                raise RecordingDamagedError(f"{where}: {len(payload)} bytes; a request has at least {_HEAD.size}")
-            if (number := _HEAD.unpack_from(payload)[1]) >= len(schemas):
-                raise RecordingDamagedError(f"{where}: schema {number} of {len(schemas)}")
-            yield payload, schemas[number], begin.began_at, where
-        else:
-            raise RecordingDamagedError(f"{where}: kind {kind} is not known")
-
-
-def _payloads(path: Path) -> Iterator[tuple[bytearray, str]]:
-    """Read the frames of a file, each with its place; a last one that is cut off is left out."""
     with path.open("rb") as file:
-        place, end = 0, path.stat().st_size
-        while end - place >= _FRAME.size:
-            where = f"{path}: frame at byte {place}"
+        at, end = 0, path.stat().st_size
+        while end - at >= _FRAME.size:
+            where = f"{path}: frame at byte {at}"
             size, checksum = _FRAME.unpack(file.read(_FRAME.size))
             if not 0 < size <= MAX_FRAME_BYTES:
                 raise RecordingDamagedError(f"{where}: {size} bytes; allowed are 1..{MAX_FRAME_BYTES}")
-            place += _FRAME.size + size
-            if place > end:
+            at += _FRAME.size + size
+            if at > end:
                 return
             payload = bytearray(file.read(size))
             if zlib.crc32(payload) != checksum:
                 raise RecordingDamagedError(f"{where}: its checksum is another one")
-            yield payload, where
+            kind = payload[0]
+            if (kind == _BEGIN) is (begin is not None):
+                raise RecordingDamagedError(f"{where}: kind {kind}; a file begins with one of kind {_BEGIN}")
+            if begin is None:
+                begin = _parsed(_Begin, payload, where)
+                if (begin.format, begin.format_version) != (FORMAT, FORMAT_VERSION):
+                    raise RecordingDamagedError(f"{where}: format {begin.format!r} {begin.format_version}")
+            elif kind == _SCHEMA:
+                schemas.append(_parsed(RecordedSchema, payload, where))
+            elif kind != _REQUEST:
+                raise RecordingDamagedError(f"{where}: kind {kind} is not known")
+            elif len(payload) < _HEAD.size:
+                raise RecordingDamagedError(f"{where}: {len(payload)} bytes; a request has at least {_HEAD.size}")
+            elif (number := _HEAD.unpack_from(payload)[1]) >= len(schemas):
+                raise RecordingDamagedError(f"{where}: schema {number} of {len(schemas)}")
+            else:
+                yield payload, schemas[number], begin.began_at, where
 
 
 def _parsed(schema: type[Record], payload: bytearray, where: str) -> Record:
@@ -401,11 +383,11 @@ def _parsed(schema: type[Record], payload: bytearray, where: str) -> Record:
 
 
 def _decode(payload: bytearray, schema: RecordedSchema, began_at: float, where: str) -> Recorded:
-    """Read a request. Every count is held against the bytes that there are, before anything is made of it."""
+    """Decode a request, once its counts have been compared with the bytes that there are."""
     _, _, arrived_s, version, sequence, step, count, num_ids, flags, num_texts, text_bytes = _HEAD.unpack_from(payload)
     if not 1 <= count <= MAX_CANDIDATES or flags & ~(_HAS_WEIGHTS | _HAS_LENGTHS):
         raise RecordingDamagedError(f"{where}: {count} candidates, flags {flags}")
-    bags_per_key = np.array([1 if one.side == "context" else count for one in schema.features], np.int64)
+    bags_per_key = np.array([1 if feature.side == "context" else count for feature in schema.features], np.int64)
     num_bags, dense = int(bags_per_key.sum()), schema.dense_inputs
     has_lengths, has_weights = flags & _HAS_LENGTHS, flags & _HAS_WEIGHTS
     sizes = (
@@ -433,29 +415,24 @@ def _decode(payload: bytearray, schema: RecordedSchema, began_at: float, where: 
         raise RecordingDamagedError(f"{where}: id {int(values.min())} is negative")
     keys = np.arange(bags_per_key.size, dtype=np.int32)
     bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights if has_weights else None)
-    texts = _texts(schema, bags, text_lengths, bytes(payload[at:]), where)
+    is_string = np.array([feature.name in schema.string_features for feature in schema.features], np.bool_)
+    expected = int(bags.values_per_key()[is_string].sum())
+    ends = [0, *np.cumsum(text_lengths, dtype=np.int64).tolist()]
+    if num_texts != expected or ends[-1] != text_bytes:
+        raise RecordingDamagedError(f"{where}: {num_texts} texts of {text_bytes} bytes for {expected} ids")
+    try:
+        texts = tuple(payload[at + first : at + last].decode() for first, last in itertools.pairwise(ends))
+    except UnicodeDecodeError as error:
+        raise RecordingDamagedError(f"{where}: a text is not UTF-8") from error
     matrix = candidate_dense.reshape(count, dense.candidate)
     request = RankRequest(bags, count, context_dense, matrix, timeout_s=0.0, texts=texts)
     return Recorded(schema, began_at + arrived_s, version, sequence, step, request, scores)
 
 
-def _texts(schema: RecordedSchema, bags: KeyedBags, lengths: Int64Array, data: bytes, where: str) -> tuple[str, ...]:
-    is_string = np.array([one.name in schema.string_features for one in schema.features], np.bool_)
-    expected = int(bags.values_per_key()[is_string].sum())
-    if lengths.size != expected or int(lengths.sum(dtype=np.int64)) != len(data):
-        raise RecordingDamagedError(f"{where}: {lengths.size} texts of {len(data)} bytes for {expected} ids")
-    ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    try:
-        return tuple(data[end - size : end].decode() for size, end in zip(lengths.tolist(), ends, strict=True))
-    except UnicodeDecodeError as error:
-        raise RecordingDamagedError(f"{where}: a text is not UTF-8") from error
-
-
 def last_requests(folder: Path, schema: RequestSchema, count: int, max_bytes: int) -> list[RankRequest]:
-    """Return the last requests of a folder, at most so many, that fit a schema: of the same model, features and widths.
+    """Return the last `count` requests of a folder to a schema's model, with its features and widths.
 
-    Ids are as they were sent, so any version's will do. Older files are read until there are enough, or `max_bytes`
-    were read. What is damaged, or was dropped meanwhile, is passed by, and the log tells.
+    Older files are read until there are enough, or `max_bytes` were read. What is damaged is left out and logged.
     """
     expected = schema.features.spec.model, schema.features.digest
     requests: deque[RankRequest] = deque()

@@ -1,10 +1,9 @@
-"""What waits: requests of one model version for a ranking replica, and lookups for room for their answers.
+"""Queues: of requests of one model version for a ranking replica, and of lookups for room for their answers.
 
-A request goes at once to a replica that is idle. While all are busy requests wait, and the next free replica takes as
-many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it. By the
-times of the batches before (`BatchPace`) a request is refused at once if it would be late, and dropped, before any work
-is done for it, as soon as its deadline can't be met. No estimate keeps a replica idle: an empty queue takes whatever
-comes, and what is left of a queue is tried.
+A request goes at once to an idle replica. While all are busy requests wait, and the next free replica pops as many as
+fit a batch; so batches grow with the load, and no request waits for others to join it. By recent batch times
+(`BatchPace`) a request is refused at once if it would be too late, and dropped as soon as its deadline can't be met. No
+estimate keeps a replica idle: an empty queue accepts anything, and the last request of a queue is tried.
 """
 
 from __future__ import annotations
@@ -32,25 +31,24 @@ from serving.observe.calls import Call
 from shard_node.generation import Lease
 
 KEPT, SLOWEST = 8, 2
-"""Recent batches that are read, and how many of them are left out: a process may have been stopped meanwhile."""
+"""Recent batches that count, and how many of them are left out: a process may have been stopped meanwhile."""
 logger = logging.getLogger(__name__)
 Wake: TypeAlias = Callable[[], None]
 PRUDENCE = 2
-"""An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
-request lay in its socket while a batch was ranked, and batches that take longer than those before."""
+"""An answer must be due within 1/PRUDENCE of the time left: a request waits unseen in its socket while a batch is
+ranked, and batches may take longer than those before."""
 LOOK_AGAIN_S = 0.001
 REMEMBERED_S = 2.0
-"""For so long, up to twice, it is known how much time a request was given: the next ones may have as much."""
+"""The longest time given to a request is kept for so long, up to twice."""
 CANT_BE_MET = "the deadline could not be met any more; nothing was begun"
 SHARE_OF_AN_OWNER = 4
-"""One part in so many of the floats is for one owner at most."""
+"""An owner may have 1/SHARE_OF_AN_OWNER of the floats."""
 MAX_WAITING_OF_AN_OWNER = 64
 
 
 def share_of(request: Request, longest_sequence: int, limits: RequestLimits) -> float:
-    """Tell which part of a full batch a request takes, by the limit that it fills most; more than 1 if it is larger."""
+    """Return a request's share of a full batch, by the limit that it fills most; more than 1 if it is larger."""
     if isinstance(request, LookupRequest):
-        # It goes alone, and is the dearer the more it looks up.
         return max(1 / limits.max_batch_requests, request.num_floats / limits.max_lookup_floats)
     return max(
         1 / limits.max_batch_requests,
@@ -71,8 +69,8 @@ class BatchPace:
     """The time of a full batch, by the last batches but the slowest, and those in flight. Not thread-safe.
 
     Attributes:
-        full_s: seconds that a full batch takes; 0 until more batches ended than are left out.
-        at_once: how many were in flight at a time: with so many replicas busy, as much is done meanwhile.
+        full_s: seconds that a full batch takes; 0 until more than SLOWEST batches ended.
+        at_once: how many were in flight at a time.
         free_since: when the last batch ended if others waited then, else None.
     """
 
@@ -83,16 +81,15 @@ class BatchPace:
         self._ended: deque[_Batch] = deque(maxlen=KEPT)
 
     def begin(self, number: int, share: float, now: float) -> None:
-        """Note that a batch was taken; `number` identifies it among those in flight.
+        """Count a batch in; `number` identifies it among those in flight.
 
-        It takes from when the one before was answered, if it waited then: what was read and refused meanwhile, under
-        overload more than all else, is as much in its way as batches are.
+        It counts from when the one before was answered, if it waited then: reading and refusing delay it too.
         """
         self._out[number] = (now if self.free_since is None else self.free_since, share)
         self.free_since = None
 
     def end(self, number: int, now: float, waits: bool = False) -> None:
-        """Learn from a batch that was answered; `waits`: others do."""
+        """Count a batch out that was answered; `waits`: other requests do."""
         at_once = len(self._out)
         began, share = self._out.pop(number)
         self.free_since = now if waits and not self._out else None
@@ -103,11 +100,11 @@ class BatchPace:
             self.at_once = sum(one.at_once * one.share for one in counted) / shares
 
     def batch_s(self, share: float) -> float:
-        """Tell how long a batch of so much takes; one of more than a full one is cut."""
+        """Return how long a batch of such a share takes, at most a full one."""
         return self.full_s * min(1.0, share)
 
     def wait_s(self, share: float, now: float) -> float:
-        """Tell how long it takes to be done with what is out, and then with so much that waits."""
+        """Return how long the batches in flight, and then such a share of waiting requests, will take."""
         out_s = sum(max(0.0, began + self.full_s * own - now) for began, own in self._out.values())
         return (out_s + self.full_s * share) / self.at_once
 
@@ -118,12 +115,11 @@ class Pending:
 
     Attributes:
         lease: on the version that answers; `finish` releases it.
-        future: gets the answer or the error; None once nobody waits: what a future holds on to would hold the frames of
-            an error's traceback, and these the future.
-        loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
+        future: gets the answer or the error; None once no client waits, to break the cycle with an error's traceback.
+        loop: of the future; None for a `concurrent.futures.Future`.
         longest_sequence: ids in the longest bag of a feature that is not pooled.
-        share: which part of a full batch it takes.
-        abandoned: set when nobody waits any more; what has not begun by then is dropped.
+        share: of a full batch.
+        abandoned: set when no client waits any more; if it has not begun, it is dropped.
     """
 
     request: Request
@@ -137,19 +133,18 @@ class Pending:
     abandoned: bool = False
 
     def expire(self) -> None:
-        """Have it fail: its time is over. As `leave`, only on the loop that its future belongs to."""
+        """Fail it for its deadline. As `leave`, only on the loop of its future."""
         _settle([(self.future, DeadlineExceededError("the deadline passed before the answer was complete"))])
 
     def leave(self) -> None:
-        """Have it fail: its client has gone."""
+        """Fail it, as its client has gone."""
         _settle([(self.future, InvalidRequestError("", "the client closed the connection", kind="client_gone"))])
 
 
 class Batcher:
     """A bounded queue of one version's requests, with batching. Thread-safe.
 
-    `is_none`, bool [F], are the features that are not pooled, whose sequences are padded to a batch's longest; None if
-    the model has none. They are context features, so each has one bag.
+    `is_none`, bool [F], are the context features that are not pooled, padded to a batch's longest; None without any.
     """
 
     def __init__(
@@ -178,9 +173,9 @@ class Batcher:
         return len(self._queue)
 
     def submit(self, pending: Pending) -> None:
-        """Queue a request and wake an idle replica. Its lease is taken over, also if it is refused.
+        """Queue a request and wake an idle replica. Its lease will be released, also if it is refused.
 
-        Raises OverloadedError if the queue is full or it would be late, UnavailableError if the batcher is closed.
+        Raises OverloadedError if the queue is full or it would be too late, UnavailableError after `close`.
         """
         if self._is_none is not None and isinstance(pending.request, RankRequest):
             pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
@@ -211,9 +206,8 @@ class Batcher:
     def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
         """Return why a request with at most `remaining_s` would wait in vain; None if it would not.
 
-        It is taken for one like the recent ones, of the one of them that was given the longest time. A request that has
-        more time gets in when the queue is shorter, and then it is the one. `ahead` are others that came before it and
-        are not queued yet; each is taken for one like those that wait.
+        It is assumed to have the longest time of recent ones, and, as the `ahead` others that are not queued yet, the
+        average share of those that wait.
         """
         if not self._queue:
             return None
@@ -227,10 +221,10 @@ class Batcher:
         return refusal
 
     def take(self, wake: Wake) -> list[Pending] | None:
-        """Take the next batch for a replica that is free: rank requests that fit one, or a lookup; never blocks.
+        """Pop the next batch for a free replica: rank requests that fit one, or a lookup. Never blocks.
 
-        It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be. None if
-        the batcher is closed. `ended` must follow each other batch.
+        If it is empty, `wake` will be called once, from any thread, when there may be one. None after `close`. `ended`
+        must follow each other batch.
         """
         dropped: list[Pending] = []
         hopeless: list[Pending] = []
@@ -247,12 +241,12 @@ class Batcher:
         return batch
 
     def ended(self, batch: list[Pending]) -> None:
-        """Note that a batch was answered, and that its replica is free."""
+        """Count out a batch that was answered."""
         with self._lock:
             self._pace.end(id(batch), self._clock(), waits=bool(self._queue))
 
     def close(self, reason: str = "it is being unloaded") -> None:
-        """Refuse what waits and what comes, telling why, and let the replicas end."""
+        """Refuse all requests with a reason, and let the replicas end."""
         with self._lock:
             self._closed_because = reason
             left, self._queue, self._share = self._queue, deque(), 0.0
@@ -282,7 +276,6 @@ class Batcher:
         if not self._queue:
             return None
         before = self._share + ahead * share
-        # Behind what waits comes its own batch.
         due_s = self._pace.wait_s(before, self._clock()) + self._pace.batch_s(before + share)
         if PRUDENCE * due_s <= has_s:
             return None
@@ -290,7 +283,7 @@ class Batcher:
         return OverloadedError(f"{waits}; it may be 1/{PRUDENCE} of the {1000 * has_s:.0f} ms that there are")
 
     def _count(self) -> None:
-        # Anew each time: the errors of sums and differences would add up.
+        # Summed each time: rounding errors of differences would add up.
         self._share = sum(pending.share for pending in self._queue)
 
     def _forget_times(self) -> None:
@@ -311,7 +304,7 @@ class Batcher:
             if head.abandoned or head.deadline <= now:
                 dropped.append(queue.popleft())
                 continue
-            # What is tried last shows what batches take by now.
+            # The last one is tried, to learn what batches take by now.
             if now + pace.batch_s(head.share) > head.deadline and (batch or len(queue) > 1):
                 hopeless.append(queue.popleft())
                 continue
@@ -323,7 +316,6 @@ class Batcher:
                 break
             num_candidates += request.num_candidates
             num_ids += request.bags.values.size
-            # Sequences are padded to the longest, so one long one makes all candidates dear.
             longest_sequence = max(longest_sequence, head.longest_sequence)
             earliest = min(earliest, head.deadline)
             fits = (
@@ -370,7 +362,7 @@ def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
         if loop is None or loop is here:
             _settle(settled)
             continue
-        # If the loop was closed, whoever waited on it is gone, and there is nobody left to tell.
+        # If the loop was closed, no client waits on it.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_settle, settled)
 
@@ -392,9 +384,9 @@ class _WaitingLookup(NamedTuple):
 
 
 class UntakenAnswers:
-    """Bounds what lookups may hold until their clients have taken it. Belongs to one event loop.
+    """Bounds the floats of lookups until their clients have read them. Belongs to one event loop.
 
-    A lookup without room waits: behind others of its owner, a connection, and behind all once the whole is full. One
+    A lookup without room waits: after others of its owner, a connection, and after all once the bound is reached. One
     that is larger than the bound runs alone.
     """
 
@@ -411,9 +403,8 @@ class UntakenAnswers:
         Raises OverloadedError at once if too many of the owner wait, DeadlineExceededError without room in time.
         """
         if self._waits[owner] >= MAX_WAITING_OF_AN_OWNER:
-            raise OverloadedError(
-                f"{MAX_WAITING_OF_AN_OWNER} lookups of this client wait for earlier answers to be taken"
-            )
+            problem = f"{MAX_WAITING_OF_AN_OWNER} lookups of this client wait for earlier answers to be taken"
+            raise OverloadedError(problem)
         waiting = _WaitingLookup(owner, num_floats, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._waits[owner] += 1
@@ -423,10 +414,10 @@ class UntakenAnswers:
                 await waiting.future
         except BaseException as error:
             if not waiting.future.cancelled():
-                # It was let in, at the same moment.
+                # It was admitted at the same moment.
                 self.give(owner, num_floats)
             else:
-                # It may have stood before others.
+                # It may have been first in line.
                 self._let_in()
             if not isinstance(error, TimeoutError):
                 raise

@@ -26,8 +26,8 @@ from serving.formats.bags import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
-from serving.models.layers import NumberFormat
-from serving.models.ranking_models import CPU, DeviceCopies
+from serving.models.layers import CPU, NumberFormat
+from serving.models.ranking_models import DeviceCopies
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import batch_spans, traced_batch, traced_lookup

@@ -1,11 +1,11 @@
-"""Ranking replicas: each takes one batch at a time from a version's queue and hands out its answers.
+"""Ranking replicas: each pops one batch at a time from a version's queue and hands out its answers.
 
-A `Replica` is a thread with its own event loop and its own connections to the shards. It scores with one intra-op
-thread; more replicas, not more threads each, use more cores.
+A `Replica` is a thread with an event loop, connections to the shards, and one intra-op thread; more replicas use more
+cores.
 
 A `LoopReplica` has no thread: for rows in this process's memory or on shard nodes, batches are scored on the event loop
-of the APIs. No thread has to be woken, and none fights for the interpreter's lock. What arrives while a batch is scored
-is read in one go, and is the next batch. While shards are waited for, the loop goes on, and one more batch is begun.
+of the APIs. No thread has to be woken, and none competes for the interpreter's lock. What arrives while a batch is
+scored is the next batch. While shards are waited for, the loop goes on, and one more batch is begun.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ STOP_TIMEOUT_S = 10.0
 STOP_POLL_S = 0.1
 # Of the time between two batches, while somebody calls.
 CALL_TURN_S = 0.005
-# Batches of a loop whose rows are being waited for: while one is out the next one forms, and while that one is out too,
-# larger ones do.
+# Batches of a loop in flight: while two are, larger ones form.
 MAX_OUT = 2
-# Errors with these statuses are about the shards or the clock: another try with fewer requests would not help.
+# Of errors about the shards or the clock, for which another try with fewer requests would not help.
 _OF_THE_WHOLE_BATCH = (503, 504)
 
 
 class _OnLoop:
-    """A ranking on an event loop, for the batches of a batcher. `failure` is what it ended with."""
+    """A ranking on an event loop, for the batches of a batcher; `failure` is why it ended."""
 
     ranking: Ranking
     failure: BaseException | None = None
@@ -65,18 +64,14 @@ class _OnLoop:
             called = asyncio.run_coroutine_threadsafe(running, self._loop)
         except RuntimeError as error:
             running.close()
-            raise UnavailableError(
-                "the ranking replica has ended: its event loop was closed", kind="not_ready"
-            ) from error
+            problem = "the ranking replica has ended: its event loop was closed"
+            raise UnavailableError(problem, kind="not_ready") from error
         self._calls.add(called)
         called.add_done_callback(self._calls.discard)
         return called
 
     async def _answer(self, batch: list[Pending]) -> None:
-        """Rank or look up a batch, and hand out answers and errors: to each request once, whatever happens.
-
-        What a bug raises is in the log, and fails this batch alone.
-        """
+        """Rank or look up a batch, and give each request its answer or error once; bugs are logged."""
         broken_off = InternalError("ranking was broken off; the server's log says more")
         outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
         try:
@@ -96,8 +91,7 @@ class _OnLoop:
 class Replica(_OnLoop):
     """Ranks batches of a batcher until that is closed, on a separate thread.
 
-    `ranking` is called on the replica's event loop, which the shards then belong to; `on_failure` on its thread, when
-    it ends by anything but the batcher's closing.
+    `ranking` is called on its event loop, which the shards then belong to; `on_failure` on its thread, if it fails.
     """
 
     def __init__(
@@ -157,8 +151,8 @@ class Replica(_OnLoop):
                     woken.clear()
                     continue
                 await self._answer(batch)
-                # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
-                # One turn of the loop is not enough for them: to ask a shard takes several.
+                # With rows in this process nothing above awaits, and other calls would wait for an empty queue. They
+                # take several iterations of the loop.
                 if self._calls:
                     await asyncio.wait([*map(asyncio.wrap_future, tuple(self._calls))], timeout=CALL_TURN_S)
                 elif self._batcher.num_waiting:
@@ -180,11 +174,11 @@ class LoopReplica(_OnLoop):
         self._will_be_woken = False
 
     def start(self) -> None:
-        """Have the first batch taken as soon as the loop gets to it. From any thread but the loop's."""
+        """Schedule the first batch. From any thread but the loop's."""
         self._loop.call_soon_threadsafe(self._begin)
 
     def join(self) -> None:
-        """Close the connections to shards, after the batcher was closed; no lease is out, so no batch is either."""
+        """Close the connections to shards, after the batcher was closed; no batch may be in flight."""
         closing = self.ranking.close()
         try:
             closed = asyncio.run_coroutine_threadsafe(closing, self._loop)
@@ -220,7 +214,7 @@ class LoopReplica(_OnLoop):
         try:
             batch = self._batcher.take(self._wake)
         except BaseException as error:
-            # As one on a thread would: it ends, and readiness tells of it.
+            # It ends, as one on a thread would, and readiness shows it.
             self.failure = error
             self._batcher.close("all its ranking replicas have ended")
             raise
@@ -245,8 +239,8 @@ class LoopReplica(_OnLoop):
             self._go_on()
 
     def _go_on(self) -> None:
-        # Not before answers were written, and what the sockets had brought was read and parsed, or refused: one turn of
-        # the loop. What came meanwhile is read at its end, and would be refused after a batch: it has a turn too.
+        # After answers are written, what the sockets had is read and parsed, or refused, in one iteration of the loop;
+        # what came meanwhile, which would be refused after a batch, in a second one.
         self._loop.call_soon(self._loop.call_soon, self._loop.call_soon, self._turn)
 
     def _ended(self, out: asyncio.Task[None]) -> None:
@@ -268,5 +262,5 @@ async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | Bas
             failure = InternalError(f"ranking failed: {type(error).__name__}")
             failure.__cause__ = error
             return [failure]
-    # Checked requests should not be able to fail a batch. If one did, only that one shall fail.
+    # No checked request should fail a batch. If one did, only that one fails.
     return [(await _outcomes(ranking, [pending]))[0] for pending in batch]

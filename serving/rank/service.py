@@ -43,7 +43,7 @@ from shard_node.generation import Lease
 logger = logging.getLogger(__name__)
 
 OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankAnswer, float], None]
-"""Told an answered rank request with its schema, and when its call began, monotonic seconds; it must be quick."""
+"""Called with an answered rank request, its schema, and when its call began, monotonic seconds; must be quick."""
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 CLOSE_GRACE_S = 5.0
@@ -54,16 +54,15 @@ class RankingService(ServedVersions):
     """Holds the served versions and answers requests. Belongs to no event loop; thread-safe.
 
     Args:
-        limits: of requests, queues and connections.
-        expected_models: models without which the process is not ready; None if `expect` will say.
+        expected_models: models without which the process is not ready; None if `expect` follows.
         clock: monotonic seconds.
-        max_staleness_s: by model, how old the newest change of a row may be that its shards lack before the model is
-            called degraded; models that are left out never are.
+        max_staleness_s: by model, the age of the newest change of a row that its shards lack, above which the model is
+            degraded.
         wall_clock: seconds since the epoch.
 
     Attributes:
         expanding: limits the bodies that are decompressed at a time.
-        on_ranked: each is called with every rank request of an API, once its answer is encoded.
+        on_ranked: called with every rank request of an API, once its answer is encoded.
     """
 
     def __init__(
@@ -128,7 +127,13 @@ class RankingService(ServedVersions):
         if error is not None:
             gone = "client_gone" if isinstance(error, asyncio.CancelledError) else ShardrankError.kind
             status = error.kind if isinstance(error, ShardrankError) else gone
-            outcome = None if self._is_too_hasty(call, error) else outcome_of(error)
+            # A client that gave less time than the live version's median answer takes says nothing of the version.
+            is_hasty = isinstance(error, DeadlineExceededError) and any(
+                generation.payload.counter.is_below_median(call.deadline - call.leased)
+                for generation in self.generations.live()
+                if generation.model == call.model
+            )
+            outcome = None if is_hasty else outcome_of(error)
         if call.counter is None:
             outcome = None
         else:
@@ -136,23 +141,14 @@ class RankingService(ServedVersions):
         self.metrics.call_ended(call, status, outcome, now)
         if call.trace is not None:
             call_span(call.trace, call, now, error)
-        # The lease ended with the batch, so the version may be freed and forgotten by now: not to be told again.
+        # The lease ended with the batch, so the version may be freed, and its metrics dropped, by now.
         if outcome is not None and call.generation is not None and call.generation.state == "retired":
             self._forget(call.model, call.version)
 
-    def _is_too_hasty(self, call: Call, error: BaseException) -> bool:
-        """Return whether a call failed whose client gave it less time than the live version's median answer takes."""
-        return isinstance(error, DeadlineExceededError) and any(
-            generation.payload.counter.is_below_median(call.deadline - call.leased)
-            for generation in self.generations.live()
-            if generation.model == call.model
-        )
-
     def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
-        """Return why a call that begins to come would wait in vain, as `Batcher.overload`; None if it would not.
+        """Return why a new call would wait in vain, as `Batcher.overload`, for any live model; None if it would not.
 
-        Under overload most calls end here, for much less work than one takes that is parsed; `refused` must follow.
-        Where several models are live, not before all of them have more to do than can wait.
+        Under overload most calls end here, before they cost more; `refused` must follow.
         """
         refusal = None
         for generation in self.generations.live():
@@ -179,11 +175,11 @@ class RankingService(ServedVersions):
         raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
 
     async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
-        """Return a replica's answer to a request, on the event loop that its future belongs to.
+        """Return a replica's answer to a request, on the event loop of its future; its lease will be released.
 
-        Its lease is taken over. `watch_client` gets a callback for when the client leaves: what has not begun by then
-        is dropped; so it is when the caller is cancelled. Raises InvalidRequestError for an id without a
-        row, DeadlineExceededError, OverloadedError, and ShardrankError from the shards.
+        A request that has not begun when `watch_client` calls back, or the caller is cancelled, is dropped. Raises
+        InvalidRequestError for an id without a row, DeadlineExceededError, OverloadedError, and ShardrankError from the
+        shards.
         """
         future = cast("asyncio.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
@@ -199,7 +195,7 @@ class RankingService(ServedVersions):
             del future
 
     def wait_in_thread(self, pending: Pending) -> Answer:
-        """Have a request answered while the calling thread waits; its future belongs to no loop. Raises as `wait`."""
+        """Return a replica's answer, while the calling thread waits; the future has no loop. Raises as `wait`."""
         future = cast("concurrent.futures.Future[Answer]", pending.future)
         pending.lease.generation.payload.submit(pending)
         try:
@@ -223,7 +219,7 @@ class RankingService(ServedVersions):
         return [self.describe(model) for model in self.generations.models()]
 
     def close(self) -> None:
-        """Withdraw every version, and wait until each has drained and its payload is freed."""
+        """Withdraw every version, and wait until each is freed."""
         self.watch.begin_shutdown()
         for generation in self.generations.retire_all():
             # No request outlives its deadline by more than the batch that it is in.
@@ -240,20 +236,20 @@ class RankingService(ServedVersions):
 
 
 class Caller(Protocol):
-    """Whoever waits for an answer."""
+    """The client of a call."""
 
     @property
     def connection(self) -> Hashable:
-        """What stands for its connection."""
+        """The key of its connection."""
 
     def time_remaining(self) -> float | None:
-        """Tell the seconds until its own deadline; None if it set none."""
+        """Return the seconds until its deadline, if it set one."""
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when it leaves: at once, if it has left already."""
+        """Call `callback` when it leaves: at once, if it has left already."""
 
     def when_taken(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once the answer that comes next is sent, or given up."""
+        """Call `callback` once the next answer is sent, or given up."""
 
 
 async def answer(
@@ -269,8 +265,7 @@ async def answer(
         try:
             raise refusal
         finally:
-            # The traceback has this frame: with the error in it they would hold each other until the collector comes,
-            # which under overload took a sixth of the time.
+            # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
             del refusal
     call = service.begin_call(codec.api, codec.method)
     if service.tracer is not None:
@@ -309,7 +304,7 @@ async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pendi
     try:
         await untaken.take(client.connection, num_floats, pending.deadline - pending.call.parsed)
     except BaseException:
-        # It waited for what its own client had not taken: no guard counts that.
+        # It waited for earlier answers that its client has not read: no guard counts that.
         pending.call.pinned = True
         pending.lease.release()
         raise

@@ -1,4 +1,4 @@
-"""Following the dense weights that training publishes between snapshots: read, checked, and offered to what serves."""
+"""Follow the dense weights that training publishes between snapshots: read, check, and offer them to versions."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from shard_node.generation import Generations
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
-"""Between two looks for new steps; each is up to a quarter earlier or later."""
+"""Between two polls for new steps; each is up to a quarter earlier or later."""
 READ_FOR_S: Final = 30.0
-"""For so long a step is tried again whose file can't be read: on a shared file system it may be seen late."""
+"""A step whose file can't be read is tried for so long: a shared file system may show it later."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
 
 
 @dataclass(slots=True)
 class _Unread:
-    """A step whose file could not be read: until when it is tried, and when next. In seconds of the clock."""
+    """A step whose file could not be read: until when it is tried, and when next, seconds of the clock."""
 
     record: DenseStep
     until: float
@@ -45,11 +45,11 @@ class _Unread:
 
 
 class DenseSteps:
-    """Brings each served version the newest dense weights of its own. Belongs to the event loop of the registry.
+    """Updates each served version to its newest dense weights. Belongs to the event loop of the registry.
 
-    A step that must not answer is refused once (`refused`, by model and version, with why), in the log, metrics and
-    what the process announces; what answered before goes on. One whose file can't be read is tried again for
-    `READ_FOR_S` before it is refused, and one without room, or node to check it with, for as long as it is the newest.
+    A step that must not answer is refused once (`refused`, with the reason, by model and version), in the log, metrics
+    and announcements; the step before goes on. One whose file can't be read is tried for `READ_FOR_S` before, and one
+    without room, or node to check it with, for as long as it is the newest.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class DenseSteps:
         self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
     async def look(self, served: ServedModel) -> None:
-        """Go on with the newest step, if there is one that a version does not have. Raises RegistryError.
+        """Offer a version the newest step, if it has an older one. Raises RegistryError.
 
-        A version without any takes what others have accepted last, as it is: they have compared it with the weights
-        before it, from which those of the snapshot may be far by now. What came after that is compared with it.
+        A version without any first accepts, unchecked for drift, the step that other processes accepted last: the
+        snapshot's weights may have drifted far from it.
         """
         key = served.model, served.version
         newest = await self._newer(*key, served.dense_step)

@@ -43,11 +43,11 @@ class ModelSource(LoadOptions):
     Attributes:
         rows_here: whether row files are in the snapshot's folder; needed for rows in this process.
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
-        local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
+        local_shards: shards that rows in this process are divided over; 1 but for tests.
         cards: of each shard.
-        sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as on all nodes.
+        sharding, replicate_bytes: as on all nodes.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
-        card_set: the cards that take the rows of this process; None to pool on the CPU.
+        card_set: the cards for rows of this process; None to pool on the CPU.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -114,14 +114,8 @@ def load_served_model(
                 hot = keeper.rows
         else:
             for index in range(count):
-                tables = load_tables(
-                    snapshot,
-                    plan.partition(index),
-                    plan.digest,
-                    memory_budget_bytes=source.memory_budget_bytes,
-                    card_set=source.card_set,
-                    progress=progress,
-                )
+                load = partial(load_tables, memory_budget_bytes=source.memory_budget_bytes, card_set=source.card_set)
+                tables = load(snapshot, plan.partition(index), plan.digest, progress=progress)
                 nodes.append(ShardNode(plan.identity(index)))
                 closing.callback(nodes[-1].close)
                 nodes[-1].generations.stage(snapshot.spec.model, snapshot.version, tables)

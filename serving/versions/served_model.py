@@ -34,15 +34,8 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.exported import load_exported
 from serving.models.inputs import InputAssembler
-from serving.models.layers import NumberFormat
-from serving.models.ranking_models import (
-    DeviceCopies,
-    DtypeChoice,
-    RankingModel,
-    choose_dtype,
-    formats_to_try,
-    load_model,
-)
+from serving.models.layers import DtypeChoice, NumberFormat, choose_dtype, formats_to_try
+from serving.models.ranking_models import DeviceCopies, RankingModel, load_model
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher

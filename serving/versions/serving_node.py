@@ -1,7 +1,7 @@
-"""A serving process as a member of a fleet: it discovers shard nodes, does what is wanted, and tells what it is.
+"""A serving process as a member of a fleet: it discovers shard nodes, follows the desired versions, and reports.
 
-A load is in a thread of its own and reads only what a router needs; rows are on shard nodes, or staged into this
-process first, at a lower priority. Flip, canary and retirement are pointers of the service.
+A version is loaded in a separate thread, without rows: these are on shard nodes, or are staged into this process first,
+at a lower priority. Flip, canary and retirement are pointers of the service.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from loader.stores import open_store
 from loader.stores.cache import StoreUrl
 from router.errors import HotRowsError
 from router.hot_keeper import HotKeepers, HotStatus
+from router.hot_rows import HotRows
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
@@ -61,17 +62,12 @@ MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
 LIVE_POLL_S = 0.05
 LOOK_S = 0.2
-"""Between two looks at which nodes there are; each is up to a quarter earlier or later."""
+"""Between two polls of the nodes; each is up to a quarter earlier or later."""
 OPENED = 0.5
 
 
 class ServingConfig(LoadOptions):
-    """A serving process of a fleet.
-
-    Attributes:
-        node_id: its name, stable over restarts.
-        stage_cpu_share: of one core, at most, that checking files takes.
-    """
+    """A serving process of a fleet; checking files takes at most `stage_cpu_share` of one core."""
 
     node_id: NodeId
     store: Path | StoreUrl
@@ -80,7 +76,7 @@ class ServingConfig(LoadOptions):
 
 @dataclass(frozen=True, slots=True)
 class LocalRows:
-    """Rows in this process: `actions` stage them into `node`, by the plan that `plan_of` gives."""
+    """Rows in this process: `actions` stage them into `node`, by the plan that `plan_of` returns."""
 
     node: ShardNode
     actions: NodeActions
@@ -88,12 +84,12 @@ class LocalRows:
 
 
 class ServingNode:
-    """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
+    """Does what its agent requests, until `leave`. Belongs to the registry's event loop.
 
-    If no models are named in `agent_config`, the process is not ready without those that are wanted at the start.
-    Without `local` rows they are on shard nodes, and `open_registry` opens the registry once more for each version
-    whose hot rows are copied here. `address` is its HTTP address; to be set before `load`. Raises TlsConfigError, or
-    HotRowsError for hot rows with `local` rows.
+    If `agent_config` names no models, the process is not ready without those that are desired at the start. Without
+    `local` rows they are on shard nodes, and `open_registry` opens the registry once more for each version with hot
+    rows. `address` is its HTTP address, to be set before `load`. Raises TlsConfigError, or HotRowsError for hot rows
+    with `local` rows.
     """
 
     def __init__(
@@ -107,9 +103,7 @@ class ServingNode:
     ) -> None:
         if config.hot_rows is not None and local is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
-        self._hot = None
-        if config.hot_rows is not None:
-            self._hot = HotKeepers(config.hot_rows, open_registry, self._tell_hot)
+        self._hot = None if config.hot_rows is None else HotKeepers(config.hot_rows, open_registry, self._tell_hot)
         self._hot_reports: dict[tuple[str, int], HotReport] = {}
         self.address = ""
         self._fleet, self._service, self._config = fleet, service, config
@@ -161,9 +155,8 @@ class ServingNode:
         """
         published = await self._fleet.version(model, version)
         if published is None:
-            raise UnavailableError(
-                f"version {version} of model {model!r} is not on record as published", kind="not_ready"
-            )
+            problem = f"version {version} of model {model!r} is not on record as published"
+            raise UnavailableError(problem, kind="not_ready")
         topology = None
         if self._local is None:
             topology = await self._topology(model, version, wanted.num_shards.get(version))
@@ -175,7 +168,7 @@ class ServingNode:
             await self._load(published, topology, tell)
         except BaseException:
             if self._local is not None and (model, version) in self._local.actions.held():
-                # Nobody else knows of these rows: they go, however often this is called off meanwhile.
+                # No other task knows of these rows: they are freed, however often this one is cancelled meanwhile.
                 going = asyncio.ensure_future(self._local.actions.retire(model, version))
                 await ended(going)
                 going.result()
@@ -227,7 +220,7 @@ class ServingNode:
                 "stats": served.counter.stats(),
                 "hot": self._hot_reports.get(key),
                 "dense_step": served.dense_step,
-                "dense_refused": "" if (refused := self._dense.refused.get(key)) is None else refused[1],
+                "dense_refused": self._dense.refused[key][1] if key in self._dense.refused else "",
             }
             found.append(report.model_copy(update=told))
         return found
@@ -262,10 +255,9 @@ class ServingNode:
         topology = topology.model_copy(update={} if num_shards is None else {"num_shards": num_shards})
         count = topology.num_shards
         if missing := [index for index in range(count) if not self.directory.replicas(model, version, index)]:
-            shards = ", ".join(map(str, missing))
-            raise UnavailableError(
-                f"no node of shard {shards} of {count} has version {version} of model {model!r} ready", kind="not_ready"
-            )
+            where = f"shard {', '.join(map(str, missing))} of {count}"
+            problem = f"no node of {where} has version {version} of model {model!r} ready"
+            raise UnavailableError(problem, kind="not_ready")
         return topology
 
     async def _load(
@@ -301,52 +293,24 @@ class ServingNode:
         progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
         paced = Pace(config.stage_cpu_share, sleep=wish.rest).over(progress)
         with ExitStack() as closing:
-            # Row files are the shard nodes' to fetch, and to check.
-            held = self._store.hold(
-                model,
-                version,
-                identity=published.identity,
-                with_rows=False,
-                verify=config.verify,
-                keep=keep,
-                progress=paced,
-            )
-            closing.callback(held.close)
+            # Shard nodes fetch and check the row files.
+            files = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
+            held = closing.enter_context(files(verify=config.verify, keep=keep, progress=paced))
             rows_here = isinstance(config.store, Path)
             snapshot = Snapshot.open(
                 held.path, verify=config.verify, files="other", rows_here=rows_here, progress=paced
             )
             _check_identity(snapshot, published.identity, "was published")
             wish.check()
-            shards: ShardsFactory
             hot = None
             if self._local is not None:
                 with self._local.node.generations.lease(model, version) as lease:
                     rows = f"is of the rows of version {version} of model {model!r} that are in this process"
                     _check_identity(snapshot, lease.payload.manifest_identity, rows)
-                plan = self._local.plan_of(snapshot)
-                shards = local_shards([self._local.node])
+                plan, shards = self._local.plan_of(snapshot), local_shards([self._local.node])
             else:
                 assert topology is not None
-                plan = Plan.of_snapshot(
-                    snapshot,
-                    topology.num_shards,
-                    topology.sharding,
-                    replicate_bytes=topology.replicate_bytes,
-                    file=config.plan,
-                )
-
-                def replicas(index: int) -> ReplicaSource:
-                    current = partial(self.directory.current, model, version, index)
-                    return ReplicaSource(current, partial(ShardClient, clock=service.clock, tls=self._node_tls))
-
-                shards = replicated = replicated_shards(snapshot, plan, replicas, service.clock, config.replica_policy)
-                if self._hot is not None:
-                    # Runs after the keeper has ended, and told for the last time.
-                    closing.callback(self._hot_reports.pop, (model, version), None)
-                    keeper = self._hot.start(snapshot, plan, partial(replicated, ReplicaEvents()))
-                    closing.callback(keeper.close)
-                    hot = keeper.rows
+                plan, shards, hot = self._remote_shards(snapshot, topology, closing)
             kept = ExitStack()
             served = ServedModel.load(
                 snapshot,
@@ -362,6 +326,27 @@ class ServingNode:
             )
             kept.push(closing.pop_all())
             return served
+
+    def _remote_shards(
+        self, snapshot: Snapshot, topology: FleetRecord, closing: ExitStack
+    ) -> tuple[Plan, ShardsFactory, HotRows | None]:
+        """Return a version's plan and connections to shard nodes, and copies of its hot rows."""
+        key, clock = (snapshot.spec.model, snapshot.version), self._service.clock
+        division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
+        plan = Plan.of_snapshot(snapshot, *division, self._config.plan)
+
+        def replicas(index: int) -> ReplicaSource:
+            current = partial(self.directory.current, *key, index)
+            return ReplicaSource(current, partial(ShardClient, clock=clock, tls=self._node_tls))
+
+        shards = replicated_shards(snapshot, plan, replicas, clock, self._config.replica_policy)
+        if self._hot is None:
+            return plan, shards, None
+        # Runs after the keeper has ended and reported for the last time.
+        closing.callback(self._hot_reports.pop, key, None)
+        keeper = self._hot.start(snapshot, plan, partial(shards, ReplicaEvents()))
+        closing.callback(keeper.close)
+        return plan, shards, keeper.rows
 
     def _tell_hot(self, status: HotStatus) -> None:
         self._service.metrics.hot_rows(status)
@@ -407,6 +392,5 @@ class ServingNode:
 
 def _check_identity(snapshot: Snapshot, identity: str, what: str) -> None:
     if snapshot.identity != identity:
-        raise SnapshotCorruptError(
-            f"{snapshot.path}: its manifest has SHA-256 {snapshot.identity}, but {identity} {what}"
-        )
+        problem = f"its manifest has SHA-256 {snapshot.identity}, but {identity} {what}"
+        raise SnapshotCorruptError(f"{snapshot.path}: {problem}")

@@ -1,7 +1,7 @@
-"""Rank recorded requests with a version before it is ready: what its first requests would find cold, these have warmed.
+"""Rank recorded requests with a version before it is ready, to warm what its first requests would find cold.
 
-That is pages and caches of rows here and on shard nodes, tiers of hot rows that learn, and kernels that are prepared
-for a number of rows when it first comes. Others answer meanwhile, so it rests between batches, and has an end.
+That is pages and caches of rows, tiers of hot rows that learn, and kernels that are prepared when a number of rows
+first comes. Other versions answer meanwhile, so there are pauses between batches, and a time limit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from serving.rank.replica import Replica
 logger = logging.getLogger(__name__)
 
 GROUPS = (1, 2, 4, 8)
-"""Requests of a batch, in turn: under load they come together, and then the batch's size is another one."""
-RESTS = 3.0
-"""After a batch, times what it took: of one core it takes a quarter."""
+"""Requests of successive batches: under load several are ranked together."""
+PAUSES = 3.0
+"""After a batch, times its duration: a quarter of one core is used."""
 LIMIT_S = 10.0
 BATCH_TIMEOUT_S = 5.0
 MAX_READ_BYTES = 256 << 20
@@ -37,57 +37,49 @@ MAX_READ_BYTES = 256 << 20
 
 
 class Warming(Frozen):
-    """What versions are warmed with.
-
-    Attributes:
-        folder: of recorded requests.
-        requests: the last so many that fit the version's schema.
-    """
+    """What versions are warmed with: the last `requests` of a folder that fit the version's schema."""
 
     folder: Path
     requests: int = Field(default=512, ge=1, le=100_000)
 
     def warm(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> int:
-        """Rank the last recorded requests with every replica, for `LIMIT_S` at most. Blocks.
+        """Rank recorded requests with every replica, for `LIMIT_S` at most. Blocks; returns how many were ranked.
 
-        They are as they were sent, to whatever version; those beyond the limits of today are left out. Nothing that
-        goes wrong keeps the version from serving: the log tells. Returns how many requests were ranked.
+        Failures are logged, and do not keep the version from serving.
         """
-        own = replicas[0].ranking.parts
-        schema, began, ranked = own.schema, clock(), 0
-        name = f"{schema.features.spec.model} {own.version}"
+        parts = replicas[0].ranking.parts
+        schema, started_at, ranked = parts.schema, clock(), 0
+        name = f"{schema.features.spec.model} {parts.version}"
         try:
             requests = last_requests(self.folder, schema, self.requests, MAX_READ_BYTES)
             groups = list(_groups(requests, schema))
             for number, replica in enumerate(replicas, 1):
-                until = began + LIMIT_S * number / len(replicas)
+                until = started_at + LIMIT_S * number / len(replicas)
                 ranked += replica.call(partial(_rank, groups=groups, until=until, clock=clock)).result()
         except Exception as error:
-            # What is not a typed error is a defect, of which the log tells more.
-            logger.warning(
-                "%s is not warmed any further: %s", name, error, exc_info=not isinstance(error, ShardrankError)
-            )
-        logger.info("%s is warmed with %d recorded requests, in %.1f s", name, ranked, clock() - began)
+            is_bug = not isinstance(error, ShardrankError)
+            logger.warning("%s is not warmed any further: %s", name, error, exc_info=is_bug)
+        logger.info("%s is warmed with %d recorded requests, in %.1f s", name, ranked, clock() - started_at)
         return ranked
 
 
 async def _rank(
     ranking: Ranking, groups: Sequence[Sequence[RankRequest]], until: float, clock: Callable[[], float]
 ) -> int:
-    """Rank batches, one after the other, until a time of the clock. Returns how many requests were ranked."""
+    """Rank batches until a time of the clock. Returns how many requests were ranked."""
     ranked = 0
     for group in groups:
-        if (began := clock()) >= until:
+        if (started_at := clock()) >= until:
             break
-        await ranking.score(merge(group), began + BATCH_TIMEOUT_S)
+        await ranking.score(merge(group), started_at + BATCH_TIMEOUT_S)
         ranked += len(group)
         now = clock()
-        await asyncio.sleep(min(RESTS * (now - began), max(0.0, until - now)))
+        await asyncio.sleep(min(PAUSES * (now - started_at), max(0.0, until - now)))
     return ranked
 
 
 def _groups(requests: Sequence[RankRequest], schema: RequestSchema) -> Iterator[list[RankRequest]]:
-    """Divide those within the limits into batches of the sizes of `GROUPS` in turn, as far as limits of batches go."""
+    """Divide requests within the limits of today into batches of `GROUPS` requests, or as many as a batch may have."""
     limits, is_none = schema.limits, schema.features.is_none
     allowed = [
         request

@@ -20,8 +20,7 @@ from serving.api.bodies import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
-from serving.errors import InvalidRequestError, NotFoundError, limit_exceeded, printable
-from serving.formats.json_text import RETRY_AFTER_S
+from serving.errors import RETRY_AFTER_S, InvalidRequestError, NotFoundError, limit_exceeded, printable
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from shard_node.byte_budget import MessageBytes
 

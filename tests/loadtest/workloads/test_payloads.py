@@ -17,7 +17,6 @@ from loadtest.workloads.payloads import APIS, HEADER_LENGTH, Api, Payloads, chan
 from loadtest.workloads.workload import Workload
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import rank_document
-from serving.formats.json_text import encode
 from serving.formats.messages import MessageCodec, encode_rank
 from serving.formats.requests import RankAnswer
 from serving.limits import RequestLimits
@@ -127,7 +126,7 @@ def test_scores_are_read_from_the_server_s_answers(num_scores):
     over_http = InferHttpCodec(MODEL, "", dict(pools["oip-http"][0].headers)[HEADER_LENGTH])
     over_grpc = InferGrpcCodec()
     answers = {
-        "json": encode(rank_document(expected)),
+        "json": json.dumps(rank_document(expected)).encode(),
         "grpc": encode_rank(expected),
         "grpc-packed": encode_rank(expected),
         "oip-http": over_http.read(pools["oip-http"][0].body, RequestLimits()).encode(expected).body,

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
-from serving.client import Client, RetryPolicy
-from serving.client import errors as client_errors
+from serving.client import Client, RetryPolicy, transports
 from serving.errors import (
     InternalError,
     InvalidRequestError,
@@ -272,7 +271,7 @@ async def test_retry_after_is_waited_for_if_the_deadline_allows_it(kind):
 
 
 def test_an_error_is_the_same_after_a_process_pool():
-    error = client_errors.http_error(
+    error = transports.http_error(
         413, b'{"error": {"kind": "body_too_large", "message": "top_k: 9", "field": "top_k"}}', "2"
     )
     copy = pickle.loads(pickle.dumps(error))

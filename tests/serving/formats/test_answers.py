@@ -13,8 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from serving.client.features import read_rank
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
-from serving.formats.json_reader import JsonCodec
-from serving.formats.json_text import PIECE_FLOATS
+from serving.formats.json_reader import PIECE_FLOATS, JsonCodec
 from serving.formats.messages import encode_lookup, encode_rank
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
 from serving.limits import RequestLimits

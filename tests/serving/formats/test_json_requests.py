@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,9 +14,8 @@ from hypothesis import strategies as st
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import VocabularyMapping, fingerprint_strings
 from router.feature_schema import FeatureSchema
-from serving.errors import InvalidRequestError
-from serving.formats.json_reader import MAX_SEARCHED_BYTES, JsonCodec
-from serving.formats.json_text import count_above, encode, error_document
+from serving.errors import InvalidRequestError, error_document
+from serving.formats.json_reader import MAX_SEARCHED_BYTES, JsonCodec, count_above
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shardrank_testing.errors import raises_kind
@@ -197,7 +197,7 @@ def test_a_lone_surrogate_is_refused_in_an_error_that_can_be_written(body):
     for given_body in (body, json.loads(body)):
         with pytest.raises(InvalidRequestError) as refusal:
             parse_json(SCHEMA, given_body, "lookup")
-        assert json.loads(encode(error_document(refusal.value)))["error"]["field"]
+        assert json.loads(msgspec.json.encode(error_document(refusal.value)))["error"]["field"]
 
 
 def test_the_error_of_a_wide_model_names_what_is_spelled_alike_and_stays_short():

@@ -6,7 +6,7 @@ import pytest
 
 from loader.snapshot.manifest import DenseModelSpec
 from serving.errors import RankingModelError
-from serving.models.config import parse_dense_model
+from serving.models.ranking_models import parse_dense_model
 from shardrank_testing.ranking import CONFIGS, ranking_spec
 
 

@@ -13,17 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.errors import RankingModelError
-from serving.models import ranking_models
+from serving.models import layers
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.layers import Int8Product, Linear
-from serving.models.ranking_models import (
-    CPU,
-    MAX_PAIRS,
-    DeviceCopies,
-    TargetAttention,
-    choose_dtype,
-    load_model,
-)
+from serving.models.layers import CPU, Int8Product, Linear, choose_dtype
+from serving.models.ranking_models import MAX_PAIRS, DeviceCopies, TargetAttention, load_model
 from shardrank_testing.ranking import (
     CONFIGS,
     DIM,
@@ -141,8 +134,8 @@ def test_tensors_that_are_no_finite_floats_are_refused(bias: torch.Tensor | None
     [(True, True, "int8"), (True, False, "int8"), (False, True, "bfloat16"), (False, False, "float32")],
 )
 def test_auto_takes_the_fastest_format_that_the_cpu_has(monkeypatch, has_fast_int8, has_bfloat16, chosen) -> None:
-    monkeypatch.setattr(ranking_models, "int8_is_faster", lambda: has_fast_int8)
-    monkeypatch.setattr(ranking_models, "bfloat16_is_native", lambda: has_bfloat16)
+    monkeypatch.setattr(layers, "int8_is_faster", lambda: has_fast_int8)
+    monkeypatch.setattr(layers, "bfloat16_is_native", lambda: has_bfloat16)
     assert [choose_dtype(choice) for choice in ("auto", "float32", "int8")] == [chosen, "float32", "int8"]
 
 
