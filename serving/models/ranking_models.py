@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from loader.snapshot.manifest import DenseModelSpec, ModelSpec
-from loader.snapshot.tables import Frozen, projection_name
+from loader.snapshot.tables import Frozen, projection_name, schema_errors
 from serving.errors import RankingModelError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.layers import (
