@@ -39,7 +39,8 @@ from loader.snapshot.reader import Snapshot
 from loader.stores import open_store
 from loader.stores.place import StoreUrl
 from router.errors import HotRowsError
-from router.hot_keeper import HotKeepers, HotStatus
+from router.hot_keeper import HotRowsKeeper, HotStatus
+from router.hot_rows import HotRows
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
@@ -50,7 +51,7 @@ from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import LoadOptions, ServedModel, ShardsFactory
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
-from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
+from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
 from shard_node.node import ShardNode
 from shard_node.wire.client import ShardClient
 from shard_node.wire.tls import client_context
@@ -107,9 +108,9 @@ class ServingNode:
     ) -> None:
         if config.hot_rows is not None and local is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
-        self._hot = None
-        if config.hot_rows is not None:
-            self._hot = HotKeepers(config.hot_rows, open_registry, self._tell_hot)
+        self._open_registry = open_registry
+        self._hot_rows: dict[str, HotRows] = {}
+        self._hot_memory = RowMemory()
         self._hot_reports: dict[tuple[str, int], HotReport] = {}
         self.address = ""
         self._fleet, self._service, self._config = fleet, service, config
@@ -341,12 +342,22 @@ class ServingNode:
                     return ReplicaSource(current, partial(ShardClient, clock=service.clock, tls=self._node_tls))
 
                 shards = replicated = replicated_shards(snapshot, plan, replicas, service.clock, config.replica_policy)
-                if self._hot is not None:
+                if config.hot_rows is not None:
                     # Runs after the keeper has ended, and told for the last time.
                     closing.callback(self._hot_reports.pop, (model, version), None)
-                    keeper = self._hot.start(snapshot, plan, partial(replicated, ReplicaEvents()))
+                    keeper = HotRowsKeeper(
+                        config.hot_rows,
+                        snapshot,
+                        plan,
+                        partial(replicated, ReplicaEvents()),
+                        self._open_registry,
+                        self._report_hot,
+                        self._hot_memory,
+                        self._hot_rows.get(model),
+                    )
                     closing.callback(keeper.close)
-                    hot = keeper.rows
+                    self._hot_rows[model] = hot = keeper.rows
+                    keeper.start()
             kept = ExitStack()
             served = ServedModel.load(
                 snapshot,
@@ -363,7 +374,7 @@ class ServingNode:
             kept.push(closing.pop_all())
             return served
 
-    def _tell_hot(self, status: HotStatus) -> None:
+    def _report_hot(self, status: HotStatus) -> None:
         self._service.metrics.hot_rows(status)
         key = status.model, status.version
         before = self._hot_reports.get(key, HotReport())
