@@ -246,18 +246,19 @@ def read_access_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, Acce
             raise ExportError(f"{path}: can't be read: {error}") from error
         by_table: dict[str, AccessCounts] = {}
         for name, counts in decode_access_counts(data, path).items():
-            where = f"{path}: access counts of {cut(repr(name))}"
             if name in of_one_version:
                 raise ExportError(
-                    f"{where}, a part of table {of_one_version[name]!r}: which rows of the table these are its version "
-                    "alone knows; `shardrank counts --snapshot` writes them as the table's"
+                    f"{path}: access counts of {name!r}, a part of table {of_one_version[name]!r}: which rows of the "
+                    "table these are its version alone knows; `shardrank counts --snapshot` writes them as the table's"
                 )
             if name not in tables:
-                raise ExportError(f"{where}; the model's tables are {cut(sorted(logical))}")
+                known = cut(sorted(logical))
+                raise ExportError(f"{path}: access counts of {cut([name])}; the model's tables are {known}")
             if counts.limit != (rows := tables[name].num_embeddings):
                 raise ExportError(
-                    f"{where}, whose num_embeddings was {counts.limit}; here it is {rows}. Those of a version that was "
-                    "pruned are written by the table's rows with `shardrank counts --snapshot`"
+                    f"{path}: access counts of a table {name!r} whose num_embeddings was {counts.limit}; here it is "
+                    f"{rows}. Those of a version that was pruned are written by the table's rows with "
+                    "`shardrank counts --snapshot`"
                 )
             by_table.setdefault(tables[name].name, counts)
         if not by_table:

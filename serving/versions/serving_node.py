@@ -40,11 +40,11 @@ from loader.stores import open_store
 from loader.stores.place import StoreUrl
 from router.errors import HotRowsError
 from router.hot_keeper import HotRowsKeeper, HotStatus
-from router.hot_rows import HotRows
+from router.hot_rows import HotRows, HotRowsConfig
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
-from router.replicas import ReplicaSource
+from router.replicas import ReplicaSource, ReplicatedShard
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
 from serving.versions.loading import local_shards, replicated_shards
@@ -343,21 +343,7 @@ class ServingNode:
 
                 shards = replicated = replicated_shards(snapshot, plan, replicas, service.clock, config.replica_policy)
                 if config.hot_rows is not None:
-                    # Runs after the keeper has ended, and told for the last time.
-                    closing.callback(self._hot_reports.pop, (model, version), None)
-                    keeper = HotRowsKeeper(
-                        config.hot_rows,
-                        snapshot,
-                        plan,
-                        partial(replicated, ReplicaEvents()),
-                        self._open_registry,
-                        self._report_hot,
-                        self._hot_memory,
-                        self._hot_rows.get(model),
-                    )
-                    closing.callback(keeper.close)
-                    self._hot_rows[model] = hot = keeper.rows
-                    keeper.start()
+                    hot = self._keep_hot(config.hot_rows, snapshot, plan, partial(replicated, ReplicaEvents()), closing)
             kept = ExitStack()
             served = ServedModel.load(
                 snapshot,
@@ -373,6 +359,24 @@ class ServingNode:
             )
             kept.push(closing.pop_all())
             return served
+
+    def _keep_hot(
+        self,
+        config: HotRowsConfig,
+        snapshot: Snapshot,
+        plan: Plan,
+        connect: Callable[[], Sequence[ReplicatedShard]],
+        closing: ExitStack,
+    ) -> HotRows:
+        model = snapshot.spec.model
+        # Runs after the keeper has ended, and reported for the last time.
+        closing.callback(self._hot_reports.pop, (model, snapshot.version), None)
+        followed = self._open_registry, self._report_hot, self._hot_memory, self._hot_rows.get(model)
+        keeper = HotRowsKeeper(config, snapshot, plan, connect, *followed)
+        closing.callback(keeper.close)
+        self._hot_rows[model] = keeper.rows
+        keeper.start()
+        return keeper.rows
 
     def _report_hot(self, status: HotStatus) -> None:
         self._service.metrics.hot_rows(status)

@@ -95,7 +95,7 @@ def city(**changed: np.ndarray) -> dict[str, np.ndarray]:
     ("tensors", "message"),
     [
         ({}, r"no access counts; the model's tables are"),
-        ({name.replace("city", "nobody"): tensor for name, tensor in city().items()}, "'nobody'; the model"),
+        ({f"nobody/{name}": city()[f"city/{name}"] for name in ("rows", "counts", "num_embeddings")}, r"\['nobody'\]"),
         ({"city": SEEN}, r"has the tensors \['city'\], which are not three for each table"),
         ({"city/rows": ROWS, "city/counts": SEEN}, "not three for each table"),
         (city(counts=SEEN[:1]), "table 'city': rows and counts are not uint32"),
@@ -104,7 +104,7 @@ def city(**changed: np.ndarray) -> dict[str, np.ndarray]:
         (city(rows=ROWS[::-1].copy()), "table 'city': rows must ascend"),
         (city(counts=SEEN * np.uint32(0)), "each with a count of 1 or more"),
         (city(num_embeddings=ROWS), "table 'city': num_embeddings is no number"),
-        (city(num_embeddings=SIZE + 1), "'city', whose num_embeddings was 301; here it is 300"),
+        (city(num_embeddings=SIZE + 1), "table 'city' whose num_embeddings was 301; here it is 300"),
     ],
 )
 def test_a_file_of_counts_that_fit_no_table_is_refused(tmp_path, tensors, message):
