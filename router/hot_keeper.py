@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,13 +70,7 @@ _LEARN_BYTES: Final = 240
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HotStatus:
-    """What a keeper reports about every second: the set in use, and what was counted since the last report.
-
-    Attributes:
-        tables: their names, in layout order.
-        sequence: the last delta that is applied; 0 for none.
-        lookups, hits: int64 [tables].
-    """
+    """The set in use, its last delta (0 for none), and int64 [tables] counts since the last report, by layout order."""
 
     model: str
     version: int
@@ -170,9 +165,8 @@ class HotRowsKeeper:
         if before is not None and learned is not None and _row_kinds(before.layout) == _row_kinds(plan.layout):
             self._first = before.current.keys
         self._problem = ""
-        self._loop = asyncio.new_event_loop()
         self._begun = threading.Event()
-        self._keeping: asyncio.Task[None] | None = None
+        self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._run, name=f"hot-{self._model}-{self._version}", daemon=True)
 
     def start(self) -> None:
@@ -184,21 +178,22 @@ class HotRowsKeeper:
     def close(self) -> None:
         """End it and free the rows. The version's routers must be closed. Idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(lambda: self._keeping and self._keeping.cancel())
+            self._stop()
             self._thread.join(CLOSE_TIMEOUT_S)
         self._claim.give_back()
 
     def _run(self) -> None:
         try:
-            self._keeping = self._loop.create_task(self._keep_up())
-            self._loop.run_until_complete(asyncio.wait([self._keeping]))
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            with suppress(asyncio.CancelledError):
+                asyncio.run(self._keep_up())
         finally:
             self._begun.set()
-            self._loop.close()
             self.rows.close()
 
     async def _keep_up(self) -> None:
+        loop, keeping = asyncio.get_running_loop(), asyncio.current_task()
+        assert keeping is not None
+        self._stop = lambda: loop.call_soon_threadsafe(keeping.cancel)
         shards = list(self._connect())
         registry = None if self._registry is None else self._registry()
         try:
@@ -277,14 +272,12 @@ class HotRowsKeeper:
             self._begun.set()
             await asyncio.sleep(RETRY_S)
         self._begun.set()
-
-        def learned_keys(learned: AccessCounter) -> Int64Array:
-            return budget.fitting(learned.fold().most_frequent(budget.capacity).hottest_first())
-
         while True:
             began = time.monotonic()
             if learned is not None and learned.is_full:
-                keys = await asyncio.to_thread(learned_keys, learned)
+                keys = await asyncio.to_thread(
+                    lambda: budget.fitting(learned.fold().most_frequent(budget.capacity).hottest_first())
+                )
                 is_new = ~np.isin(keys, self.rows.current.keys, assume_unique=True)
                 if np.count_nonzero(is_new) > MIN_CHANGE * keys.size:
                     await self._build(shards, keys)

@@ -194,14 +194,7 @@ class HotSet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HotLookup:
-    """What of one batch is in a set.
-
-    Attributes:
-        hot: the set.
-        keys: int64 [n], of all values.
-        at: int64 [n], the place of each that is here.
-        is_hit: bool [n], whether it is.
-    """
+    """What of one batch is in a set: its values' keys, int64 [n], their places, int64 [n], and which are hits, bool."""
 
     hot: HotSet
     keys: Int64Array
