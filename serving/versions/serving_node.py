@@ -329,13 +329,8 @@ class ServingNode:
                 shards = local_shards([self._local.node])
             else:
                 assert topology is not None
-                plan = Plan.of_snapshot(
-                    snapshot,
-                    topology.num_shards,
-                    topology.sharding,
-                    replicate_bytes=topology.replicate_bytes,
-                    file=config.plan,
-                )
+                divided = topology.num_shards, topology.sharding, None, topology.replicate_bytes
+                plan = Plan.of_snapshot(snapshot, *divided, config.plan)
 
                 def replicas(index: int) -> ReplicaSource:
                     current = partial(self.directory.current, model, version, index)
