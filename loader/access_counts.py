@@ -7,6 +7,7 @@ matter, between rows and between tables: all are of one time.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from loader.errors import ExportError, SnapshotCorruptError, cut
+from loader.errors import ExportError, cut
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import AnyTable
-from loader.snapshot.tensor_files import load_numpy, read_header
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class AccessCounts:
 
     @classmethod
     def from_rows(cls, counts: npt.NDArray[Any]) -> AccessCounts:
-        """Take the counts of all rows of a table [num_embeddings]."""
+        """Return the counts that are not 0, of those of all rows of a table [num_embeddings]."""
         rows = counts.nonzero()[0]
         return cls(rows, counts[rows], counts.size)
 
@@ -85,20 +85,14 @@ class AccessCounts:
 
     def plus(self, other: AccessCounts) -> AccessCounts:
         """Add counts of the same keys; takes time by `other`, and one copy of these."""
+        if not self.keys.size:
+            return replace(self, keys=other.keys, counts=other.counts)
         at = self.keys.searchsorted(other.keys)
-        is_known = np.zeros(at.size, np.bool_)
-        within = (at < self.keys.size).nonzero()[0]
-        is_known[within] = self.keys[at[within]] == other.keys[within]
+        is_known = self.keys.take(at, mode="clip") == other.keys
         counts = self.counts.astype(np.result_type(self.counts, other.counts))
         counts[at[is_known]] += other.counts[is_known]
-        at, new = at[~is_known], ~is_known
-        return replace(
-            self, keys=np.insert(self.keys, at, other.keys[new]), counts=np.insert(counts, at, other.counts[new])
-        )
-
-    def scaled(self, factor: float) -> AccessCounts:
-        """Multiply all counts."""
-        return replace(self, counts=self.counts * factor)
+        at, keys, new_counts = at[~is_known], other.keys[~is_known], other.counts[~is_known]
+        return replace(self, keys=np.insert(self.keys, at, keys), counts=np.insert(counts, at, new_counts))
 
     def most_frequent(self, count: int) -> AccessCounts:
         """Return at most so many keys with the highest counts."""
@@ -153,25 +147,22 @@ class AccessCounter:
             if queue:
                 keys = np.concatenate([keys for keys, _ in queue])
                 counts = np.concatenate([np.broadcast_to(counts, keys.shape) for keys, counts in queue])
-                self._count(AccessCounts.from_lookups(keys, counts))
+                new, known = AccessCounts.from_lookups(keys, counts), self._counts
+                if self._half_life is not None:
+                    age = 0.5 ** (new.total / self._half_life)
+                    known, self.total = replace(known, counts=known.counts * age), self.total * age
+                everything = known.plus(new)
+                self._counts = everything.most_frequent(self._max_keys)
+                self.is_exact &= self._counts is everything
+                self.total += new.total
             return self._counts
-
-    def _count(self, new: AccessCounts) -> None:
-        known, num_new = self._counts, new.total
-        if self._half_life is not None:
-            age = 0.5 ** (num_new / self._half_life)
-            known, self.total = known.scaled(age), self.total * age
-        everything = known.plus(new)
-        self._counts = everything.most_frequent(self._max_keys)
-        self.is_exact &= self._counts is everything
-        self.total += num_new
 
 
 def merged_by_table(parts: Iterable[Mapping[str, AccessCounts]]) -> dict[str, AccessCounts]:
     """Add up counts of the same tables; what only some have is kept."""
     merged: dict[str, AccessCounts] = {}
     for by_table in parts:
-        merged |= {name: merged[name].plus(one) if name in merged else one for name, one in by_table.items()}
+        merged |= {name: merged[name].plus(counts) if name in merged else counts for name, counts in by_table.items()}
     return merged
 
 
@@ -197,43 +188,36 @@ def write_access_counts(path: Path, lookups: Mapping[str, AccessCounts]) -> None
     part.replace(path)
 
 
-def load_access_counts(path: Path) -> dict[str, AccessCounts]:
+def decode_access_counts(data: bytes, source: object) -> dict[str, AccessCounts]:
     """Return what is in a file of access counts, by the names of its tables, of whatever model.
 
-    Raises:
-        ExportError: it can't be read, is of another format, or rows and counts do not fit.
+    Raises ExportError, which names the `source`, for another format, or rows and counts that do not fit.
     """
-    if path.is_dir():
-        raise ExportError(f"{path}: counts are read from one file, no longer from a folder of .npy: {_HOW_TO_MAKE}")
     try:
-        header = read_header(path)
-        with safetensors.safe_open(path, "numpy") as file:
-            found = (file.metadata() or {}).get("format")
-        if found != FORMAT:
-            was = "no format: of an earlier release, or no access counts" if found is None else f"format {cut(found)}"
-            raise ExportError(f"{path}: its metadata has {was}; {FORMAT!r} is read: {_HOW_TO_MAKE}")
-        tensors = load_numpy(path, header)
-    except (SnapshotCorruptError, safetensors.SafetensorError) as error:
-        raise ExportError(f"{path}: no file of access counts: {cut(error)}") from error
+        tensors = safetensors.numpy.load(data)
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise ExportError(f"{source}: no file of access counts: {cut(error)}") from error
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    if (found := (header.get("__metadata__") or {}).get("format")) != FORMAT:
+        was = "no format: of an earlier release, or no access counts" if found is None else f"format {cut(found)}"
+        raise ExportError(f"{source}: its metadata has {was}; {FORMAT!r} is read: {_HOW_TO_MAKE}")
     names = sorted({name.rpartition("/")[0] for name in tensors})
     if tensors.keys() != {f"{name}/{kind}" for name in names for kind in _TENSORS}:
-        raise ExportError(f"{path}: has the tensors {cut(sorted(tensors))}, which are not three for each table")
-    return {name: _table_counts(path, name, tensors) for name in names}
-
-
-def _table_counts(path: Path, name: str, tensors: Mapping[str, npt.NDArray[Any]]) -> AccessCounts:
-    rows, counts, size = (tensors[f"{name}/{kind}"] for kind in _TENSORS)
-    if rows.dtype != np.uint32 or counts.dtype != np.uint32 or rows.ndim != 1 or rows.shape != counts.shape:
-        raise ExportError(f"{path}: table {cut(repr(name))}: rows and counts are not uint32 [n] and uint32 [n]")
-    if size.dtype != np.int64 or size.shape != (1,) or size[0] < 1:
-        raise ExportError(f"{path}: table {cut(repr(name))}: num_embeddings is no number, int64 [1]")
-    keys = rows.astype(np.int64)
-    if keys.size and (keys[-1] >= size[0] or (np.diff(keys) <= 0).any() or not counts.all()):
-        raise ExportError(
-            f"{path}: table {cut(repr(name))}: rows must ascend below num_embeddings {size[0]}, each with a count of 1 "
-            "or more"
-        )
-    return AccessCounts(keys, counts.astype(np.int64), int(size[0]))
+        raise ExportError(f"{source}: has the tensors {cut(sorted(tensors))}, which are not three for each table")
+    by_table: dict[str, AccessCounts] = {}
+    for name in names:
+        rows, counts, size = (tensors[f"{name}/{kind}"] for kind in _TENSORS)
+        where = f"{source}: table {cut(repr(name))}"
+        if rows.dtype != np.uint32 or counts.dtype != np.uint32 or rows.ndim != 1 or rows.shape != counts.shape:
+            raise ExportError(f"{where}: rows and counts are not uint32 [n] and uint32 [n]")
+        if size.dtype != np.int64 or size.shape != (1,) or size[0] < 1:
+            raise ExportError(f"{where}: num_embeddings is no number, int64 [1]")
+        keys = rows.astype(np.int64)
+        if keys.size and (keys[-1] >= size[0] or (np.diff(keys) <= 0).any() or not counts.all()):
+            limit = f"must ascend below num_embeddings {size[0]}, each with a count of 1 or more"
+            raise ExportError(f"{where}: rows {limit}")
+        by_table[name] = AccessCounts(keys, counts.astype(np.int64), int(size[0]))
+    return by_table
 
 
 def read_access_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, AccessCounts]:
@@ -244,30 +228,32 @@ def read_access_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, Acce
     of can't be known. Counts of parts by popularity are refused, since other versions have other rows there.
 
     Raises:
-        ExportError: as `load_access_counts`; a file has no table, or one that the model has not, or of another size.
+        ExportError: as `decode_access_counts`; a file can't be read, has no table, or one that the model has not, or of
+            another size.
     """
     logical = {table.name: table for table in spec.logical_tables}
-    tables: dict[str, AnyTable] = {one.name: table for table in spec.tables for one in table.slices}
+    tables: dict[str, AnyTable] = {part.name: table for table in spec.tables for part in table.slices}
     tables |= logical
-    of_one_version = {
-        part: table.name
-        for table in spec.divided
-        for part in table.parts
-        if table.by == "popularity" and part != table.name
-    }
-    found: dict[str, AccessCounts] = {}
+    by_popularity = (table for table in spec.divided if table.by == "popularity")
+    of_one_version = {part: table.name for table in by_popularity for part in table.parts if part != table.name}
+    added: dict[str, AccessCounts] = {}
     for path in paths:
+        if path.is_dir():
+            raise ExportError(f"{path}: counts are read from one file, no longer from a folder of .npy: {_HOW_TO_MAKE}")
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ExportError(f"{path}: can't be read: {error}") from error
         by_table: dict[str, AccessCounts] = {}
-        for name, counts in load_access_counts(path).items():
+        for name, counts in decode_access_counts(data, path).items():
             if name in of_one_version:
                 raise ExportError(
                     f"{path}: access counts of {name!r}, a part of table {of_one_version[name]!r}: which rows of the "
                     "table these are its version alone knows; `shardrank counts --snapshot` writes them as the table's"
                 )
             if name not in tables:
-                raise ExportError(
-                    f"{path}: access counts of {cut([name])}; the model's tables are {cut(sorted(logical))}"
-                )
+                known = cut(sorted(logical))
+                raise ExportError(f"{path}: access counts of {cut([name])}; the model's tables are {known}")
             if counts.limit != (rows := tables[name].num_embeddings):
                 raise ExportError(
                     f"{path}: access counts of a table {name!r} whose num_embeddings was {counts.limit}; here it is "
@@ -277,5 +263,5 @@ def read_access_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, Acce
             by_table.setdefault(tables[name].name, counts)
         if not by_table:
             raise ExportError(f"{path}: no access counts; the model's tables are {cut(sorted(logical))}")
-        found = merged_by_table([found, by_table])
-    return found
+        added = merged_by_table([added, by_table])
+    return added

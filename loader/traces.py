@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.access_counts import MAX_IDS, AccessCounter, AccessCounts, Int64Array, merged_by_table
+from loader.access_counts import MAX_IDS, AccessCounter, AccessCounts, merged_by_table
 from loader.errors import TraceError, cut
 from loader.snapshot.manifest import MAX_STRING_ID_BYTES
 from loader.snapshot.tables import fingerprint_strings
@@ -40,24 +40,43 @@ class _IdCounter:
     """Counts the ids of one feature exactly. `where` they are from is named in errors."""
 
     def __init__(self, where: str) -> None:
-        self._where = where
+        self.where = where
         self._counter = AccessCounter(MAX_DISTINCT_IDS, _PIECE_VALUES)
 
     def add(self, ids: npt.NDArray[Any], counts: npt.NDArray[Any] | int = 1) -> None:
+        """Count ids [n], whole numbers. Raises TraceError if one is not in [0, 2^63)."""
         if not ids.size:
             return
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= MAX_IDS:
-            raise TraceError(f"{self._where}: id {low if low < 0 else high} is not in [0, 2^63)")
+            raise TraceError(f"{self.where}: id {low if low < 0 else high} is not in [0, 2^63)")
         self._counter.add(ids.astype(np.int64, copy=False), counts)
         if self._counter.is_full:
             self.result()
+
+    def add_texts(self, seen: Mapping[str, int]) -> None:
+        """Count ids by the cells of a CSV column: whether these are numbers is known once all were seen."""
+        texts, counts = [text for text in seen if text], np.array([seen[text] for text in seen if text], np.int64)
+        if texts and len(longest := max(texts, key=len)) > MAX_STRING_ID_BYTES:
+            raise TraceError(
+                f"{self.where}: an id of {len(longest)} characters; at most {MAX_STRING_ID_BYTES} are allowed"
+            )
+        numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
+        if all(numbers):
+            # As objects, numbers of any length are compared with what is allowed.
+            return self.add(np.array([int(text) for text in texts], object), counts)
+        has_numbers = any(numbers)
+        for text in texts:
+            if _FLOAT.fullmatch(text) or (has_numbers and _MISSING.fullmatch(text)):
+                limit = "is neither a whole number nor a string; where there is no id, leave it empty"
+                raise TraceError(f"{self.where}: {text!r} {limit}")
+        return self.add(fingerprint_strings(texts), counts)
 
     def result(self) -> AccessCounts:
         """Return what was counted. Raises TraceError if there are more than `MAX_DISTINCT_IDS` different ids."""
         counts = self._counter.fold()
         if not self._counter.is_exact:
-            raise TraceError(f"{self._where}: more than {MAX_DISTINCT_IDS} different ids; count a sample of the trace")
+            raise TraceError(f"{self.where}: more than {MAX_DISTINCT_IDS} different ids; count a sample of the trace")
         return counts
 
 
@@ -93,7 +112,8 @@ def read_traces(traces: Iterable[str], features: Collection[str]) -> dict[str, A
 def _read(trace: str, features: Collection[str]) -> Mapping[str, AccessCounts]:
     suffix = Path(trace).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        return (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features)
+        counters = (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features)
+        return {name: counter.result() for name, counter in counters.items()}
     feature, _, file = trace.partition("=")
     if not file or Path(file).suffix != ".npy":
         raise TraceError(f"trace {cut(trace)!r}: expected FEATURE=FILE.npy, or a file .csv or .parquet")
@@ -110,95 +130,68 @@ def map_npy(file: Path) -> npt.NDArray[Any]:
         raise TraceError(f"{file}: not an array that can be read: {cut(error)}") from error
 
 
-def _wanted(path: Path, columns: Collection[str], features: Collection[str]) -> list[str]:
-    wanted = [name for name in columns if name in features]
-    if not wanted:
-        raise TraceError(
-            f"{path}: none of its columns {cut(list(columns))} is a feature; these are {cut(sorted(features))}"
-        )
-    if len(set(wanted)) != len(wanted):
-        raise TraceError(f"{path}: a column is there twice: {cut(wanted)}")
-    return wanted
+def _counters(path: Path, columns: Collection[str], features: Collection[str]) -> dict[str, _IdCounter]:
+    names = [name for name in columns if name in features]
+    if not names:
+        limit = f"is a feature; these are {cut(sorted(features))}"
+        raise TraceError(f"{path}: none of its columns {cut(list(columns))} {limit}")
+    if len(set(names)) != len(names):
+        raise TraceError(f"{path}: a column is there twice: {cut(names)}")
+    return {name: _IdCounter(f"{path}, column {name!r}") for name in names}
 
 
-def _read_csv(path: Path, features: Collection[str]) -> dict[str, AccessCounts]:
-    """Count cells as texts, then what they mean: whether a column is of numbers is known once all of it was seen."""
+def _read_csv(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = csv.reader(file)
             header = next(lines, [])
-            wanted = _wanted(path, header, features)
-            at = {name: header.index(name) for name in wanted}
-            texts: dict[str, Counter[str]] = {name: Counter() for name in wanted}
+            counters = _counters(path, header, features)
+            texts: dict[str, Counter[str]] = {name: Counter() for name in counters}
             while piece := list(islice(lines, _PIECE_LINES)):
-                if any(len(line) != len(header) for line in piece):
-                    number = next(line for line in piece if len(line) != len(header))
-                    raise TraceError(f"{path}: a line of {len(number)} cells; the header has {len(header)}")
-                columns = list(zip(*piece, strict=True))
+                if sizes := {len(line) for line in piece} - {len(header)}:
+                    raise TraceError(f"{path}: a line of {min(sizes)} cells; the header has {len(header)}")
+                for name, column in zip(header, zip(*piece, strict=True), strict=True):
+                    if name in texts:
+                        texts[name].update(column)
                 for name, seen in texts.items():
-                    seen.update(columns[at[name]])
                     if len(seen) > MAX_DISTINCT_TEXTS:
-                        raise TraceError(
-                            f"{path}: column {name!r} has more than {MAX_DISTINCT_TEXTS} different cells; take Parquet"
-                        )
+                        limit = f"more than {MAX_DISTINCT_TEXTS} different cells; take Parquet"
+                        raise TraceError(f"{path}: column {name!r} has {limit}")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: can't be read: {cut(error)}") from error
-    return {name: _of_texts(f"{path}, column {name!r}", seen) for name, seen in texts.items()}
+    for name, counter in counters.items():
+        counter.add_texts(texts[name])
+    return counters
 
 
-def _of_texts(where: str, seen: Counter[str]) -> AccessCounts:
-    """Count ids by their texts; an empty one is no id."""
-    seen.pop("", None)
-    texts, counts = list(seen), np.fromiter(seen.values(), np.int64, len(seen))
-    if texts and len(longest := max(texts, key=len)) > MAX_STRING_ID_BYTES:
-        raise TraceError(f"{where}: an id of {len(longest)} characters; at most {MAX_STRING_ID_BYTES} are allowed")
-    counter = _IdCounter(where)
-    numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
-    if all(numbers):
-        try:
-            counter.add(np.array([int(text) for text in texts], np.int64), counts)
-        except OverflowError as error:
-            raise TraceError(f"{where}: an id is not in [0, 2^63)") from error
-    else:
-        has_numbers = any(numbers)
-        for text in texts:
-            if _FLOAT.fullmatch(text) or (has_numbers and _MISSING.fullmatch(text)):
-                raise TraceError(
-                    f"{where}: {text!r} is neither a whole number nor a string; where there is no id, leave it empty"
-                )
-        counter.add(fingerprint_strings(texts), counts)
-    return counter.result()
-
-
-def _read_parquet(path: Path, features: Collection[str]) -> dict[str, AccessCounts]:
+def _read_parquet(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
     """Count columns of whole numbers, of strings, or of lists of either: a list is a bag."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise TraceError(f"{path}: Parquet needs pyarrow: pip install 'shardrank[parquet]'") from error
+    types = pyarrow.types
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        wanted = _wanted(path, file.schema_arrow.names, features)
-        counters = {name: _IdCounter(f"{path}, column {name!r}") for name in wanted}
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
-            for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                counters[name].add(*_arrow_counts(pyarrow, f"{path}, column {name!r}", column))
+        counters = _counters(path, file.schema_arrow.names, features)
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=list(counters)):
+            for name, bags in zip(batch.schema.names, batch.columns, strict=True):
+                column = bags
+                while types.is_list(column.type) or types.is_large_list(column.type):
+                    column = column.flatten()
+                if types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                seen = column.drop_null().value_counts()
+                ids = seen.field("values")
+                if types.is_integer(ids.type):
+                    numbers = ids.to_numpy(zero_copy_only=False)
+                elif types.is_string(ids.type) or types.is_large_string(ids.type):
+                    numbers = fingerprint_strings(ids.to_pylist())
+                else:
+                    limit = f"ids must be whole numbers or strings, or lists of them; got {ids.type}"
+                    raise TraceError(f"{counters[name].where}: {limit}")
+                counters[name].add(numbers, seen.field("counts").to_numpy().astype(np.int64))
     except (OSError, pyarrow.ArrowException) as error:
         raise TraceError(f"{path}: can't be read: {cut(error)}") from error
-    return {name: counter.result() for name, counter in counters.items()}
-
-
-def _arrow_counts(pyarrow: Any, where: str, column: Any) -> tuple[npt.NDArray[Any], Int64Array]:
-    types = pyarrow.types
-    while types.is_list(column.type) or types.is_large_list(column.type):
-        column = column.flatten()
-    column = column.drop_null()
-    if types.is_integer(column.type):
-        return np.unique(column.to_numpy(zero_copy_only=False), return_counts=True)
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if not (types.is_string(column.type) or types.is_large_string(column.type)):
-        raise TraceError(f"{where}: ids must be whole numbers or strings, or lists of them; got {column.type}")
-    seen = column.value_counts()
-    return fingerprint_strings(seen.field("values").to_pylist()), seen.field("counts").to_numpy().astype(np.int64)
+    return counters

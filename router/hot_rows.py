@@ -20,7 +20,7 @@ from pydantic import Field
 
 from loader.access_counts import AccessCounter
 from loader.snapshot.tables import Frozen
-from shard_node.access_counts import HALF_LIFE, MAX_ROWS, MAX_VALUES, MIN_QUEUED, TABLE_SHIFT, LookupSampler
+from shard_node.access_counts import TABLE_SHIFT, LookupSampler
 from shard_node.answer import Answer, Forms
 from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
@@ -33,15 +33,11 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 StoredRows: TypeAlias = npt.NDArray[np.uint8]
 HotPolicy: TypeAlias = Literal["learning", "static"]
 
-COPY_BYTES: Final = 512 << 10
-"""Of rows that are copied while row updates wait."""
-ROW_OVERHEAD_BYTES: Final = 13
-"""Of a set beside row and index: its key, a counter of its lookups, whether it is filled."""
+ROW_OVERHEAD_BYTES: Final = 57
+"""Of a set for each row, at most: its key, whether it is filled, and four entries of the index."""
 _EMPTY: Final = -1
-_ENTRY_BYTES: Final = 12
 # Multiply-shift (Dietzfelbinger et al., 1997); the golden ratio spreads rows that follow one another evenly.
-_FACTORS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
-_LONG_PROBE: Final = 32
+_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class HotRowsConfig(Frozen):
@@ -59,33 +55,25 @@ class HotRowsConfig(Frozen):
 class HotIndex:
     """Finds keys exactly: open addressing with linear probing, at most half full, in rounds of vector operations.
 
-    Keys lie in the order of their home places, so no key is farther from its own than the longest probe, which ends
+    Keys are in the order of their home places, so no key is farther from its home than the longest probe, which ends
     every search. `keys`, int64 [n], are not negative, none twice; a key's number is its position there.
     """
 
     def __init__(self, keys: Int64Array) -> None:
-        self._shift = np.uint64(64 - _index_bits(keys.size))
-        for number, factor in enumerate(_FACTORS):
-            self._factor = np.uint64(factor)
-            home = self._homes(keys)
-            order = np.argsort(home, kind="stable")
-            in_order = home.take(order)
-            steps = np.arange(keys.size)
-            # Each as near to its home as those before it allow.
-            place = np.maximum.accumulate(in_order - steps) + steps
-            self._longest = int((place - in_order).max(initial=0))
-            if self._longest <= _LONG_PROBE or number == len(_FACTORS) - 1:
-                break
-        size = max(1 << _index_bits(keys.size), int(place.max(initial=-1)) + 1) + 1
+        bits = max(1, (2 * keys.size - 1).bit_length())
+        self._shift = np.uint64(64 - bits)
+        home = self._homes(keys)
+        order = np.argsort(home, kind="stable")
+        in_order, steps = home.take(order), np.arange(keys.size)
+        # Each as near to its home as those before it allow.
+        place = np.maximum.accumulate(in_order - steps) + steps
+        self._longest = int((place - in_order).max(initial=0))
+        size = max(1 << bits, int(place.max(initial=-1)) + 1) + 1
         self._entries = np.full(size, _EMPTY, np.int64)
         self._entries[place] = keys.take(order)
         self._numbers = np.zeros(size, np.int32)
         self._numbers[place] = order
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that it takes."""
-        return self._entries.nbytes + self._numbers.nbytes
+        self.size_bytes = self._entries.nbytes + self._numbers.nbytes
 
     def find(self, keys: Int64Array) -> tuple[Int64Array, BoolArray]:
         """Find keys, int64 [n]: their places here, int64 [n], and whether each is here at all, bool [n]."""
@@ -111,23 +99,9 @@ class HotIndex:
         return self._numbers.take(at)
 
     def _homes(self, keys: Int64Array) -> Int64Array:
-        homes = keys.view(np.uint64) * self._factor
+        homes = keys.view(np.uint64) * _FACTOR
         homes >>= self._shift
         return homes.view(np.int64)
-
-
-def _index_bits(num_keys: int) -> int:
-    return max(1, (2 * num_keys - 1).bit_length())
-
-
-def index_bytes(num_keys: int) -> int:
-    """Count the bytes of an index at most, but for the few that keys at its end may take."""
-    return _ENTRY_BYTES << _index_bits(num_keys)
-
-
-def set_bytes(num_rows: int, rows_bytes: int) -> int:
-    """Count the bytes of a set of so many rows, which take `rows_bytes` themselves."""
-    return rows_bytes + ROW_OVERHEAD_BYTES * num_rows + index_bytes(num_rows)
 
 
 class HotSet:
@@ -139,46 +113,34 @@ class HotSet:
 
     Attributes:
         keys: as given.
+        size_bytes: memory that it uses.
         users: lookups that use it now; counted by `HotRows`.
         is_filled: bool [n], which rows were written.
     """
 
     def __init__(self, layout: TableLayout, keys: Int64Array) -> None:
-        self.keys = keys
-        self.users = 0
+        self.keys, self.users = keys, 0
         self.is_filled = np.zeros(keys.size, np.bool_)
         self._index = HotIndex(keys)
-        # The first key of each table, then n.
+        # The first number of each table, then n.
         self._starts: Int64Array = keys.searchsorted(np.arange(len(layout.tables) + 1, dtype=np.int64) << TABLE_SHIFT)
+        self._group_starts = self._starts[[*(group.first_table for group in layout.groups), -1]]
+        # An engine of tables that have these rows alone, undivided and in order.
+        sizes = zip(layout.tables, np.maximum(np.diff(self._starts), 1).tolist(), strict=True)
+        tables = (table.model_copy(update={"num_embeddings": size}) for table, size in sizes)
+        self._layout = replace(layout, tables=tuple(tables))
         self._arenas: list[Arena] = []
         places: list[TablePlace] = []
-        for number, group in enumerate(layout.groups):
-            first, end = int(self._starts[group.first_table]), int(self._starts[group.end_table])
-            # Torch can't view an array without rows.
-            rows = allocate_rows(max(1, end - first), group.row_bytes)
+        for number, (group, count) in enumerate(zip(layout.groups, np.diff(self._group_starts).tolist(), strict=True)):
+            rows = allocate_rows(max(1, count), group.row_bytes)  # Torch can't view an array without rows.
             self._arenas.append(Arena(group.dtype, group.embedding_dim, rows, {0: rows.nbytes}, "ram"))
-            for start in self._starts[group.first_table : group.end_table].tolist():
-                arena = np.full((1, 1), number, np.uint16)
-                places.append(TablePlace(ALL_BITS, 0, arena, np.full((1, 1), start - first, np.int64)))
-        # An engine of tables that have these rows alone, whole and in order: a row's number there counts those below.
-        counts = np.diff(self._starts).tolist()
-        self._layout = replace(
-            layout,
-            tables=tuple(
-                table.model_copy(update={"num_embeddings": max(1, count)})
-                for table, count in zip(layout.tables, counts, strict=True)
-            ),
-        )
+            for start in self._starts[group.first_table : group.end_table] - self._group_starts[number]:
+                places.append(TablePlace(ALL_BITS, 0, np.full((1, 1), number, np.uint16), np.full((1, 1), start)))
         arenas = [range(number, number + 1) for number in range(len(layout.groups))]
-        tiers = ["ram"] * len(places)
-        self._engine = CpuEngine(self._layout, self._arenas, arenas, Placement(self._layout, places), tiers)  # type: ignore[arg-type]
-        self._first_of_group = self._starts[[group.first_table for group in layout.groups]]
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that it takes."""
-        rows = sum(use.size_bytes for use in self._engine.memory())
-        return rows + self._index.size_bytes + ROW_OVERHEAD_BYTES * self.keys.size
+        placement = Placement(self._layout, places)
+        self._engine = CpuEngine(self._layout, self._arenas, arenas, placement, ["ram"] * len(places))
+        rows_bytes = sum(use.size_bytes for use in self._engine.memory())
+        self.size_bytes = rows_bytes + self._index.size_bytes + keys.nbytes + self.is_filled.nbytes
 
     def find(self, bags: KeyedBags) -> HotLookup:
         """Find which values of bags of tables are here."""
@@ -209,39 +171,30 @@ class HotSet:
             writes.append((table, numbers - self._starts[table], stored[is_here]))
         return self._engine.write_together(writes) if any(rows.size for _, rows, _ in writes) else 0
 
-    def take(self, group: int, numbers: Int64Array) -> StoredRows:
-        """Copy rows of one group by the numbers of their keys, int64 [m]: uint8 [m, row_bytes]. Nobody may write."""
-        return self._arenas[group].take(numbers - self._first_of_group[group])
+    def read(self, numbers: Int64Array) -> list[StoredRows]:
+        """Copy rows by the numbers of their keys, int64 [m], ascending: those of each group. Nobody may write."""
+        edges = numbers.searchsorted(self._group_starts).tolist()
+        pieces = zip(self._arenas, self._group_starts, pairwise(edges), strict=False)
+        return [arena.take(numbers[first:end] - start) for arena, start, (first, end) in pieces]
 
-    def put(self, group: int, numbers: Int64Array, stored: StoredRows) -> None:
-        """Fill in rows of one group that are not written yet. Nobody may pool from it, or write."""
-        is_open = ~self.is_filled.take(numbers)
-        numbers, stored = numbers[is_open], stored[is_open]
-        self._arenas[group].write(numbers - self._first_of_group[group], stored)
+    def fill(self, numbers: Int64Array, stored: Sequence[StoredRows]) -> None:
+        """Write rows that were not written yet: as those of `read`. Nobody may pool from it, or write."""
+        edges = numbers.searchsorted(self._group_starts).tolist()
+        for number, (first, end) in enumerate(pairwise(edges)):
+            of_group = numbers[first:end]
+            is_open = ~self.is_filled.take(of_group)
+            self._arenas[number].write(of_group[is_open] - self._group_starts[number], stored[number][is_open])
         self.is_filled[numbers] = True
 
-    def groups_of(self, numbers: Int64Array) -> Iterator[tuple[int, Int64Array]]:
-        """Divide numbers of keys, ascending, by group."""
-        edges = [*numbers.searchsorted(self._first_of_group).tolist(), numbers.size]
-        for group, (first, end) in enumerate(pairwise(edges)):
-            if first < end:
-                yield group, numbers[first:end]
-
     def close(self) -> None:
-        """Free the rows. Nobody may use it."""
-        self._engine.close()
+        """Free the rows. Nobody may use it; one without rows may be used again."""
+        if self.keys.size:
+            self._engine.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HotLookup:
-    """What of one batch is in a set.
-
-    Attributes:
-        hot: the set.
-        keys: int64 [n], of all values.
-        at: int64 [n], the place of each that is here.
-        is_hit: bool [n], whether it is.
-    """
+    """What of one batch is in a set: its values' keys, int64 [n], their places, int64 [n], and which are hits, bool."""
 
     hot: HotSet
     keys: Int64Array
@@ -254,24 +207,23 @@ class HotRows:
 
     Args:
         layout: the model's tables.
-        max_counted: rows whose hits are counted.
         learned: counts all lookups, for a keeper that learns; None if nobody does.
 
     Attributes:
+        current: the set in use.
         access: how often each row was looked up here; nodes never hear of these lookups.
-        learned: as given.
         deltas: how far its rows are along their stream of deltas.
     """
 
-    def __init__(self, layout: TableLayout, max_counted: int = MAX_ROWS, learned: AccessCounter | None = None) -> None:
+    def __init__(self, layout: TableLayout, learned: AccessCounter | None = None) -> None:
         self.layout, self.learned = layout, learned
-        counter = AccessCounter(max_counted, min(max(max_counted, MAX_VALUES), MIN_QUEUED), HALF_LIFE)
-        self.access = LookupSampler(layout, counter=counter)
+        self.access = LookupSampler(layout)
         self.deltas = DeltaPosition()
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self.current = HotSet(layout, np.empty(0, np.int64))
-        self._pending: HotSet | None = None
+        self._empty = HotSet(layout, np.empty(0, np.int64))
+        # In use, being filled, and used before: each may be the same as another.
+        self.current = self._pending = self._retired = self._empty
         self._counts = np.zeros((2, len(layout.tables)), np.int64)
 
     @property
@@ -280,14 +232,14 @@ class HotRows:
         return self
 
     def counts(self) -> tuple[Int64Array, Int64Array]:
-        """Return all lookups of each table, int64 [tables], and those that found their row, int64 [tables]."""
+        """Return lookups of each table since the last call, int64 [tables], and those that found their row."""
         with self._lock:
-            lookups, hits = self._counts.copy()
-        return lookups, hits
+            counts, self._counts = self._counts, np.zeros_like(self._counts)
+        return counts[0], counts[1]
 
     @contextmanager
     def used(self) -> Iterator[tuple[HotSet, int]]:
-        """Give the set for one batch of lookups, and a delta that all of its rows have: they stay while the block runs.
+        """Yield the set for one batch of lookups, and a delta that all of its rows have; it stays while the block runs.
 
         Both are of one moment: of deltas that are applied after another set is in use, this one never hears.
         """
@@ -316,44 +268,36 @@ class HotRows:
         """As `Engine.write_rows`, to the rows in use and to those that are being filled in."""
         of_tables = self.layout.rows_by_table(table, rows, stored)
         with self._writing:
-            if self._pending is not None:
+            if self._pending is not self.current:
                 self._pending.write_rows(rows, of_tables)
             return self.current.write_rows(rows, of_tables)
 
-    def begin(self, keys: Int64Array) -> HotSet:
-        """Begin to fill a set with rows, int64 [n] keys, ascending. What the set in use has of them is copied."""
-        pending, current = HotSet(self.layout, keys), self.current
+    def begin(self, pending: HotSet) -> None:
+        """Have a set, which is going to be filled, get row updates from now on. The set in use ends what was begun."""
         with self._writing:
             self._pending = pending
-        numbers = np.flatnonzero(np.isin(keys, current.keys, assume_unique=True))
-        for group, of_group in pending.groups_of(numbers):
-            step = max(1, COPY_BYTES // self.layout.groups[group].row_bytes)
-            for first in range(0, of_group.size, step):
-                piece = of_group[first : first + step]
-                with self._writing:
-                    stored = current.take(group, current.keys.searchsorted(keys.take(piece)))
-                    pending.put(group, piece, stored)
-        return pending
 
-    def put(self, pending: HotSet, group: int, numbers: Int64Array, stored: StoredRows) -> None:
+    def copy(self, pending: HotSet, numbers: Int64Array) -> None:
+        """Fill in what the set in use has of rows of a set that has begun: numbers of keys, int64 [m], ascending."""
+        keys = pending.keys.take(numbers)
+        is_known = np.isin(keys, self.current.keys, assume_unique=True)
+        at = self.current.keys.searchsorted(keys[is_known])
+        with self._writing:
+            pending.fill(numbers[is_known], self.current.read(at))
+
+    def fill(self, pending: HotSet, numbers: Int64Array, stored: Sequence[StoredRows]) -> None:
         """Fill in rows of a set that has begun. A row update that came meanwhile counts, and not what was read."""
         with self._writing:
-            pending.put(group, numbers, stored)
+            pending.fill(numbers, stored)
 
-    def use(self, pending: HotSet) -> HotSet:
-        """Put a set that is filled in use. Returns the one before, which must be closed once it has no users."""
+    def use(self, pending: HotSet | None) -> HotSet:
+        """Put a set that is filled in use, or none. Return the one before, to be closed once it has no users."""
         with self._writing, self._lock:
-            before, self.current, self._pending = self.current, pending, None
-        return before
-
-    def drop(self) -> None:
-        """Free the set that is being filled, if there is one."""
-        with self._writing:
-            pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.close()
+            self._retired, self.current = self.current, pending or self._empty
+            self._pending = self.current
+        return self._retired
 
     def close(self) -> None:
         """Free all rows. No lookup, and nobody who writes, may be left."""
-        self.drop()
-        self.use(HotSet(self.layout, np.empty(0, np.int64))).close()
+        for hot in (self._pending, self._retired, self.use(None)):
+            hot.close()

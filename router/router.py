@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -316,55 +317,40 @@ class Router:
     async def _pool(
         self, model: str, version: int, bags: CheckedBags, deadline: float, forms: Forms, times: LookupTimes
     ) -> tuple[list[Float32Array], int]:
-        if self._hot is None:
-            blocks, _, sequence = await self._pool_with(None, model, version, bags, deadline, forms, times)
-            return blocks, sequence
-        with self._hot.used() as (hot, hot_sequence):
+        """Return the blocks, and a delta that all rows have."""
+        num_shards, down = len(self._shards), dict[int, ShardrankError]()
+        with nullcontext() if self._hot is None else self._hot.used() as used:
             began = self._clock()
-            found = hot.find(bags)
-            times.split_s += self._clock() - began
-            blocks, parts, sequence = await self._pool_with(found, model, version, bags, deadline, forms, times)
-            hits = next((part for part in parts if part.owner == len(self._shards)), None)
-            self._hot.looked_up(bags, found, hits)
-            return blocks, sequence if hits is None else min(sequence, hot_sequence)
-
-    async def _pool_with(
-        self,
-        found: HotLookup | None,
-        model: str,
-        version: int,
-        bags: CheckedBags,
-        deadline: float,
-        forms: Forms,
-        times: LookupTimes,
-    ) -> tuple[list[Float32Array], list[Part], int]:
-        """Return the blocks, the parts that they were added from, and the least delta that shards had applied."""
-        began = self._clock()
-        down: dict[int, ShardrankError] = {}
-        while True:
-            parts = self._parts(bags, found)
-            asked = self._clock()
-            times.split_s += asked - began
-            # A shard that is down is split to again only if nobody else has the rows that it was asked for.
-            for part in parts:
-                if part.owner in down:
-                    raise down[part.owner]
-            try:
-                answers = await self._ask(found, model, version, parts, deadline, forms)
-            except _ShardDownError as failure:
-                began = self._clock()
-                times.shard_wait_s += began - asked
-                down[failure.shard] = failure.error
-                self._rests_until[failure.shard] = began + REST_S
-                continue
+            lookup = None if used is None else used[0].find(bags)
+            while True:
+                parts = self._parts(bags, lookup)
+                sent = self._clock()
+                times.split_s += sent - began
+                # A shard that is down is split to again only if nobody else has the rows that it was asked for.
+                for part in parts:
+                    if part.owner in down:
+                        raise down[part.owner]
+                try:
+                    answers = await self._ask(lookup, model, version, parts, deadline, forms)
+                except _ShardDownError as failure:
+                    began = self._clock()
+                    times.shard_wait_s += began - sent
+                    down[failure.shard] = failure.error
+                    self._rests_until[failure.shard] = began + REST_S
+                    continue
+                break
             answered = self._clock()
-            times.shard_wait_s += answered - asked
+            times.shard_wait_s += answered - sent
             for answer in answers:
                 times.count(answer)
             blocks = add_answers(self.plan.layout, bags, parts, answers)
             times.add_s += self._clock() - answered
-            told = (one.sequence for one, part in zip(answers, parts, strict=True) if part.owner < len(self._shards))
-            return blocks, parts, min(told, default=NEWEST_SEQUENCE)
+            hits = next((part for part in parts if part.owner == num_shards), None)
+            reached = [answer.sequence for answer, part in zip(answers, parts, strict=True) if part is not hits]
+            if self._hot is not None and used is not None and lookup is not None:
+                self._hot.looked_up(bags, lookup, hits)
+                reached += [] if hits is None else [used[1]]
+            return blocks, min(reached, default=NEWEST_SEQUENCE)
 
     def _parts(self, bags: KeyedBags, found: HotLookup | None) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""

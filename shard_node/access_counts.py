@@ -11,7 +11,7 @@ does, observes those in another one: no count is of all lookups, only their sum 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from loader.access_counts import AccessCounter, AccessCounts
 from shard_node.bags import Int64Array, TableLayout
-from shard_node.errors import InvalidBagsError
 
 SAMPLE_EVERY: Final = 256
 MAX_VALUES: Final = 4_096
@@ -29,33 +28,10 @@ MAX_ROWS: Final = 5 << 19
 MIN_QUEUED: Final = 1 << 18
 HALF_LIFE: Final = 2.0**30
 """Counted lookups after which a count weighs half, so that none passes 31 bits."""
-MAX_PART_ROWS: Final = 1 << 18
-"""Rows of one COUNTS_ANSWER: a megabyte."""
+MAX_FILE_BYTES: Final = 24 << 20
+"""Of the rows that have a count, in a file of access counts: 8 for each, and the names of tables."""
 TABLE_SHIFT: Final = 32
 """A key is table << 32 | row; no table has more rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class CountedPart:
-    """How often some rows of a table that follow one another were looked up, as counted in one place.
-
-    Attributes:
-        table: its name.
-        num_tables: of the model, numbered in layout order.
-        num_embeddings: rows of this one.
-        first_row: of the part.
-        counts: uint32 [n], of its rows.
-        lookups: values that this place was told of, of all tables.
-        total: what was counted of them: a count stands for `lookups / total` lookups.
-    """
-
-    table: str
-    num_tables: int
-    num_embeddings: int
-    first_row: int
-    counts: npt.NDArray[np.uint32]
-    lookups: int
-    total: int
 
 
 class LookupSampler:
@@ -67,6 +43,9 @@ class LookupSampler:
         sample_every: batches of which one is counted.
         max_values: values of one batch that are counted; of more, as many at random, each for its share.
         counter: what counts them; keys are table << 32 | row.
+
+    Attributes:
+        lookups: values of all batches that were observed, counted or not.
     """
 
     def __init__(
@@ -84,18 +63,13 @@ class LookupSampler:
         self._counter = counter or AccessCounter(MAX_ROWS, MIN_QUEUED, HALF_LIFE)
         self._lock = threading.Lock()
         self._position = self._chosen = 0
-        self._lookups = 0
+        self.lookups = 0
         self._folder = threading.Thread()
-
-    @property
-    def lookups(self) -> int:
-        """Values of all batches that were told of, counted or not."""
-        return self._lookups
 
     def observe(
         self, tables: npt.NDArray[np.integer], values_per_key: Int64Array, values: npt.NDArray[np.integer]
     ) -> None:
-        """Tell of a batch, which is counted or not; of every one, since `lookups` lacks what is left out.
+        """Count a batch, or leave it out of the sample. To be called with every one.
 
         Args:
             tables: integers [S], the table of each key, by its number in the layout; one may be there twice.
@@ -103,7 +77,7 @@ class LookupSampler:
             values: integers [n], the rows, key by key; the caller has checked that they are in their tables.
         """
         with self._lock:
-            self._lookups += values.size
+            self.lookups += values.size
             # One of `sample_every`, at a random place: a fixed one would meet periodic traffic out of step.
             if self._position == 0:
                 self._chosen = int(self._rng.integers(self._sample_every))
@@ -141,24 +115,5 @@ class LookupSampler:
     def estimated_lookups(self) -> dict[str, AccessCounts]:
         """Return how often each row was looked up, by table, as far as the sample says it."""
         counted = self.counts()
-        scale = self._lookups / max(self._counter.total, 1.0)
-        return {name: table.scaled(scale) for name, table in counted.items()}
-
-    def part(self, table: int, first_row: int, max_rows: int = MAX_PART_ROWS) -> CountedPart:
-        """Return what was counted of at most so many rows of a table, by its number.
-
-        Raises:
-            InvalidBagsError: no such table or row, or a number of rows that is not within 1 to MAX_PART_ROWS.
-        """
-        tables = self._layout.tables
-        if not 0 <= table < len(tables):
-            raise InvalidBagsError(f"table {table} is not within 0..{len(tables) - 1}")
-        name, num_rows = tables[table].name, tables[table].num_embeddings
-        if not 0 <= first_row < num_rows:
-            raise InvalidBagsError(f"table {name!r}: first row {first_row} is not within 0..{num_rows - 1}")
-        if not 1 <= max_rows <= MAX_PART_ROWS:
-            raise InvalidBagsError(f"table {name!r}: {max_rows} rows are not within 1..{MAX_PART_ROWS}")
-        counted, first = self._counter.fold(), (table << TABLE_SHIFT) + first_row
-        counts = counted[first : first + min(max_rows, num_rows - first_row)]
-        lookups, total = self._lookups, round(self._counter.total)
-        return CountedPart(name, len(tables), num_rows, first_row, counts, lookups, total)
+        scale = self.lookups / max(self._counter.total, 1.0)
+        return {name: replace(table, counts=table.counts * scale) for name, table in counted.items()}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms, rounded
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.buckets import Message, NodeIdentity
@@ -231,10 +230,6 @@ class ShardNode:
             self.generations.release(generation)
         sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
         return Answer(sums, answer.stored, sequence=sequence)
-
-    def counts(self, model: str, version: int, table: int, first_row: int, max_rows: int) -> CountedPart:
-        """Return how often rows of a table were looked up. Raises as `LookupSampler.part`, GenerationNotFoundError."""
-        return self.generations.payload(model, version).engine.access.part(table, first_row, max_rows)
 
     def info(
         self, cards_of: Callable[[Generation[LoadedTables]], CardsUse | None] = lambda one: one.payload.engine.cards()

@@ -15,7 +15,7 @@ from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_com
 from loadtest.bench.tables import MODEL, UniformTables, make_router, node_process
 from loadtest.load.loops import cpu_seconds
 from router.hot_keeper import learning_counter
-from router.hot_rows import HotRows
+from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
 from router.router import Router
 from shard_node.access_counts import TABLE_SHIFT
@@ -110,9 +110,9 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
     """Hold copies of the first rows of each table."""
     hot, tables = HotRows(plan.layout), snapshot.spec.tables
     keys = (np.arange(len(tables))[:, None] << TABLE_SHIFT) + np.arange(count)
-    pending = hot.begin(keys.reshape(-1))
+    pending = HotSet(plan.layout, keys.reshape(-1))
     stored = np.concatenate([snapshot.read_rows(table.name, 0, count) for table in tables])
-    hot.put(pending, 0, np.arange(keys.size), stored)
+    hot.fill(pending, np.arange(keys.size), [stored])
     hot.use(pending).close()
     return hot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
@@ -23,8 +23,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from loader.access_counts import encode_access_counts, merged_by_table
 from loader.errors import ShardrankError
-from serving.api.access_counts import encode_counts, requested_version
 from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
@@ -37,6 +37,7 @@ from serving.formats.schema import RequestSchema, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel
+from shard_node.access_counts import LookupSampler
 from shard_node.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -302,9 +303,16 @@ class _Documents:
         add(_MODEL, model, what, response_model=ModelInfo, responses=responses)
 
         async def counts(request: Request) -> Response:
-            version = requested_version(request.query_params)
-            with service.lease(request.path_params["model"], version) as lease:
-                return Response(await asyncio.to_thread(encode_counts, lease.payload.access), media_type=BINARY)
+            if unknown := sorted(request.query_params.keys() - {"version"}):
+                problem = "there is no such parameter, only version: an answer has all rows of all tables"
+                raise InvalidRequestError(unknown[0], problem, kind="invalid_field")
+            version = request.query_params.get("version", "0")
+
+            def file(places: Sequence[LookupSampler]) -> bytes:
+                return encode_access_counts(merged_by_table(place.estimated_lookups() for place in places))
+
+            with service.lease(request.path_params["model"], parse_version("" if version == "0" else version)) as lease:
+                return Response(await asyncio.to_thread(file, lease.payload.access), media_type=BINARY)
 
         what = "How often rows were looked up in this process's memory, as a file of docs/snapshot-format.md"
         add(f"{_MODEL}/access-counts", counts, what, takes_body=True, right="admin", response_class=Response)

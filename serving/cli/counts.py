@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "SHARDRANK_TOKEN"
 _SCHEMES = ("http://", "https://")
+_MAX_ANSWER_BYTES = 1 << 28
+"""Of one process: more than the rows that all of its samplers count."""
+_MAX_SHOWN = 200
 
 
 @click.command(cls=WithExamples)
@@ -146,8 +149,8 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
             raise click.UsageError("--server needs --model.")
         key = model, version or 0
         counted = await asyncio.gather(
-            *(_node_counts(client, *key, timeout_s) for client in clients),
-            *(_server_counts(url, *key, options) for url in servers),
+            *(client.counts(*key, time.monotonic() + timeout_s) for client in clients),
+            *(asyncio.to_thread(_server_counts, url, *key, options) for url in servers),
         )
         sizes = [{name: table.limit for name, table in by_table.items()} for by_table in counted if by_table]
         if any(size != sizes[0] for size in sizes):
@@ -195,38 +198,35 @@ async def _live(client: ShardClient, model: str | None, version: int | None) -> 
     return model, live[model] if version is None else version
 
 
-async def _node_counts(client: ShardClient, model: str, version: int, timeout_s: float) -> dict[str, AccessCounts]:
-    """Return what a node has counted, a part of a table's rows after the other. Raises ShardrankError."""
-    import numpy as np
-
-    from loader.access_counts import AccessCounts
-    from shard_node.access_counts import MAX_PART_ROWS
-    from shard_node.wire.messages import CountsRequest
-
-    counted: dict[str, AccessCounts] = {}
-    num_tables = 1
-    while len(counted) < num_tables:
-        keys, lookups, first_row, num_rows, name = [], [], 0, 1, ""
-        while first_row < num_rows:
-            request = CountsRequest(model, version, len(counted), first_row, MAX_PART_ROWS)
-            part = await client.counts(request, time.monotonic() + timeout_s)
-            rows = np.flatnonzero(part.counts)
-            keys.append(first_row + rows)
-            # Places count different fractions of their batches: each count is taken for the lookups it stands for.
-            lookups.append(part.counts[rows] * (part.lookups / max(part.total, 1)))
-            first_row += part.counts.size
-            name, num_rows, num_tables = part.table, part.num_embeddings, part.num_tables
-        counted[name] = AccessCounts(np.concatenate(keys), np.concatenate(lookups), num_rows)
-    return counted
-
-
-async def _server_counts(url: str, model: str, version: int, options: Options) -> dict[str, AccessCounts]:
-    """Return what a serving process has counted. Raises UsageError, ShardrankError."""
+def _server_counts(url: str, model: str, version: int, options: Options) -> dict[str, AccessCounts]:
+    """Return what a serving process has counted. Blocks. Raises UsageError, NodeUnavailableError, RemoteError."""
     import ssl
+    import urllib.error
+    import urllib.request
+    from urllib.parse import quote
 
-    from serving.api.access_counts import fetch_counts
+    from loader.access_counts import decode_access_counts
+    from loader.errors import ExportError
+    from serving.errors import printable
+    from shard_node.errors import NodeUnavailableError, RemoteError
 
     if not url.startswith(_SCHEMES):
         raise click.UsageError(f"--server {url}: expected http://host:port or https://host:port.")
     tls = None if options["server_ca"] is None else ssl.create_default_context(cafile=str(options["server_ca"]))
-    return await asyncio.to_thread(fetch_counts, url, model, version, options["timeout_s"], options["token"], tls)
+    path = f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}/access-counts?version={version}"
+    headers = {} if options["token"] is None else {"Authorization": f"Bearer {options['token']}"}
+    try:
+        request = urllib.request.Request(path, headers=headers)
+        with urllib.request.urlopen(request, timeout=options["timeout_s"], context=tls) as answer:
+            data = answer.read(_MAX_ANSWER_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        text = printable(error.read(4 * _MAX_SHOWN).decode(errors="replace"), _MAX_SHOWN)
+        raise RemoteError(f"{url}: HTTP status {error.code}: {text}") from error
+    except (OSError, ValueError) as error:
+        raise NodeUnavailableError(f"{url}: {error}") from error
+    if len(data) > _MAX_ANSWER_BYTES:
+        raise RemoteError(f"{url}: the answer has more than {_MAX_ANSWER_BYTES} bytes")
+    try:
+        return decode_access_counts(data, url)
+    except ExportError as error:
+        raise RemoteError(f"malformed answer: {error}") from error

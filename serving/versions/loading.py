@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot, VerifiedFiles
-from router.hot_keeper import HotKeepers
+from router.hot_keeper import HotRowsKeeper
 from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from router.replicas import ReplicaSource, ReplicatedShard
@@ -108,9 +108,10 @@ def load_served_model(
 
             shards = replicated = replicated_shards(snapshot, plan, replicas, clock, source.replica_policy)
             if source.hot_rows is not None:
-                keepers = HotKeepers(source.hot_rows, on_status=service.metrics.hot_rows)
-                keeper = keepers.start(snapshot, plan, partial(replicated, ReplicaEvents()))
+                connect, on_status = partial(replicated, ReplicaEvents()), service.metrics.hot_rows
+                keeper = HotRowsKeeper(source.hot_rows, snapshot, plan, connect, on_status=on_status)
                 closing.callback(keeper.close)
+                keeper.start()
                 hot = keeper.rows
         else:
             for index in range(count):

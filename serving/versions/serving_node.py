@@ -39,7 +39,7 @@ from loader.snapshot.reader import Snapshot
 from loader.stores import open_store
 from loader.stores.cache import StoreUrl
 from router.errors import HotRowsError
-from router.hot_keeper import HotKeepers, HotStatus
+from router.hot_keeper import HotRowsKeeper, HotStatus
 from router.hot_rows import HotRows
 from router.outliers import ReplicaEvents
 from router.plan import Plan
@@ -51,7 +51,7 @@ from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import LoadOptions, ServedModel, ShardsFactory
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
-from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
+from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
 from shard_node.node import ShardNode
 from shard_node.wire.client import ShardClient
 from shard_node.wire.tls import client_context
@@ -103,7 +103,9 @@ class ServingNode:
     ) -> None:
         if config.hot_rows is not None and local is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
-        self._hot = None if config.hot_rows is None else HotKeepers(config.hot_rows, open_registry, self._tell_hot)
+        self._open_registry = open_registry
+        self._hot_rows: dict[str, HotRows] = {}
+        self._hot_memory = RowMemory()
         self._hot_reports: dict[tuple[str, int], HotReport] = {}
         self.address = ""
         self._fleet, self._service, self._config = fleet, service, config
@@ -331,24 +333,27 @@ class ServingNode:
         self, snapshot: Snapshot, topology: FleetRecord, closing: ExitStack
     ) -> tuple[Plan, ShardsFactory, HotRows | None]:
         """Return a version's plan and connections to shard nodes, and copies of its hot rows."""
-        key, clock = (snapshot.spec.model, snapshot.version), self._service.clock
+        model, version, clock, config = snapshot.spec.model, snapshot.version, self._service.clock, self._config
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
-        plan = Plan.of_snapshot(snapshot, *division, self._config.plan)
+        plan = Plan.of_snapshot(snapshot, *division, config.plan)
 
         def replicas(index: int) -> ReplicaSource:
-            current = partial(self.directory.current, *key, index)
+            current = partial(self.directory.current, model, version, index)
             return ReplicaSource(current, partial(ShardClient, clock=clock, tls=self._node_tls))
 
-        shards = replicated_shards(snapshot, plan, replicas, clock, self._config.replica_policy)
-        if self._hot is None:
+        shards = replicated_shards(snapshot, plan, replicas, clock, config.replica_policy)
+        if config.hot_rows is None:
             return plan, shards, None
         # Runs after the keeper has ended and reported for the last time.
-        closing.callback(self._hot_reports.pop, key, None)
-        keeper = self._hot.start(snapshot, plan, partial(shards, ReplicaEvents()))
+        closing.callback(self._hot_reports.pop, (model, version), None)
+        followed = self._open_registry, self._report_hot, self._hot_memory, self._hot_rows.get(model)
+        keeper = HotRowsKeeper(config.hot_rows, snapshot, plan, partial(shards, ReplicaEvents()), *followed)
         closing.callback(keeper.close)
+        self._hot_rows[model] = keeper.rows
+        keeper.start()
         return plan, shards, keeper.rows
 
-    def _tell_hot(self, status: HotStatus) -> None:
+    def _report_hot(self, status: HotStatus) -> None:
         self._service.metrics.hot_rows(status)
         key = status.model, status.version
         before = self._hot_reports.get(key, HotReport())

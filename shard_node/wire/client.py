@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from pydantic import Field
 
+from loader.access_counts import AccessCounts
 from loader.errors import DeadlineExceededError, OverloadedError
 from loader.snapshot.tables import Frozen
-from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, WireError
@@ -24,7 +24,6 @@ from shard_node.wire.connection import FrameConnection
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, MAX_BODY_BYTES, MAX_BUDGET_US, Frame, FrameType
 from shard_node.wire.messages import (
     Buffer,
-    CountsRequest,
     decode_answer,
     decode_counts_answer,
     decode_error,
@@ -301,23 +300,14 @@ class ShardClient:
             self._told = connections, info.identity.shard_index, info.takes_traces
         return info
 
-    async def counts(self, request: CountsRequest, deadline: float) -> CountedPart:
-        """Return how often rows of a table were looked up here, at least one row. Raises as `pool`.
-
-        There are fewer rows than were asked for at the end of the table.
-        """
-        part = await self._ask(
-            lambda request_id, budget_us: encode_counts(request_id, budget_us, request),
+    async def counts(self, model: str, version: int, deadline: float) -> dict[str, AccessCounts]:
+        """Return how often rows of a version were looked up on the node, by table. Raises as `pool`."""
+        return await self._ask(
+            lambda request_id, budget_us: encode_counts(request_id, budget_us, model, version),
             (FrameType.COUNTS_ANSWER,),
             lambda frame, _: decode_counts_answer(frame),
             deadline,
         )
-        if part.first_row != request.first_row or part.counts.size > request.max_rows:
-            told = f"{part.counts.size} rows from {part.first_row} on"
-            raise RemoteError(
-                f"{self.address}: counts of {told}, asked for {request.max_rows} from {request.first_row}"
-            )
-        return part
 
     async def close(self) -> None:
         """Cuts every connection and makes no new one; calls in flight fail with NodeUnavailableError. Idempotent."""

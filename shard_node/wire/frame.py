@@ -40,8 +40,9 @@ class FrameType(IntEnum):
     ERROR = 5
     GOAWAY = 6
     STORED = 7
-    COUNTS = 8
-    COUNTS_ANSWER = 9
+    # 8 and 9 were counts of a part of one table's rows.
+    COUNTS = 10
+    COUNTS_ANSWER = 11
 
 
 class FrameHeader(NamedTuple):

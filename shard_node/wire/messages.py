@@ -9,7 +9,7 @@ which forms of an answer its sender reads, and whether a trace's context follows
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
+from loader.access_counts import AccessCounts, decode_access_counts, encode_access_counts
+from loader.errors import DeadlineExceededError, ExportError, OverloadedError, ShardrankError
 from shard_node import errors
-from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, WireError
@@ -48,9 +48,7 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 
 _BODY = struct.Struct("<II")
 _ARRAY = struct.Struct("<HHIQ")
-_POOL_FIELDS = struct.Struct("<Q")
-_COUNTS_FIELDS = struct.Struct("<QIIQ")
-_COUNTS_ANSWER_FIELDS = struct.Struct("<IIQQQQ")
+_VERSION_FIELD = struct.Struct("<Q")
 _ERROR_FIELDS = struct.Struct("<HHHH")
 _PADDING = bytes(8)
 _SEQUENCE_FIELD = struct.Struct("<Q")
@@ -92,20 +90,6 @@ class PoolRequest:
         return KeyedBags(self.keys, counts, self.offsets, self.values, self.weights)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class CountsRequest:
-    """A COUNTS frame: asks how often rows of a table were looked up, from `first_row` on, at most `max_rows` of them.
-
-    `table` is a number in layout order.
-    """
-
-    model: str
-    version: int
-    table: int
-    first_row: int
-    max_rows: int
-
-
 def encode_pool(
     request_id: int,
     budget_us: int,
@@ -132,7 +116,7 @@ def encode_pool(
     ]
     if bags.weights is not None:
         arrays.append(np.ascontiguousarray(bags.weights, _FLOAT32))
-    fields = _POOL_FIELDS.pack(_checked_version(version)) + _model_name(model)
+    fields = _VERSION_FIELD.pack(_checked_version(version)) + _model_name(model)
     note = _TAKES_SEQUENCE | _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
     if trace is not None:
         note |= _HAS_TRACE
@@ -144,7 +128,7 @@ def encode_pool(
 def decode_pool(frame: Frame) -> PoolRequest:
     """Read a POOL frame. Raises WireError, naming the field that is malformed; so do all that decode."""
     fields, arrays = _decode(frame.body, "POOL")
-    (version,), model = _numbers_and_name(fields, _POOL_FIELDS, "POOL", "model")
+    (version,), model = _numbers_and_name(fields, _VERSION_FIELD, "POOL", "model")
     # Notes that this release does not know are of forms that it does not have either.
     note = _ARRAY.unpack_from(frame.body.data, _BODY.size)[1] if arrays else 0
     trace = _decode_trace(arrays.pop()) if note & _HAS_TRACE else None
@@ -222,44 +206,33 @@ def decode_info_answer(frame: Frame) -> NodeInfo:
         raise WireError(f"INFO_ANSWER fields are not a NodeInfo: {error}") from error
 
 
-def encode_counts(request_id: int, budget_us: int, request: CountsRequest) -> list[Buffer]:
-    """Encode a COUNTS frame. Raises WireError for a number that its field can't state, or a bad model name."""
-    for field, bits in (("table", 32), ("max_rows", 32), ("first_row", 64)):
-        if not 0 <= (number := getattr(request, field)) < 2**bits:
-            raise WireError(f"{field} {number} is not within 0..2^{bits}-1")
-    numbers = _checked_version(request.version), request.table, request.max_rows, request.first_row
-    fields = _COUNTS_FIELDS.pack(*numbers) + _model_name(request.model)
+def encode_counts(request_id: int, budget_us: int, model: str, version: int) -> list[Buffer]:
+    """Encode a COUNTS frame: asks how often rows of a version were looked up. Raises as `encode_pool`."""
+    fields = _VERSION_FIELD.pack(_checked_version(version)) + _model_name(model)
     return _encode(FrameType.COUNTS, request_id, fields, [], min(budget_us, MAX_BUDGET_US))
 
 
-def decode_counts(frame: Frame) -> CountsRequest:
-    """Read a COUNTS frame."""
-    fields = _decode_fields(frame.body, "COUNTS")
-    (version, table, max_rows, first_row), model = _numbers_and_name(fields, _COUNTS_FIELDS, "COUNTS", "model")
-    return CountsRequest(model, version, table, first_row, max_rows)
+def decode_counts(frame: Frame) -> tuple[str, int]:
+    """Read a COUNTS frame: the model and its version."""
+    (version,), model = _numbers_and_name(_decode_fields(frame.body, "COUNTS"), _VERSION_FIELD, "COUNTS", "model")
+    return model, version
 
 
-def encode_counts_answer(request_id: int, part: CountedPart) -> list[Buffer]:
-    """Encode a COUNTS_ANSWER frame: a part with its counts, which are below 2^31."""
-    numbers = part.num_tables, 0, part.num_embeddings, part.first_row, part.lookups, part.total
-    fields = _COUNTS_ANSWER_FIELDS.pack(*numbers) + _utf8(part.table, "table")
-    return _encode(FrameType.COUNTS_ANSWER, request_id, fields, [part.counts.view(np.int32)])
+def encode_counts_answer(request_id: int, lookups: Mapping[str, AccessCounts]) -> list[Buffer]:
+    """Encode a COUNTS_ANSWER frame: a file of access counts, by table."""
+    file = np.frombuffer(encode_access_counts(lookups), _UINT8)
+    return _encode(FrameType.COUNTS_ANSWER, request_id, b"", [file])
 
 
-def decode_counts_answer(frame: Frame) -> CountedPart:
+def decode_counts_answer(frame: Frame) -> dict[str, AccessCounts]:
     """Read a COUNTS_ANSWER frame."""
-    what = "COUNTS_ANSWER"
-    fields, arrays = _decode(frame.body, what)
-    numbers, table = _numbers_and_name(fields, _COUNTS_ANSWER_FIELDS, what, "table")
-    num_tables, _, num_embeddings, first_row, lookups, total = numbers
+    _, arrays = _decode(frame.body, "COUNTS_ANSWER")
     if len(arrays) != 1:
-        raise WireError(f"{what} num_arrays is {len(arrays)}, there must be 1")
-    counts = _flat(arrays[0], f"{what} counts", _INT32)
-    if counts.size and int(counts.min()) < 0:
-        raise WireError(f"{what} counts have {int(counts.min())}, none may be negative")
-    if not counts.size or first_row + counts.size > num_embeddings:
-        raise WireError(f"{what} counts of {counts.size} rows from {first_row} on, of {num_embeddings}")
-    return CountedPart(table, num_tables, num_embeddings, first_row, counts.view(np.uint32), lookups, total)
+        raise WireError(f"COUNTS_ANSWER num_arrays is {len(arrays)}, there must be 1")
+    try:
+        return decode_access_counts(_flat(arrays[0], "COUNTS_ANSWER file", _UINT8).tobytes(), "COUNTS_ANSWER")
+    except ExportError as error:
+        raise WireError(str(error)) from error
 
 
 def encode_goaway() -> list[Buffer]:

@@ -15,16 +15,14 @@ from pydantic import Field, model_validator
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
-from shard_node.access_counts import MAX_PART_ROWS
+from shard_node.access_counts import MAX_FILE_BYTES
 from shard_node.byte_budget import ByteAccount, Cause, check_buffer_bytes, default_buffer_bytes
 from shard_node.errors import InvalidBagsError, RemoteError, WireError
 from shard_node.node import ShardNode
 from shard_node.tracing import Span, error_text
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
 from shard_node.wire.messages import (
-    MAX_NAME_BYTES,
     Buffer,
-    CountsRequest,
     PoolRequest,
     array_section_bytes,
     decode_counts,
@@ -42,8 +40,6 @@ Answer = list[Buffer]
 # Of the event loop's time, for requests that a thread could pool as well; and what it may take at once after a pause.
 SPARE_SHARE = 0.5
 SPARE_SAVED_S = 0.005
-# Of an answer with access counts, beside the counts: its numbers and a name.
-_COUNTS_ANSWER_BYTES = HEADER.size + array_section_bytes(1) + 64 + MAX_NAME_BYTES
 
 
 class ServerLimits(Frozen):
@@ -170,10 +166,8 @@ class RequestHandler:
             elif frame.header.frame_type == FrameType.INFO:
                 answer(self._fitting(encode_info_answer(request_id, self._node.info())))
             elif frame.header.frame_type == FrameType.COUNTS:
-                asked = decode_counts(frame)
-                size_bytes = _COUNTS_ANSWER_BYTES + 4 * min(asked.max_rows, MAX_PART_ROWS)
-                self._refuse_large_answer(size_bytes)
-                self._in_thread(request_id, partial(self._counts, request_id, asked), size_bytes, answer, peer)
+                work = partial(self._counts, request_id, *decode_counts(frame))
+                self._in_thread(request_id, work, min(MAX_FILE_BYTES, self._limits.max_frame_bytes), answer, peer)
             else:
                 raise WireError(
                     f"frame type {frame.header.frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
@@ -318,10 +312,10 @@ class RequestHandler:
         span = Span("shardrank.pool", "server", own, request.trace, received, ended, attributes, (), error)
         self._node.sink.put(span)
 
-    def _counts(self, request_id: int, asked: CountsRequest) -> Answer:
+    def _counts(self, request_id: int, model: str, version: int) -> Answer:
         try:
-            part = self._node.counts(asked.model, asked.version, asked.table, asked.first_row, asked.max_rows)
-            return self._fitting(encode_counts_answer(request_id, part))
+            access = self._node.generations.payload(model, version).engine.access
+            return self._fitting(encode_counts_answer(request_id, access.estimated_lookups()))
         except Exception as error:
             return self.failure(request_id, error)
 

@@ -70,7 +70,7 @@ def test_an_array_that_is_no_trace_is_refused(tmp_path: Path, values: np.ndarray
         ("item,item\n1,2\n", "a column is there twice"),
         ("item,shop\n1\n", "a line of 1 cells; the header has 2"),
         ("item\n-1\n", "column 'item': id -1 is not in"),
-        ("item\n99999999999999999999\n", "an id is not in"),
+        ("item\n99999999999999999999\n", "id 99999999999999999999 is not in"),
         (f"item\n{'a' * 1025}\n", "an id of 1025 characters; at most 1024"),
         ("item\n\xff\n", "can't be read"),
         ("item\n1.0\n2.0\n", "column 'item': '1.0' is neither a whole number nor a string"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loader.access_counts import AccessCounter
 from router.errors import HotRowsError
-from router.hot_rows import HotIndex, HotRows, HotRowsConfig, index_bytes, set_bytes
+from router.hot_rows import ROW_OVERHEAD_BYTES, HotIndex, HotRows, HotRowsConfig, HotSet
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.bags import KeyedBags
 from shardrank_testing.snapshots import make_spec
@@ -38,7 +38,7 @@ def test_the_index_finds_what_a_dictionary_finds(keys, others):
     at, is_here = index.find(sought)
     assert is_here.tolist() == [key in numbers for key in sought.tolist()]
     assert index.numbers(at[is_here]).tolist() == [numbers[key] for key in sought.tolist() if key in numbers]
-    assert index.size_bytes <= index_bytes(ascending.size) + 12 * 64
+    assert index.size_bytes <= 48 * ascending.size + 12 * 64
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +114,20 @@ def test_a_row_update_reaches_the_set_in_use_and_the_next(stores):
     hot = HotRows(stored.layout)
     table = stored.layout.index["city"]
     hold(hot, stored.snapshot, hot_keys(stored.layout, {"city": [3, 5]}))
-    pending = hot.begin(hot_keys(stored.layout, {"city": [5, 9]}))
+    pending = HotSet(stored.layout, hot_keys(stored.layout, {"city": [5, 9]}))
+    hot.begin(pending)
     old = {row: stored.snapshot.read_rows("city", row, 1) for row in (3, 5, 9)}
     new = np.frombuffer(np.full((4, 4), 7.0, np.float32).tobytes(), np.uint8).reshape(4, 16)
     assert hot.write_rows(table, np.array([2, 3, 5, 9]), new) == 2
     numbers = np.array([0, 1])
-    group = next(group for group, _ in pending.groups_of(numbers))
     # What was read before the update came must not undo it.
-    hot.put(pending, group, numbers, np.concatenate([old[5], old[9]]))
+    hot.copy(pending, numbers)
+    number = next(n for n, group in enumerate(stored.layout.groups) if table < group.end_table)
+    rows = [np.zeros((0, group.row_bytes), np.uint8) for group in stored.layout.groups]
+    rows[number] = np.concatenate([old[5], old[9]])
+    hot.fill(pending, numbers, rows)
     hot.use(pending).close()
-    assert hot.current.take(group, numbers).tobytes() == new[:2].tobytes()
+    assert hot.current.read(numbers)[number].tobytes() == new[:2].tobytes()
 
 
 def test_a_set_in_use_keeps_its_delta(stores):
@@ -133,17 +137,19 @@ def test_a_set_in_use_keeps_its_delta(stores):
     hot.deltas.applied(7, 1.0, 0, 1.0)
     numbers = np.array([0])
     with hot.used() as (taken, sequence):
-        group = next(group for group, _ in taken.groups_of(numbers))
-        rows = taken.take(group, numbers).tobytes()
-        replaced = hot.use(hot.begin(keys))
+        rows = b"".join(map(bytes, taken.read(numbers)))
+        pending = HotSet(stored.layout, keys)
+        hot.begin(pending)
+        hot.copy(pending, numbers)
+        replaced = hot.use(pending)
         assert hot.write_rows(stored.layout.index["city"], np.array([3]), np.full((1, 16), 1, np.uint8)) == 1
         hot.deltas.applied(8, 2.0, 1, 2.0)
         # Delta 8 reached the set that came after, and nothing that is looked up in this one may count as having it.
         assert replaced is taken
-        assert taken.take(group, numbers).tobytes() == rows
+        assert b"".join(map(bytes, taken.read(numbers))) == rows
         assert sequence == 7
         with hot.used() as (current, newer):
-            assert current.take(group, numbers).tobytes() == bytes([1] * 16)
+            assert b"".join(map(bytes, current.read(numbers))) == bytes([1] * 16)
             assert newer == 8
     replaced.close()
 
@@ -152,7 +158,7 @@ def test_a_set_uses_the_counted_bytes(stores):
     stored = stores["int8"]
     hot = random_hot(stored, np.random.default_rng(8), 0.5).current
     rows = sum(use.size_bytes for use in hot._engine.memory())
-    assert 0 < hot.size_bytes <= set_bytes(hot.keys.size, rows) + 12 * 64
+    assert 0 < hot.size_bytes <= rows + ROW_OVERHEAD_BYTES * hot.keys.size + 12 * 64
     with pytest.raises(HotRowsError, match="all rows are in this process"):
         local_router(stored.snapshot, Topology(), HotRows(stored.layout))
     for options, message in (({"size_bytes": 0}, "size_bytes"), ({"size_bytes": 1, "policy": "lru"}, "policy")):

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.access_counts import AccessCounter, merged_by_table
-from shard_node.access_counts import HALF_LIFE, MAX_PART_ROWS, MAX_ROWS, MIN_QUEUED, LookupSampler
+from shard_node.access_counts import HALF_LIFE, MAX_ROWS, MIN_QUEUED, LookupSampler
 from shard_node.bags import TableLayout
-from shard_node.errors import InvalidBagsError
 from shardrank_testing.card_plans import one_table_layout
 from shardrank_testing.snapshots import make_spec
 
@@ -83,18 +82,6 @@ def test_the_hot_rows_of_a_large_table_keep_their_counts():
     assert found[rows:].size == 0
 
 
-@pytest.mark.parametrize("max_rows", [1, 333, MAX_PART_ROWS])
-def test_parts_of_counts_join_to_all(max_rows):
-    layout = one_table_layout(2000 if max_rows == 1 else 20_000)
-    counts = counting_all(layout)
-    num_rows = layout.tables[0].num_embeddings
-    observe_rows(counts, np.random.default_rng(1).integers(0, num_rows, 3000))
-    parts = [counts.part(0, first, max_rows) for first in range(0, num_rows, max_rows)]
-    np.testing.assert_array_equal(np.concatenate([part.counts for part in parts]), counts.counts()["items"][:])
-    assert {(part.table, part.num_tables, part.num_embeddings) for part in parts} == {("items", 1, num_rows)}
-    assert {(part.lookups, part.total) for part in parts} == {(3000, 3000)}
-
-
 def test_estimated_lookups_of_several_places_add_up():
     layout = one_table_layout(4)
     # One place counts one batch in four, one all and forgets most of them, one was never asked.
@@ -104,7 +91,7 @@ def test_estimated_lookups_of_several_places_add_up():
         observe_rows(sampled, [0] * 3 + [1])
         observe_rows(aged, [2] * 9 + [1])
         aged.counts()
-    assert aged.part(0, 0).total < 2000
+    assert aged._counter.total < 2000
     merged = merged_by_table(place.estimated_lookups() for place in (sampled, aged, idle))
     np.testing.assert_allclose(merged["items"][:], [1200, 800, 3600, 0], rtol=0.1)
     assert (sampled.lookups, aged.lookups, idle.lookups) == (1600, 4000, 0)
@@ -117,10 +104,3 @@ def test_a_full_queue_is_counted_on_a_thread():
         observe_rows(counts, [7] * 1000)
     assert 4096 <= counts._counter.total <= counts.lookups
     assert counts.estimated_lookups()["items"].total == counts.lookups
-
-
-def test_parts_that_are_no_rows_are_refused():
-    counts = counting_all(one_table_layout(10))
-    for part, message in (((1, 0), "table 1 is not"), ((0, 10), "first row 10"), ((0, 0, 0), "0 rows are not")):
-        with pytest.raises(InvalidBagsError, match=message):
-            counts.part(*part)

@@ -129,7 +129,7 @@ def test_a_serving_process_reports_what_it_counted(tmp_path: Path) -> None:
             for query, problem in (
                 ("rows=1", "no such parameter"),
                 ("table=1", "an answer has all rows of all tables"),
-                ("version=x", "'x' is no whole number"),
+                ("version=x", "'x' is not an integer"),
             ):
                 refused = await api.http.get(f"/v1/models/{API_MODEL}/access-counts?{query}")
                 assert (refused.status_code, problem in refused.text) == (400, True)

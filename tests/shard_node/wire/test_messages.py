@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from loader.access_counts import AccessCounts
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, SnapshotNotFoundError
 from shard_node import errors
-from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import InvalidBagsError, RemoteError, WireError
@@ -100,39 +99,23 @@ def test_a_context_of_another_size_is_refused(size):
         wire.decode_pool(Frame(frame.header, body))
 
 
-@st.composite
-def parts(draw: st.DrawFn) -> CountedPart:
-    counts = draw(hnp.arrays(np.uint32, st.integers(1, 900), elements=st.integers(0, 2**31 - 1)))
-    first = draw(st.integers(0, 2**40))
-    rows = first + counts.size + draw(st.integers(0, 2**40))
-    return CountedPart(draw(st.text(max_size=60)), draw(U32), rows, first, counts, draw(U64), draw(U64))
-
-
-@given(st.builds(wire.CountsRequest, st.text(max_size=60), U64, U32, U64, U32), parts(), U64)
-def test_any_counts_come_back(request, part, request_id):
-    frame = received(wire.encode_counts(request_id, 7, request))
+@given(st.text(max_size=60), U64, st.dictionaries(st.text(min_size=1, max_size=9), hnp.arrays(np.uint32, 9)), U64)
+def test_any_counts_come_back(model, version, counts, request_id):
+    frame = received(wire.encode_counts(request_id, 7, model, version))
     assert (frame.header.frame_type, frame.header.request_id) == (FrameType.COUNTS, request_id)
-    assert wire.decode_counts(frame) == request
-    decoded = wire.decode_counts_answer(received(wire.encode_counts_answer(1, part)))
-    np.testing.assert_array_equal(decoded.counts, part.counts)
-    assert replace(decoded, counts=part.counts) == part
+    assert wire.decode_counts(frame) == (model, version)
+    sent = {name: AccessCounts.from_rows(of_table) for name, of_table in counts.items()}
+    decoded = wire.decode_counts_answer(received(wire.encode_counts_answer(1, sent)))
+    assert {name: table[:].tolist() for name, table in decoded.items()} == {
+        name: of_table.tolist() for name, of_table in counts.items()
+    }
 
 
-PART = CountedPart("film", 3, 100, 10, np.arange(5, dtype=np.uint32), 50, 10)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_embeddings": 14}, "of 5 rows from 10 on, of 14"),
-        ({"counts": PART.counts[:0]}, "of 0 rows"),
-        ({"counts": np.array([2**31], np.uint32)}, "none may be negative"),
-        ({"table": "t" * 257}, "table has 257 bytes, at most 256"),
-    ],
-)
-def test_impossible_counts_are_refused(changes, message):
-    with pytest.raises(WireError, match=message):
-        wire.decode_counts_answer(received(wire.encode_counts_answer(1, replace(PART, **changes))))
+def test_counts_that_are_no_file_are_refused():
+    for arrays, message in (([b"{}"], "COUNTS_ANSWER: no file of access counts"), ([], "num_arrays is 0")):
+        sent = wire._encode(FrameType.COUNTS_ANSWER, 1, b"", [np.frombuffer(array, np.uint8) for array in arrays])
+        with pytest.raises(WireError, match=message):
+            wire.decode_counts_answer(received(sent))
 
 
 EDGES = st.sampled_from([0, 2**31 - 1, 2**31, -1, -(2**63), 2**63 - 1])
@@ -226,8 +209,8 @@ def valid_body(frame_type: FrameType) -> bytes:
         FrameType.STORED: wire.encode_answer(1, Answer([np.ones((3, 5), np.float32)], [np.ones((4, 9), np.uint8)])),
         FrameType.INFO_ANSWER: wire.encode_info_answer(1, small_node().info()),
         FrameType.ERROR: wire.encode_error(1, InvalidBagsError("row")),
-        FrameType.COUNTS: wire.encode_counts(1, 0, wire.CountsRequest("films", 7, 1, 0, 10)),
-        FrameType.COUNTS_ANSWER: wire.encode_counts_answer(1, small_node().counts("films", 7, 1, 0, 10)),
+        FrameType.COUNTS: wire.encode_counts(1, 0, "films", 7),
+        FrameType.COUNTS_ANSWER: wire.encode_counts_answer(1, {"film": AccessCounts.from_rows(np.arange(5))}),
     }[frame_type]
     return b"".join(buffers)[24:]
 
@@ -312,7 +295,7 @@ POOL, POOLED, STORED, ERROR = FrameType.POOL, FrameType.POOLED, FrameType.STORED
         (ERROR, body_of(b"", NARROW), "ERROR num_arrays is 1"),
         (ERROR, body_of(b"x"), "ERROR fields have 1 bytes"),
         (ERROR, body_of(b"\xff" * 16), "ERROR kind and grpc_status have"),
-        (FrameType.COUNTS, body_of(FIELDS[:8]), "COUNTS fields have 8 bytes"),
+        (FrameType.COUNTS, body_of(FIELDS[:7]), "COUNTS fields have 7 bytes"),
         (FrameType.COUNTS, body_of(bytes(24), NARROW), "COUNTS num_arrays is 1"),
     ],
 )
@@ -329,8 +312,8 @@ def test_what_no_frame_can_state_is_not_sent():
     ):
         with pytest.raises(WireError, match=message):
             wire.encode_pool(1, 0, model, version, film_bags([1]))
-    with pytest.raises(WireError, match="first_row -1 is not within"):
-        wire.encode_counts(1, 0, wire.CountsRequest("m", 1, 0, -1, 1))
+    with pytest.raises(WireError, match="version -1"):
+        wire.encode_counts(1, 0, "m", -1)
 
 
 @pytest.mark.parametrize("stored", [None, [np.zeros((1, 12), np.uint8)]], ids=["POOLED", "STORED"])

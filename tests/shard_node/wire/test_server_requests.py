@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from loader.errors import DeadlineExceededError
-from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.byte_budget import ByteAccount, ByteBudget
@@ -20,7 +19,7 @@ from shard_node.errors import GenerationNotFoundError, InvalidBagsError, RemoteE
 from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import FrameType, pack_header
-from shard_node.wire.messages import Buffer, CountsRequest, decode_answer, decode_error, encode_answer, encode_pool
+from shard_node.wire.messages import Buffer, decode_answer, decode_error, encode_answer, encode_pool
 from shard_node.wire.requests import SPARE_SAVED_S, SPARE_SHARE, Peer, RequestHandler, ServerLimits
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.errors import raises_kind
@@ -37,6 +36,7 @@ from shardrank_testing.nodes import (
     film_bags,
     in_every_place,
     pool_films,
+    raw_peer,
     received,
     reference_engine,
     small_node,
@@ -196,39 +196,24 @@ async def test_a_too_long_answer_is_refused_before_pooling(place, tmp_path):
 
 
 async def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
-    """They are of table 1, the films."""
-
     async with place.client(tmp_path) as (_, client):
+        assert await client.counts(MODEL, VERSION, soon()) == {}
         await pool_films(client, [3, 3, 499], [3])
-        parts = [await client.counts(CountsRequest(MODEL, VERSION, 1, first, 300), soon()) for first in (0, 300)]
-        good = CountsRequest(MODEL, VERSION, 1, 0, 10)
-        for changes, error in (
-            ({"version": 8}, GenerationNotFoundError),
-            ({"model": "other"}, GenerationNotFoundError),
-            ({"table": 3}, InvalidBagsError),
-            ({"first_row": 500}, InvalidBagsError),
-            ({"max_rows": 0}, InvalidBagsError),
-            ({"max_rows": MAX_PART_ROWS + 1}, InvalidBagsError),
-        ):
-            with pytest.raises(error):
-                await client.counts(dataclasses.replace(good, **changes), soon())
-        assert (await client.counts(good, soon())).counts.size == 10
+        for model, version in ((MODEL, 8), ("other", VERSION)):
+            with pytest.raises(GenerationNotFoundError):
+                await client.counts(model, version, soon())
+        counts = await client.counts(MODEL, VERSION, soon())
         assert client.connections == 1
-        first, second = parts
-    assert (first.table, first.num_tables, first.num_embeddings) == ("film", len(SIZES), 500)
-    assert (first.counts.size, second.counts.size) == (300, 200)
-    assert np.flatnonzero(np.concatenate([first.counts, second.counts])).tolist() == [3, 499]
-    assert (first.counts[3], second.counts[199]) == (3, 1)
-    assert (first.lookups, first.total) == (4, 4)
+    assert {name: table.limit for name, table in counts.items()} == {name: rows for name, (rows, _) in SIZES.items()}
+    assert (counts["film"].keys.tolist(), counts["film"].counts.tolist()) == ([3, 499], [3, 1])
 
 
-async def test_counts_of_other_rows_are_a_remote_error(place, tmp_path):
-    engine = reference_engine()
-    node = small_node(engine)
-    node.counts = lambda model, version, table, first_row, max_rows: engine.access.part(table, 0, 20)
-    async with place.client(tmp_path, node) as (_, client):
-        with pytest.raises(RemoteError, match="counts of 20 rows from 0 on, asked for 20 from 5"):
-            await client.counts(CountsRequest(MODEL, VERSION, 1, 5, 20), soon())
+async def test_counts_of_an_earlier_release_are_refused(place, tmp_path):
+    async with place.client(tmp_path) as (server, _), raw_peer(server.addresses[0]) as peer:
+        peer.write(pack_header(8, 1, 0))
+        error = decode_error(await peer.read_frame())
+    assert "frame type 8 is not a request" in str(error)
+    assert "10 (COUNTS)" in str(error)
 
 
 TRACED_BAGS = film_bags([7], [8, 9])

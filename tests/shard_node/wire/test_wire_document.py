@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from loader.snapshot.codecs import codec_for
-from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.answer import Answer, Forms, add_answers
 from shard_node.errors import GenerationNotFoundError
 from shard_node.split import whole
@@ -76,7 +75,6 @@ def test_the_document_names_every_dtype_with_its_code():
 
 def test_the_documents_numbers_are_the_codes():
     assert f"header of {HEADER.size} bytes" in PAGE
-    assert f"1 to {MAX_PART_ROWS:,}" in PAGE
     assert f"number of arrays, at most {MAX_ARRAYS}" in PAGE
     assert f"at most {MAX_NAME_BYTES} bytes" in PAGE
     assert f"at most {MAX_ERROR_MESSAGE_BYTES} bytes" in PAGE

@@ -18,7 +18,7 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Bucketing, TableSpec
 from router.feature_schema import FeatureSchema
-from router.hot_rows import HotRows
+from router.hot_rows import HotRows, HotSet
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.replicas import ReplicatedShard
@@ -187,16 +187,17 @@ def hot_keys(layout: TableLayout, rows: dict[str, list[int]]) -> Int64Array:
 
 def hold(hot: HotRows, snapshot: Snapshot, keys: Int64Array) -> None:
     """Have a tier hold these rows, as the snapshot has them."""
-    pending = hot.begin(keys)
-    tables = {
-        number: snapshot.read_rows(one.name, 0, one.num_embeddings) for number, one in enumerate(hot.layout.tables)
-    }
-    for group, numbers in pending.groups_of(np.arange(keys.size)):
-        own = keys[numbers]
-        stored = [
-            tables[number][own[own >> TABLE_SHIFT == number] & 0xFFFFFFFF] for number in np.unique(own >> TABLE_SHIFT)
-        ]
-        hot.put(pending, group, numbers, np.concatenate(stored))
+    pending = HotSet(hot.layout, keys)
+    hot.begin(pending)
+    stored = []
+    for group in hot.layout.groups:
+        parts = [np.zeros((0, group.row_bytes), np.uint8)]
+        for number in range(group.first_table, group.end_table):
+            table = hot.layout.tables[number]
+            rows = keys[keys >> TABLE_SHIFT == number] & 0xFFFFFFFF
+            parts.append(snapshot.read_rows(table.name, 0, table.num_embeddings)[rows])
+        stored.append(np.concatenate(parts))
+    hot.fill(pending, np.arange(keys.size), stored)
     before = hot.use(pending)
     while before.users:
         time.sleep(0.001)
