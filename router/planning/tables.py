@@ -23,9 +23,8 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan, with_columns
-from router.planning.lookups import LookupProfile, TableLookups
+from router.planning.inputs import CapacityOptions, LookupProfile, TableLookups
 from router.planning.network import StoredLookups, bag_bytes
-from router.planning.options import CapacityOptions
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.balance import Int16Array, Owners, deal
@@ -155,7 +154,7 @@ class TablePlanner:
         """Return the costs of `slices` of the columns, the rows of each over `spread` shards, or copied to all."""
         fleet, dim, is_copy = self._fleet, table.embedding_dim // slices, kind == "data_parallel"
         # Batches alternate between copies.
-        values, hit = lookups.load.values, lookups.bags_hit(1 if is_copy else spread)
+        values, hit = lookups.values, lookups.bags_hit(1 if is_copy else spread)
         load_us = (values * _lookup_us(fleet, table, dim) + hit * _id_us(fleet)) / spread
         size = table.num_embeddings * _row_bytes(table, dim)
         network_us = bag_bytes(values, hit, dim) * (1 / (fleet.shard_network.network.gb_per_s * BYTES_PER_US))
@@ -321,7 +320,7 @@ class _Dealing:
         loads = []
         for piece in self.pieces:
             table, index = piece.table, self.stored.layout.index[piece.table.name]
-            us = self.stored.lookups[index].load.values * _lookup_us(self.fleet, table, table.embedding_dim)
+            us = self.stored.lookups[index].values * _lookup_us(self.fleet, table, table.embedding_dim)
             rows, missed = self.stored.rows[index], self.stored.near.missed[index]
             total = float(rows.lookups @ rows.rows()) if self.counted else 0.0
             by_bucket = rows.lookups_by_bucket(missed) if total else piece.sizes.astype(np.float64)
