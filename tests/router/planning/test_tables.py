@@ -15,8 +15,7 @@ from loader.snapshot.tables import DividedTable
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile
-from router.planning.lookups import LookupProfile
-from router.planning.options import CapacityOptions, Network, NetworkOptions
+from router.planning.inputs import CapacityOptions, LookupProfile, Network, NetworkOptions
 from router.planning.tables import TablePlanner
 from shard_node.bags import TableLayout
 from shard_node.planning.cost_model import SYSTEMS
