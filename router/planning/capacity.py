@@ -13,7 +13,7 @@ from typing import Any
 from loader.snapshot.manifest import ModelSpec
 from router.plan import Plan
 from router.plan_file import PlanFile
-from router.planning.division import best_division, divided_use
+from router.planning.division import divided_use
 from router.planning.inputs import CapacityOptions, LookupProfile
 from router.planning.network import FleetLookups, StoredLookups, network_use
 from shard_node.cuda.kernel_params import RowFormat
@@ -21,23 +21,13 @@ from shard_node.planning.card_plan import CARD, HOST, HOT, PLACE_BYTES, CardPlan
 from shard_node.planning.cost_model import BatchTime, Traffic, batch_time
 
 
-def capacity_per_table(
-    spec: ModelSpec, profile: LookupProfile, options: CapacityOptions
-) -> tuple[dict[str, Any], PlanFile]:
-    """Choose how each table is divided, and plan a model so, as `capacity`; return the plan file, too.
-
-    `division` has the tables, and dividing all of them alike. Raises as `capacity`.
-    """
-    division, file = best_division(spec, options, profile)
-    sliced = file.sliced(spec)
-    plan = Plan.of_file(sliced, file, options.shards, options.cards)
-    return capacity(sliced, profile, options, plan) | {"division": division}, file
-
-
 def capacity(
-    spec: ModelSpec, profile: LookupProfile, options: CapacityOptions, plan_of_tables: Plan | None = None
+    spec: ModelSpec,
+    profile: LookupProfile,
+    options: CapacityOptions,
+    division: tuple[dict[str, Any], PlanFile] | None = None,
 ) -> dict[str, Any]:
-    """Plan a model on the fullest shard of a fleet: by a plan of its tables, or as `options.sharding` says.
+    """Plan a model on the fullest shard of a fleet: by what `best_division` chose, or as `options.sharding` says.
 
     `fits_on_cards`: whether all rows of the shard are on cards; `all_on_cards_bytes`: of each card, what that needs.
 
@@ -45,7 +35,11 @@ def capacity(
         MemoryBudgetError: it can't be served on such nodes at all, with the numbers.
         PlanError: it can't be sharded so.
     """
-    fleet = plan_of_tables or Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
+    if division:
+        spec = division[1].sliced(spec)
+        fleet = Plan.of_file(spec, division[1], options.shards, options.cards)
+    else:
+        fleet = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
     layout = fleet.layout
     stored = StoredLookups.of(spec, layout, options, profile)
     lookups = FleetLookups(fleet, stored)
@@ -89,7 +83,7 @@ def capacity(
         },
         "time": asdict(time),
         "network": network,
-        "division": None,
+        "division": division and division[0],
     }
 
 

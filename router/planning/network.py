@@ -125,7 +125,6 @@ class ShardLookups:
     """What a batch sends to shards and gets back, in the mean; its ids are drawn independently of each other.
 
     Attributes:
-        shares: float64 [tables, shards], of each table's lookups; what a row lacks to 1 the router answers itself.
         values, hit: float64 [tables, shards]: values, and bags that have one.
         turns: int64 [tables], between how many shards batches alternate: all of them for tables that each has.
         shards_hit: by a bag that is not empty.
@@ -135,7 +134,6 @@ class ShardLookups:
         requests, replies: all bytes to shards and from them, float64 [shards].
     """
 
-    shares: Float64Array
     values: Float64Array
     hit: Float64Array
     turns: Int64Array
@@ -156,7 +154,10 @@ class ShardLookups:
         shares: Float64Array,
         is_copied: npt.NDArray[np.bool_],
     ) -> ShardLookups:
-        """Divide a batch by shares; of a table that every shard has, bool [tables], all lookups go to one of them."""
+        """Divide a batch by `shares`, float64 [tables, shards], of each table's lookups.
+
+        What a row lacks to 1 the router answers itself. Of a table that every shard has, all lookups go to one of them.
+        """
         num_shards = shares.shape[1]
         # [tables, features], padded with features of no bags.
         lengths, bags = np.zeros((2, len(lookups), max(len(of_table.lengths) for of_table in lookups)))
@@ -195,7 +196,7 @@ class ShardLookups:
         shards_hit = float(hit.sum() / num_filled) if num_filled else 0.0
         framing = request_framing + reply_framing
         parts = (ids, offsets, keys, sums, framing, requests, replies)
-        return cls(shares, values, hit, turns[:, 0], shards_hit, *parts)
+        return cls(values, hit, turns[:, 0], shards_hit, *parts)
 
 
 def _chance_of_all_bags(hit: Float64Array, all_bags: Float64Array) -> Float64Array:

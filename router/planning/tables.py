@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,7 @@ from router.planning.inputs import CapacityOptions, LookupProfile, TableLookups
 from router.planning.network import StoredLookups, bag_bytes
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.planning.balance import Int16Array, Owners, deal
-from shard_node.planning.card_plan import PLACE_BYTES
+from shard_node.planning.card_plan import PLACE_BYTES, Int16Array, Owners, deal
 from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, sector_bytes
 from shard_node.planning.hotness import Float64Array
 
@@ -68,11 +67,8 @@ class Option(NamedTuple):
         return self.load_us * self.slices * self.spread
 
 
-class PlacedTable(NamedTuple):
-    """How one table is divided over shards: by which option, and the shards of each of its slices."""
-
-    option: Option
-    shards: tuple[tuple[int, ...], ...]
+PlacedTable: TypeAlias = tuple[Option, tuple[tuple[int, ...], ...]]
+"""How one table is divided over shards: by which option, and the shards of each of its slices."""
 
 
 def _id_us(fleet: CapacityOptions) -> float:
@@ -221,7 +217,7 @@ class TablePlanner:
             chosen = fits[np.lexsort((owners.load[fits], crowd))[: option.spread]]
             owners.give(chosen, option.load_us, option.size_bytes)
             placed.append(chosen)
-        return PlacedTable(option, tuple(tuple(sorted(shards.tolist())) for shards in placed))
+        return option, tuple(tuple(sorted(shards.tolist())) for shards in placed)
 
     def _time_us(self, placed: Sequence[PlacedTable]) -> float:
         """Return the time of the slowest shard, and of the network."""

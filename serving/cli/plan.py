@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shard_node.planning.hotness import Head
 
 MANIFEST_NAME = "manifest.json"
-DTYPES = ("int8", "int4", "fp16", "fp32")
 SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 """The keys of `SYSTEMS`, repeated because importing them would make `--help` slow."""
 MAX_TABLES = 8
@@ -89,7 +88,11 @@ TIER_NAMES = {
     "--trace TABLE=FILE", "use --ids FEATURE=FILE.npy, or --counts with what `shardrank counts` wrote."
 )
 @opts.ids_option
-@opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
+@opts.option(
+    "--dtype",
+    "Of stored rows. Default: the model's; published models have int8.",
+    click.Choice(["int8", "int4", "fp16", "fp32"]),
+)
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
 @opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
@@ -123,7 +126,8 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     from pydantic_core import to_json
 
     from loader.snapshot.tables import NUM_BUCKETS
-    from router.planning.capacity import capacity, capacity_per_table
+    from router.planning.capacity import capacity
+    from router.planning.division import best_division
     from router.planning.inputs import CapacityOptions, Network, NetworkOptions
 
     spec, profile = planned_model(options)
@@ -149,16 +153,13 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
         candidates=options["batch"],
         network=network,
     )
-    if compare or out is not None:
-        document, file = capacity_per_table(spec, profile, node)
-        if out is not None:
-            try:
-                out.write_text(file.to_json(), encoding="utf-8")
-            except OSError as error:
-                raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
-    else:
-        document = capacity(spec, profile, node)
-    text = to_json(document, indent=2).decode()
+    division = best_division(spec, node, profile) if compare or out is not None else None
+    text = to_json(capacity(spec, profile, node, division), indent=2).decode()
+    if out is not None and division is not None:
+        try:
+            out.write_text(division[1].to_json(), encoding="utf-8")
+        except OSError as error:
+            raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
     if options["as_json"]:
         click.echo(text)
     else:
@@ -287,7 +288,20 @@ def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
 
 def print_plan(plan: SimpleNamespace) -> None:
     """Print the document of `--json`, all but the smaller tables of it, with its fields as attributes."""
-    _print_head(plan)
+    options, size = plan.options, plan.size
+    codes = f" (codes alone {human_bytes(size.code_bytes)})" if size.code_bytes < size.stored_bytes else ""
+    num_tables = "1 table" if plan.num_tables == 1 else f"{plan.num_tables} tables"
+    click.echo(
+        f"{plan.model}: {num_tables}, {human_count(plan.num_rows)} rows; as float32 "
+        f"{human_bytes(size.float32_bytes)}, stored {human_bytes(size.stored_bytes)}{codes}, on cards "
+        f"{human_bytes(size.on_cards_bytes)}"
+    )
+    of_shards = f"shard {plan.shard_index} of {options.shards} (the fullest): " if options.shards > 1 else ""
+    versions = f", for {options.versions} versions side by side" if options.versions > 1 else ""
+    click.echo(
+        f"{of_shards}{options.cards} x {options.system.name} with {options.card_memory_gb:g} GB each, "
+        f"{options.pinned_memory_gb:g} GB pinned{versions}{'' if options.peer_access else ', no peer access'}"
+    )
     if plan.divided:
         _print_parts(plan.divided)
     if plan.division is not None:
@@ -305,42 +319,21 @@ def print_plan(plan: SimpleNamespace) -> None:
         for tier in plan.tiers
     ]  # fmt: skip
     print_table("Ways to a row", ("tier", "#rows", "#bytes", "#lookups", "#bytes a batch"), tiers)
-    _print_tables(plan)
-    _print_time(plan)
-    if plan.network is not None:
-        _print_network(plan.network, plan.options.shards, plan.options.network.network)
-    pinned = f" with {human_bytes(plan.pinned_bytes)} in pinned host memory"
-    fits = ": every row is on cards" if plan.fits_on_cards else pinned
-    click.echo(f"fits{fits} (every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each)")
-
-
-def _print_head(plan: SimpleNamespace) -> None:
-    options, size = plan.options, plan.size
-    codes = f" (codes alone {human_bytes(size.code_bytes)})" if size.code_bytes < size.stored_bytes else ""
-    tables = "1 table" if plan.num_tables == 1 else f"{plan.num_tables} tables"
-    click.echo(
-        f"{plan.model}: {tables}, {human_count(plan.num_rows)} rows; as float32 "
-        f"{human_bytes(size.float32_bytes)}, stored {human_bytes(size.stored_bytes)}{codes}, on cards "
-        f"{human_bytes(size.on_cards_bytes)}"
-    )
-    of_shards = f"shard {plan.shard_index} of {options.shards} (the fullest): " if options.shards > 1 else ""
-    versions = f", for {options.versions} versions side by side" if options.versions > 1 else ""
-    click.echo(
-        f"{of_shards}{options.cards} x {options.system.name} with {options.card_memory_gb:g} GB each, "
-        f"{options.pinned_memory_gb:g} GB pinned{versions}{'' if options.peer_access else ', no peer access'}"
-    )
-
-
-def _print_tables(plan: SimpleNamespace) -> None:
     largest = sorted(plan.tables, key=lambda table: -table.on_cards_bytes)
-    rows = [
+    tables = [
         (table.name, table.embedding_dim, table.dtype, human_bytes(table.on_cards_bytes),
          *map(human_count, (table.lookups, table.hot_rows, table.card_rows, table.pinned_rows)))
         for table in largest[:MAX_TABLES]
     ]  # fmt: skip
     title = f"Tables, the largest {MAX_TABLES} of {len(largest)}" if len(largest) > MAX_TABLES else "Tables"
     columns = ("table", "#dim", "dtype", "#bytes", "#lookups", "#hot rows", "#card rows", "#pinned rows")
-    print_table(title, columns, rows)
+    print_table(title, columns, tables)
+    _print_time(plan)
+    if plan.network is not None:
+        _print_network(plan.network, plan.options.shards, plan.options.network.network)
+    pinned = f" with {human_bytes(plan.pinned_bytes)} in pinned host memory"
+    fits = ": every row is on cards" if plan.fits_on_cards else pinned
+    click.echo(f"fits{fits} (every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each)")
 
 
 def _print_steps(title: str, steps: Sequence[tuple[str, float | None, float | None]]) -> None:

@@ -121,7 +121,7 @@ def test_every_lookup_goes_to_one_shard_or_the_router(layout, data):
     sent = fleet_of(layout, rows, owners, shards).sent(hot)
     assert sent.turns.tolist() == [shards] + [1] * (len(owners) - 1)
     looked_up = [one.lookups.any() for one in rows]
-    np.testing.assert_allclose(1 - sent.shares.sum(axis=1)[looked_up], hot.hit_rates[looked_up], atol=1e-9)
+    np.testing.assert_allclose(1 - sent.values.sum(axis=1)[looked_up], hot.hit_rates[looked_up], atol=1e-9)
 
 
 def test_a_replicated_table_is_sent_to_one_shard_a_batch():
