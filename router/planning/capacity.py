@@ -53,9 +53,6 @@ def capacity(
 
     fullest = int(lookups.stored_bytes.argmax())
     plan, traffic, time = placed(fullest)
-    network = None
-    if options.network:
-        network = network_use(lookups, options, lambda shard: placed(shard)[2])
     return {
         "model": spec.model,
         "options": options.model_dump(),
@@ -82,7 +79,7 @@ def capacity(
             "host_line_bytes": float(traffic.host_line_bytes.max()),
         },
         "time": asdict(time),
-        "network": network,
+        "network": network_use(lookups, options, lambda shard: placed(shard)[2]) if options.network else None,
         "division": division and division[0],
     }
 

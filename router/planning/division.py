@@ -31,7 +31,7 @@ from shard_node.planning.cost_model import Traffic, batch_time, tier_shares
 from shard_node.planning.hotness import RowHotness
 
 PURE: dict[str, ShardingType] = {"all row_wise": "row_wise", "all table_wise": "table_wise"}
-KERNELS = ("hot", "card", "pinned")
+KERNELS = {HOT: "hot", CARD: "card", HOST: "pinned"}
 
 
 def divided_use(spec: ModelSpec, table: DividedTable, plan: Plan, lookups: Sequence[TableLookups]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class PlacedModel:
         self._shards = []
         for shard in range(fleet.shards):
             level_rows = [rows[:, shard * fleet.cards : (shard + 1) * fleet.cards] for rows in by_rank]
-            self._shards.append(self._place(shard, level_rows))
+            self._shards.append(self._shard_use(shard, level_rows))
         self.left_over_bytes = sum(shard["left_over_bytes"] for shard in self._shards)
         self.total_us = self._network.alone_us + max(shard["cards_us"] for shard in self._shards)
 
@@ -125,7 +125,7 @@ class PlacedModel:
                 {
                     "table": table.table,
                     "sharding_type": table.sharding_type,
-                    "compute_kernel": "+".join(KERNELS[tier] for tier in (HOT, CARD, HOST) if tiers[tier]),
+                    "compute_kernel": "+".join(kernel for tier, kernel in KERNELS.items() if tiers[tier]),
                     "column_dims": table.column_dims,
                     "ranks": [of_slice.ranks for of_slice in table.slices],
                     "size_bytes": sum(num_rows * row.stride for num_rows, row in rows),
@@ -154,7 +154,7 @@ class PlacedModel:
             return by_rank
         return rows.rows_by_owner(ranks.rank_of_bucket(RowBuckets.of(rows.table).count), num_ranks)
 
-    def _place(self, shard: int, level_rows: list[Int64Array]) -> dict[str, Any]:
+    def _shard_use(self, shard: int, level_rows: list[Int64Array]) -> dict[str, Any]:
         """Place a shard's rows, and return the bytes of its fullest card and the time of its part of a batch.
 
         What is left over is put into pinned memory that does not exist, and is reported in bytes.
@@ -184,5 +184,4 @@ class PlacedModel:
 
 def _card_bytes(placed: CardPlan) -> Int64Array:
     """Return the bytes of the rows in each card's buckets, wherever they are, and of places: int64 [cards]."""
-    sizes: Int64Array = placed.tier_rows.sum(axis=2).T @ placed.strides + placed.places_bytes
-    return sizes
+    return np.asarray(placed.tier_rows.sum(axis=2).T @ placed.strides + placed.places_bytes)

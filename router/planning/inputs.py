@@ -35,7 +35,6 @@ from shard_node.planning.cost_model import CardSystem
 from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share
 
 GB = 1_000_000_000
-MAX_BATCH = 10_000_000
 MAX_COMPARED = 32
 MAX_HOTNESS = 1_000_000
 CATALOG: dict[str, Any] = json.loads(Path(__file__).with_name("catalog.json").read_bytes())
@@ -76,10 +75,9 @@ class CapacityOptions(Frozen):
     sharding: Sharding = "hash"
     replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
     peer_access: bool = True
-    requests: int = Field(default=1, ge=1, le=MAX_BATCH)
-    # Of all requests together.
-    candidates: int = Field(default=500, ge=1, le=MAX_BATCH)
-    # None for a single node.
+    requests: int = Field(default=1, ge=1)
+    # Candidates of all requests together; no network for a single node.
+    candidates: int = Field(default=500, ge=1)
     network: NetworkOptions | None = None
 
     @property
@@ -157,12 +155,10 @@ class LookupProfile:
         """
         known = {feature.name for feature in spec.features}
         for name, ids in hotness.items():
-            if name in known and 0 <= ids <= MAX_HOTNESS:
-                continue
-            problem = f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}"
             if name not in known:
-                problem = f"hotness of {name!r}: model {spec.model!r} has no such feature"
-            raise PlanError(problem, kind="lookup_profile", http_status=400, grpc_status="INVALID_ARGUMENT")
+                raise PlanError(f"hotness of {name!r}: model {spec.model!r} has no such feature")
+            if not 0 <= ids <= MAX_HOTNESS:
+                raise PlanError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}")
         return replace(self, hotness={**self.hotness, **hotness}, longest={**self.longest, **hotness})
 
     def lookups(
@@ -233,8 +229,7 @@ def catalog_model(name: str, dtype: RowDtype = "int8", scale: float = 1.0) -> tu
     """
     published, tables = CATALOG[name], []
     hotness: dict[str, float] = {}
-    entries = [entry for entry in published["tables"] for _ in range(entry[0])]
-    for number, (_, bags, rows, dim) in enumerate(entries):
+    for number, (_, bags, rows, dim) in enumerate(entry for entry in published["tables"] for _ in range(entry[0])):
         features = {f"f{number}" if len(bags) == 1 else f"f{number}_{ids}": ids for ids in bags}
         hotness |= features
         tables.append(

@@ -23,7 +23,6 @@ from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.card_plan import HOT, NUM_TIERS
 from shard_node.planning.cost_model import (
     BYTES_PER_US,
-    INDEX_BYTES,
     SUM_ITEM_BYTES,
     BatchTime,
     CardSystem,
@@ -97,8 +96,7 @@ class NearRows:
 
 def stored_row_bytes(layout: TableLayout) -> Float64Array:
     """Return the bytes of a stored row of each table, float64 [tables]."""
-    sizes = [group.end_table - group.first_table for group in layout.groups]
-    return np.repeat(np.array([group.row_bytes for group in layout.groups], np.float64), sizes)
+    return np.array([RowFormat.of(table.dtype, table.embedding_dim).row_bytes for table in layout.tables], np.float64)
 
 
 class StoredLookups(NamedTuple):
@@ -128,9 +126,8 @@ class ShardLookups:
         values, hit: float64 [tables, shards]: values, and bags that have one.
         turns: int64 [tables], between how many shards batches alternate: all of them for tables that each has.
         shards_hit: by a bag that is not empty.
-        ids, offsets, keys: bytes of rows' numbers, of where bags begin, and of tables and their bags, float64 [shards].
-        sums: bytes of pooled sums, float64 [shards].
-        framing: bytes of headers, fields and padding, both ways, float64 [shards]; frames have a batch each.
+        parts: bytes, float64 [shards]: "ids" (rows' numbers), "offsets" (where bags begin), "keys" (tables and their
+            bags), "sums" (pooled), and "framing" (headers, fields and padding, both ways; frames have a batch each).
         requests, replies: all bytes to shards and from them, float64 [shards].
     """
 
@@ -138,11 +135,7 @@ class ShardLookups:
     hit: Float64Array
     turns: Int64Array
     shards_hit: float
-    ids: Float64Array
-    offsets: Float64Array
-    keys: Float64Array
-    sums: Float64Array
-    framing: Float64Array
+    parts: dict[str, Float64Array]
     requests: Float64Array
     replies: Float64Array
 
@@ -194,9 +187,8 @@ class ShardLookups:
         reply_framing = is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * len(layout.groups))
         requests, replies = ids + offsets + keys + request_framing, sums + reply_framing
         shards_hit = float(hit.sum() / num_filled) if num_filled else 0.0
-        framing = request_framing + reply_framing
-        parts = (ids, offsets, keys, sums, framing, requests, replies)
-        return cls(values, hit, turns[:, 0], shards_hit, *parts)
+        parts = {"ids": ids, "offsets": offsets, "keys": keys, "sums": sums, "framing": request_framing + reply_framing}
+        return cls(values, hit, turns[:, 0], shards_hit, parts, requests, replies)
 
 
 def _chance_of_all_bags(hit: Float64Array, all_bags: Float64Array) -> Float64Array:
@@ -210,13 +202,8 @@ def _chance_of_all_bags(hit: Float64Array, all_bags: Float64Array) -> Float64Arr
     z = np.divide(mean, np.sqrt(np.maximum(variance, 0)), out=np.zeros_like(mean), where=variance > 1e-6)
     z = np.clip(z, -8, 8)
     # The cumulative distribution to 3 digits.
-    chance: Float64Array = np.where(variance > 1e-6, (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2, is_certain)
-    return chance
-
-
-def bag_bytes(values: float, sums: float, dim: int) -> float:
-    """Return the bytes of ids and of where bags begin to shards, and of sums back."""
-    return INDEX_BYTES * (values + sums) + SUM_ITEM_BYTES * dim * sums
+    chances = (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2
+    return np.asarray(np.where(variance > 1e-6, chances, is_certain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +213,6 @@ class NetworkTime:
     Attributes:
         out_us, back_us: of the bytes to shards and from them, one after the other.
         latency_us: of the round trip; none if nothing is sent.
-        bound: what most of it is.
         busy_us: of the line for each batch, while it is never idle: its two directions overlap, latencies too.
     """
 
@@ -234,7 +220,7 @@ class NetworkTime:
     back_us: float
     latency_us: float
     alone_us: float
-    bound: Literal["bandwidth", "latency"]
+    bound: str
     busy_us: float
 
     @classmethod
@@ -242,7 +228,7 @@ class NetworkTime:
         """Return bytes / bandwidth + latency."""
         out, back = (float(size.sum()) / (network.gb_per_s * BYTES_PER_US) for size in (sent.requests, sent.replies))
         latency = network.latency_us if out else 0.0
-        bound: Literal["bandwidth", "latency"] = "bandwidth" if out + back > latency else "latency"
+        bound = "bandwidth" if out + back > latency else "latency"
         return cls(out, back, latency, out + back + latency, bound, max(out, back))
 
 
@@ -266,10 +252,7 @@ def crossover_hit_rate(sharded_us: Callable[[float], float], replicated_us: floa
 class FleetLookups:
     """A batch of lookups in a fleet: what is looked up of which rows, and where they are.
 
-    Args:
-        plan: which shard has which rows.
-        stored: of each table, all shards together.
-        rows_by_shard: int64 [levels, shards] for each table, where `RowHotness.rows_by_owner` is known already.
+    `rows_by_shard` are int64 [levels, shards] for each table, where they are counted already.
     """
 
     def __init__(self, plan: Plan, stored: StoredLookups, rows_by_shard: Sequence[Int64Array] | None = None) -> None:
@@ -287,8 +270,7 @@ class FleetLookups:
     def stored_bytes(self) -> Float64Array:
         """Bytes of the rows that each shard has alone, as stored: float64 [shards]."""
         rows = np.array([by_shard.sum(axis=0) for by_shard in self._rows_by_shard])
-        stored: Float64Array = (rows * stored_row_bytes(self.stored.layout)[:, None]).sum(axis=0)
-        return stored
+        return np.asarray((rows * stored_row_bytes(self.stored.layout)[:, None]).sum(axis=0))
 
     def sent(self, near: NearRows) -> ShardLookups:
         """Return what goes to which shard, with hot rows at the router."""
@@ -306,20 +288,22 @@ class FleetLookups:
         loads[:, 1] = self.sent(self.stored.near).hit[:, shard]
         return loads
 
-    def use(self, near: NearRows, network: Network, system: CardSystem) -> dict[str, Any]:
-        """Return what hot rows at the router leave to do.
+    def use(self, bounded: Bounded, bound: float, options: CapacityOptions) -> dict[str, Any]:
+        """Return what hot rows at the router leave to do, as many as `NearRows.choose` allows.
 
         `moved_bytes` are those of rows that are missed if they travelled, without scale and bias, to where they are
         pooled; `network_bytes` are ids out and sums back. `request_us` is the network and the busiest shard, all of
         whose rows are in card memory.
         """
-        layout, sent = self.stored.layout, self.sent(near)
+        layout, network = self.stored.layout, options.shard_network.network
+        near = NearRows.choose(layout, self.stored.rows, bounded, bound)
+        sent = self.sent(near)
         time = NetworkTime.of(sent, network)
         busiest = int(sent.values.sum(axis=0).argmax())
         values, (all_values, _, longest) = sent.values[:, busiest], self.loads.T
         longest = np.minimum(longest, _ratio(longest * values, all_values))
         loads = np.column_stack([values, sent.hit[:, busiest], longest])
-        shard_us = self.resident_us(loads, system) if sent.values.any() else 0.0
+        shard_us = self.resident_us(loads, options.system) if sent.values.any() else 0.0
         row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).code_bytes for table in layout.tables]
         moved_bytes = sum((all_values * (1 - near.hit_rates) * row_bytes).tolist())
         return {
@@ -351,7 +335,7 @@ def network_use(
     bandwidth or latency, or the shard's own bound. `replicated_us` is without a network, if each node had all rows in
     the memory of its cards; from `crossover_hit_rate` on sharding takes no longer; None if the latency alone does.
     """
-    layout, _, rows, near = lookups.stored
+    layout, near = lookups.stored.layout, lookups.stored.near
     router_line, sent = options.shard_network, lookups.sent(near)
     network = NetworkTime.of(sent, router_line.network)
     sizes = stored_row_bytes(layout) * [table.num_embeddings for table in layout.tables]
@@ -360,17 +344,13 @@ def network_use(
     slowest = max(times, key=lambda shard: times[shard].alone_us)
     slowest_us = times[slowest].alone_us
     replicated_us = lookups.resident_us(lookups.loads, options.system)
-
-    def use(bounded: Bounded, bound: float) -> dict[str, Any]:
-        return lookups.use(NearRows.choose(layout, rows, bounded, bound), router_line.network, options.system)
-
-    crossover = crossover_hit_rate(lambda rate: use("hit rate", rate)["request_us"], replicated_us)
+    crossover = crossover_hit_rate(lambda rate: lookups.use("hit rate", rate, options)["request_us"], replicated_us)
     return {
         "hit_rate": near.hit_rate,
         "hot_rows": near.num_rows,
         "hot_bytes": near.size_bytes,
         "shards_hit": sent.shards_hit,
-        **{f"{name}_bytes": float(getattr(sent, name).sum()) for name in ("ids", "offsets", "keys", "sums", "framing")},
+        **{f"{name}_bytes": float(size.sum()) for name, size in sent.parts.items()},
         "busiest_to_mean": float(values.max() / values.mean()) if values.any() else 1.0,
         "time": asdict(network),
         "slowest_shard": slowest,
@@ -381,10 +361,10 @@ def network_use(
         "replicated_bytes": int(sizes.sum()),
         "sharded_bytes": int(stored_bytes.max() + sizes[lookups.is_copied].sum()),
         "crossover_hit_rate": crossover,
-        "crossover_hot_bytes": None if crossover is None else use("hit rate", crossover)["hot_bytes"],
+        "crossover_hot_bytes": None if crossover is None else lookups.use("hit rate", crossover, options)["hot_bytes"],
         "compared": [
-            *(use("hit rate", rate) for rate in router_line.compare_hit_rates),
-            *(use("rows", count) for count in router_line.compare_hot_rows),
+            *(lookups.use("hit rate", rate, options) for rate in router_line.compare_hit_rates),
+            *(lookups.use("rows", count, options) for count in router_line.compare_hot_rows),
         ],
     }
 

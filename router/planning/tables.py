@@ -23,18 +23,18 @@ from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan, with_columns
 from router.planning.inputs import CapacityOptions, LookupProfile, TableLookups
-from router.planning.network import StoredLookups, bag_bytes
+from router.planning.network import StoredLookups
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.card_plan import PLACE_BYTES, Int16Array, Owners, deal
-from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, sector_bytes
+from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, SUM_ITEM_BYTES, sector_bytes
 from shard_node.planning.hotness import Float64Array
 
 MIN_SLICE_DIM = 32
 """Narrower slices are mostly scale, padding and ids."""
 HOT_SHARE = 1 / 16
 """Of a shard's cards, what is left for copies of hot rows when tables are placed."""
-WHOLE_SHARE = 1 / 8
+UNDIVIDED_SHARE = 1 / 8
 """A table of up to this share of a card is on one card: it needs no places there."""
 UNBOUNDED = 1 << 60
 _BISECTIONS = 24
@@ -149,7 +149,9 @@ class TablePlanner:
         values, hit = lookups.values, lookups.bags_hit(1 if is_copy else spread)
         load_us = (values * _lookup_us(fleet, table, dim) + hit * _id_us(fleet)) / spread
         size = table.num_embeddings * _row_bytes(table, dim)
-        network_us = bag_bytes(values, hit, dim) * (1 / (fleet.shard_network.network.gb_per_s * BYTES_PER_US))
+        # Ids and where bags begin to shards, and sums back.
+        moved_bytes = INDEX_BYTES * (values + hit) + SUM_ITEM_BYTES * dim * hit
+        network_us = moved_bytes * (1 / (fleet.shard_network.network.gb_per_s * BYTES_PER_US))
         cost_us = slices * (spread * load_us / fleet.shards + network_us)
         return Option(kind, slices, spread, load_us, size if is_copy else -(-size // spread), cost_us)
 
@@ -177,7 +179,7 @@ class TablePlanner:
             if high <= low * _SLACK:
                 break
         budget = self._fleet.budget
-        card_bytes, shard_bytes = int(min(budget.card_bytes) * WHOLE_SHARE), sum(budget.card_bytes)
+        card_bytes, shard_bytes = int(min(budget.card_bytes) * UNDIVIDED_SHARE), sum(budget.card_bytes)
         return self._file(best, card_bytes, shard_bytes + budget.pinned_bytes, counted=True)
 
     def pure(self, kind: ShardingType) -> PlanFile:
@@ -196,13 +198,13 @@ class TablePlanner:
         """Place every table by the first of its options that keeps to a bound; None if there is one that can't."""
         owners, placed = Owners.empty([free_bytes] * self._fleet.shards), {}
         for number in self._order:
-            tables = (self._place(owners, option, bound_us) for option in options[number])
+            tables = (self._fitted(owners, option, bound_us) for option in options[number])
             if (table := next(filter(None, tables), None)) is None:
                 return None
             placed[number] = table
         return [placed[number] for number in range(len(placed))]
 
-    def _place(self, owners: Owners, option: Option, bound_us: float) -> PlacedTable | None:
+    def _fitted(self, owners: Owners, option: Option, bound_us: float) -> PlacedTable | None:
         """Place a table so, each slice on the shards that have the least; None, and nothing is placed, if it can't."""
         placed = list[Int64Array]()
         for _ in range(option.slices):

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from loader.access_counts import AccessCounts
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.reader import Snapshot
-    from loader.snapshot.tables import RowDtype
     from router.planning.inputs import LookupProfile
     from shard_node.planning.cost_model import CardSystem
     from shard_node.planning.hotness import Head
 
 MANIFEST_NAME = "manifest.json"
+DTYPES = ("int8", "int4", "fp16", "fp32")
 SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
-"""The keys of `SYSTEMS`, repeated because importing them would make `--help` slow."""
-MAX_TABLES = 8
-MAX_LINES = 16
+"""The keys of `SYSTEMS`, repeated because importing them would make `--help` slow; a test compares them."""
+MAX_TABLES, MAX_LINES = 8, 16
 TIER_NAMES = {
     "hot": "hot: on every card",
     "card": "card: on the card that pools",
@@ -80,19 +80,13 @@ TIER_NAMES = {
 )
 @opts.network_options
 @opts.option(
-    "--counts",
-    "How often rows are looked up: what `shardrank counts` wrote. Default: the snapshot's.",
-    opts.EXISTING,
+    "--counts", "How often rows are looked up: what `shardrank counts` wrote. Default: the snapshot's.", opts.EXISTING
 )
 @opts.removed_option(
     "--trace TABLE=FILE", "use --ids FEATURE=FILE.npy, or --counts with what `shardrank counts` wrote."
 )
 @opts.ids_option
-@opts.option(
-    "--dtype",
-    "Of stored rows. Default: the model's; published models have int8.",
-    click.Choice(["int8", "int4", "fp16", "fp32"]),
-)
+@opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
 @opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
@@ -219,32 +213,37 @@ def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
     if files and options["ids"]:
         raise click.UsageError("--counts and --ids were counted over different batches: give one of them.")
     if is_described:
-        levers = {name: options[name] for name in ("ids", "prune", "keep_share")}
+        levers = {lever: options[lever] for lever in ("ids", "prune", "keep_share")}
         pruned = Pruned.of(path, read_description(path), files, **levers)
         for line in pruned.told:
             click.echo(line, err=True)
         spec, counts = pruned.spec, _stored_counts(pruned.spec, pruned.counts, pruned.kept)
     elif name in CATALOG:
         spec, profile = catalog_model(name, dtype or "int8", _scale(named, scale))
-        counts = {table: rows[:] for table, rows in read_access_counts(files, spec).items()}
+        counts = _stored_counts(spec, read_access_counts(files, spec))
     elif path.exists():
         snapshot = Snapshot.open(path if path.is_dir() else path.parent, verify=False)
         spec, golden = snapshot.spec, snapshot.golden()
         profile = LookupProfile() if golden is None else LookupProfile.of_requests(golden)
-        given = {table: rows[:] for table, rows in read_access_counts(files, spec).items()}
-        counts = _stored_counts(spec, given, {}, snapshot)
+        counts = _stored_counts(spec, read_access_counts(files, spec), snapshot=snapshot)
         if not counts and options["zipf"] is None:
             recorded = {table.name: snapshot.access_counts(table.slices[0].name) for table in spec.tables}
             counts = {table: rows for table, rows in recorded.items() if rows is not None}
     else:
         raise click.UsageError(f"--model {named}: no such file, and the catalog has only {', '.join(CATALOG)}.")
-    return spec if dtype is None else _stored_as(spec, dtype), replace(profile, counts=counts)
+    if dtype is not None:
+        odd = [table.name for table in spec.stored_tables if dtype == "int4" and table.embedding_dim % 2]
+        if odd:
+            raise click.UsageError(f"--dtype int4 needs an even embedding_dim, which these tables do not have: {odd}.")
+        tables = tuple(table.model_copy(update={"dtype": dtype}) for table in spec.tables)
+        spec = spec.model_copy(update={"tables": tables})
+    return spec, replace(profile, counts=counts)
 
 
 def _stored_counts(
     spec: ModelSpec,
-    counts: Mapping[str, npt.NDArray[np.integer[Any]]],
-    kept: Mapping[str, npt.NDArray[np.bool_]],
+    counts: Mapping[str, AccessCounts | npt.NDArray[np.integer[Any]]],
+    kept: Mapping[str, npt.NDArray[np.bool_]] = {},
     snapshot: Snapshot | None = None,
 ) -> dict[str, npt.NDArray[np.uint32]]:
     """Return how often rows of stored tables are looked up, by counts of tables as features see them.
@@ -257,9 +256,9 @@ def _stored_counts(
     from loader.divided_rows import classes_by_counts, part_counts
 
     divided = {table.name: table for table in spec.divided}
-    stored = {name: rows.astype(np.uint32, copy=False) for name, rows in counts.items() if name not in divided}
+    stored = {name: rows[:].astype(np.uint32, copy=False) for name, rows in counts.items() if name not in divided}
     for name in counts.keys() & divided.keys():
-        table, rows, classes = divided[name], counts[name], None
+        table, rows, classes = divided[name], counts[name][:], None
         if table.num_classes > 1:
             by_row = snapshot.row_classes(name) if snapshot else None
             by_row = by_row or classes_by_counts(table, spec.parts(table), rows, kept.get(name))
@@ -276,14 +275,6 @@ def _scale(named: str, text: str) -> float:
     if not 0 < scale <= 1:
         raise click.UsageError(f"--model {named}: the scale of its rows must be above 0 and at most 1.")
     return scale
-
-
-def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
-    odd = [table.name for table in spec.stored_tables if dtype == "int4" and table.embedding_dim % 2]
-    if odd:
-        raise click.UsageError(f"--dtype int4 needs an even embedding_dim, which these tables do not have: {odd}.")
-    tables = tuple(table.model_copy(update={"dtype": dtype}) for table in spec.tables)
-    return spec.model_copy(update={"tables": tables})
 
 
 def print_plan(plan: SimpleNamespace) -> None:

@@ -60,7 +60,6 @@ class CardSystem(Frozen):
 
     name: str
     cards: int = Field(ge=1)
-    # Of each card.
     card_memory_gb: float = Field(gt=0)
     # What a copy within a card reaches, bytes read and written; and of a random read, with its address translation.
     hbm_gb_per_s: float = Field(gt=0)
@@ -69,12 +68,15 @@ class CardSystem(Frozen):
     peer: Link
     host: Link
     host_memory_gb_per_s: float = Field(gt=0)
-    # For the host to launch one kernel.
+    # Of one kernel, for the host.
     launch_us: float = Field(default=4.0, ge=0)
 
 
-def _system(name: str, cards: int, card_gb: float, hbm: float, nvlink: float, host: Link, ddr: float) -> CardSystem:
-    return CardSystem(
+# A completion of PCIe has a header of 12 bytes, framing of 4 and a checksum of 4.
+_PCIE_4, _PCIE_5 = (Link(gb_per_s=rate, header_bytes=20, latency_us=2.5) for rate in (31.5, 63))
+_C2C = Link(gb_per_s=450, header_bytes=32, latency_us=1.5)
+SYSTEMS: dict[str, CardSystem] = {
+    name: CardSystem(
         name=name,
         cards=cards,
         card_memory_gb=card_gb,
@@ -84,18 +86,11 @@ def _system(name: str, cards: int, card_gb: float, hbm: float, nvlink: float, ho
         host=host,
         host_memory_gb_per_s=2 * ddr,
     )
-
-
-# A completion of PCIe has a header of 12 bytes, framing of 4 and a checksum of 4.
-_PCIE_4, _PCIE_5 = (Link(gb_per_s=rate, header_bytes=20, latency_us=2.5) for rate in (31.5, 63))
-_C2C = Link(gb_per_s=450, header_bytes=32, latency_us=1.5)
-SYSTEMS: dict[str, CardSystem] = {
-    system.name: system
-    for system in (
-        _system("a100", 8, 80, 2039, 300, _PCIE_4, 204.8),
-        _system("h100", 8, 80, 3350, 450, _PCIE_5, 307.2),
-        _system("h200", 8, 141, 4800, 450, _PCIE_5, 307.2),
-        _system("gb200", 4, 186, 8000, 900, _C2C, 512),
+    for name, cards, card_gb, hbm, nvlink, host, ddr in (
+        ("a100", 8, 80, 2039, 300, _PCIE_4, 204.8),
+        ("h100", 8, 80, 3350, 450, _PCIE_5, 307.2),
+        ("h200", 8, 141, 4800, 450, _PCIE_5, 307.2),
+        ("gb200", 4, 186, 8000, 900, _C2C, 512),
     )
 }
 """By name. `gb200` is a compute tray of an NVL72: two Grace CPUs with two cards each."""
@@ -245,8 +240,7 @@ def _chain_us(
         + any_host * max(0.0, system.host.latency_us - system.peer.latency_us)
     )
     chains = np.where(rounds > 0, 2 * system.hbm_latency_us + rounds * wait, 0.0)
-    longest_chain: Float64Array = chains.max(axis=0)
-    return longest_chain
+    return np.asarray(chains.max(axis=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +249,6 @@ class BatchTime:
 
     # Ids and offsets to the card.
     upload_us: float
-    # Of all its kernels.
     launch_us: float
     # The card's own memory, rows of other cards, and rows in pinned memory over the link to the host.
     hbm_us: float
@@ -281,14 +274,12 @@ def batch_time(traffic: Traffic, system: CardSystem) -> BatchTime:
     A card's memory serves its own batch and, with all cards busy, what its peers read of it. A link's two directions
     are separate, so the busier of them counts. The host's memory is shared by all cards.
     """
-    num_cards = traffic.hot.size
-    lines = traffic.peer_line_bytes
     # What leaves an owner has the same headers for each byte as what arrives.
     served = traffic.peer_bytes.sum(axis=0)
     arriving = traffic.peer_bytes.sum(axis=1)
-    header_factor = lines.sum() / arriving.sum() if arriving.sum() else 1.0
+    header_factor = traffic.peer_line_bytes.sum() / arriving.sum() if arriving.sum() else 1.0
     hbm = traffic.hbm_bytes / (system.hbm_gb_per_s * BYTES_PER_US)
-    peer = lines / (system.peer.gb_per_s * BYTES_PER_US)
+    peer = traffic.peer_line_bytes / (system.peer.gb_per_s * BYTES_PER_US)
     host_lines = traffic.host_line_bytes / (system.host.gb_per_s * BYTES_PER_US)
     host_memory = traffic.host_bytes / (system.host_memory_gb_per_s * BYTES_PER_US)
     upload_us = system.host.copied_bytes(traffic.upload_bytes) / (system.host.gb_per_s * BYTES_PER_US)
@@ -306,7 +297,7 @@ def batch_time(traffic: Traffic, system: CardSystem) -> BatchTime:
     }
     launch_us = traffic.launches * system.launch_us
     bound, busy_bound = max(alone, key=alone.__getitem__), max(busy, key=busy.__getitem__)
-    batches_per_s = num_cards * 1e6 / busy[busy_bound] if busy[busy_bound] else 0.0
+    batches_per_s = traffic.hot.size * 1e6 / busy[busy_bound] if busy[busy_bound] else 0.0
     lookups = float(traffic.hot[0] + traffic.local[0] + traffic.peer[0] + traffic.host[0])
     return BatchTime(
         upload_us=upload_us + system.host.latency_us,

@@ -26,8 +26,8 @@ UInt32Array = npt.NDArray[np.uint32]
 _PIECE_ROWS = 1 << 20
 # A float32 has 23 bits after its leading digit; five of them stay.
 _DROPPED_BITS = 18
-_KEY_OF_ONE = int(np.float32(1).view(np.uint32)) >> _DROPPED_BITS
-_NUM_KEYS = (int(np.float32(2**32).view(np.uint32)) >> _DROPPED_BITS) - _KEY_OF_ONE + 2
+_FIRST_KEY = int(np.float32(1).view(np.uint32)) >> _DROPPED_BITS
+_NUM_KEYS = (int(np.float32(2**32).view(np.uint32)) >> _DROPPED_BITS) - _FIRST_KEY + 2
 # Rank ranges of a power law: this many for each doubling of the rank, ranks below the first apart.
 _EDGES_PER_DOUBLING = 8
 _HEAD_EDGES_PER_DOUBLING = 64
@@ -196,8 +196,8 @@ class CountedRows:
         """0 for what was never looked up, else 1 and on: the count's exponent and first digits, ascending with it."""
         keys: UInt32Array = self._counts[first_row:end_row].astype(np.float32).view(np.uint32)
         keys >>= np.uint32(_DROPPED_BITS)
-        np.maximum(keys, np.uint32(_KEY_OF_ONE - 1), out=keys)
-        keys -= np.uint32(_KEY_OF_ONE - 1)
+        np.maximum(keys, np.uint32(_FIRST_KEY - 1), out=keys)
+        keys -= np.uint32(_FIRST_KEY - 1)
         return keys
 
 
@@ -285,8 +285,8 @@ def _rank_edges(num_rows: int, per_doubling: int) -> Int64Array:
 
 def _count_of_key(keys: Int64Array) -> Float64Array:
     """Return the mean of the whole numbers that share a key: float64 [n]; 0 for key 0."""
-    bits = ((keys + (_KEY_OF_ONE - 1)) << _DROPPED_BITS).astype(np.uint32)
-    next_bits = ((keys + _KEY_OF_ONE) << _DROPPED_BITS).astype(np.uint32)
+    bits = ((keys + (_FIRST_KEY - 1)) << _DROPPED_BITS).astype(np.uint32)
+    next_bits = ((keys + _FIRST_KEY) << _DROPPED_BITS).astype(np.uint32)
     low, high = bits.view(np.float32).astype(np.float64), next_bits.view(np.float32).astype(np.float64)
     mean: Float64Array = np.where(keys == 0, 0.0, (np.ceil(low) + np.maximum(np.ceil(high) - 1, np.ceil(low))) / 2)
     return mean

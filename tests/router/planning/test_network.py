@@ -134,7 +134,7 @@ def test_a_replicated_table_is_sent_to_one_shard_a_batch():
     np.testing.assert_allclose(sent.values.sum(axis=1), 1000)
     assert sent.hit[0].sum() == pytest.approx(100)
     # Of the second table, four shards are sent its number and its number of bags.
-    assert sent.keys.sum() == pytest.approx(12 * (1 + 4))
+    assert sent.parts["keys"].sum() == pytest.approx(12 * (1 + 4))
     assert sent.hit[1].sum() == pytest.approx(lookups[1].bags_hit(4), rel=1e-3)
     np.testing.assert_allclose(sent.values[:, 2], 250, rtol=1e-2)
     np.testing.assert_allclose(fleet.part(2)[0], [1000, 25, 10])

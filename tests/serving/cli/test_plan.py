@@ -19,7 +19,7 @@ from loader.access_counts import AccessCounts, write_access_counts
 from loader.snapshot.manifest import ModelSpec
 from router.planning.capacity import capacity
 from router.planning.inputs import CapacityOptions, LookupProfile, catalog_model
-from serving.cli.plan import MANIFEST_NAME, print_division
+from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES, print_division
 from shard_node.bags import TableLayout
 from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.command_line import blocks, shardrank
@@ -108,6 +108,10 @@ def test_a_published_model_has_its_published_size(name, tables, gibibytes):
     found = catalog_model(name, "fp32")[0].tables
     assert len(found) == tables
     assert round(sum(4 * table.num_embeddings * table.embedding_dim for table in found) / 2**30, 1) == gibibytes
+
+
+def test_systems_of_the_flag_are_those_of_the_cost_model():
+    assert set(SYSTEM_NAMES) == SYSTEMS.keys()
 
 
 def planned(*arguments: object) -> SimpleNamespace:
