@@ -70,11 +70,6 @@ class AccessCounts:
         """(limit,)."""
         return (self.limit,)
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """uint32."""
-        return np.dtype(np.uint32)
-
     def __getitem__(self, keys: slice) -> npt.NDArray[np.uint32]:
         """Return the counts of a slice of all keys with step 1, uint32 [m], rounded; 0 where there is none."""
         first, end, _ = keys.indices(self.limit)

@@ -27,7 +27,7 @@ from loadtest.workloads.workload import (
     parse_ids,
 )
 from router.feature_schema import FeatureSchema
-from router.planning.catalog import catalog_model
+from router.planning.inputs import catalog_model
 from serving.formats.requests import RankRequest
 from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions, evaluation_requests, films_spec
 from serving.training.interactions import Interactions, positions_in, read_movielens
@@ -149,10 +149,10 @@ def open_workload(
         if colon and (not _SCALE.fullmatch(rest) or not 0 < float(rest) <= 1):
             raise ConfigError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
         scale = float(rest or 1)
-        found = catalog_model(family, scale=scale)
-        text, spec, hotness = f"{family}:{scale:.12g}", found.spec, found.hotness
-        if found.zipf:
-            drawn_ids = Zipf(found.zipf)
+        spec, profile = catalog_model(family, scale=scale)
+        text, hotness = f"{family}:{scale:.12g}", {name: int(ids) for name, ids in profile.hotness.items()}
+        if profile.zipf:
+            drawn_ids = Zipf(profile.zipf)
     elif family in ("bench-mlp", "bench-dlrm"):
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
         if colon and not (rest.isascii() and rest.isdigit() and 1 <= int(rest[:5]) <= MAX_HOTNESS):

@@ -9,22 +9,20 @@ bandwidth + latency. docs/wire-protocol.md has the frames, docs/plan.md what is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.tables import Frozen
 from router.plan import Plan
-from router.planning.lookups import LookupProfile, TableLookups
-from router.planning.options import GB, CapacityOptions, Network, NetworkOptions
+from router.planning.inputs import GB, CapacityOptions, LookupProfile, Network, TableLookups
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
+from shard_node.planning.card_plan import HOT, NUM_TIERS
 from shard_node.planning.cost_model import (
     BYTES_PER_US,
-    INDEX_BYTES,
     SUM_ITEM_BYTES,
     BatchTime,
     CardSystem,
@@ -34,7 +32,6 @@ from shard_node.planning.cost_model import (
 from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.wire.frame import HEADER
 
-NetworkBound: TypeAlias = Literal["bandwidth", "latency"]
 Bounded: TypeAlias = Literal["rows", "bytes", "hit rate"]
 
 # As in `split`: with so many owners or fewer, and more values a bag than this, a part that has this share of all bags
@@ -56,8 +53,7 @@ class NearRows:
     Attributes:
         missed: for each table float64 [levels], the share of each level's rows that are not among them.
         num_rows, size_bytes: of all of them, as stored.
-        hit_rates: float64 [tables], the share of a table's lookups that they answer.
-        hit_rate: the same of all lookups.
+        hit_rates, hit_rate: float64 [tables], the share of a table's lookups that they answer; of all lookups.
     """
 
     missed: tuple[Float64Array, ...]
@@ -70,11 +66,8 @@ class NearRows:
     def choose(cls, layout: TableLayout, hotness: Sequence[RowHotness], bounded: Bounded, bound: float) -> NearRows:
         """Return rows by lookups for each byte, the hottest first, as many as a bound allows.
 
-        Args:
-            layout: the model's tables.
-            hotness: of each, in layout order; its lookups are those of one batch or sample of all tables.
-            bounded: what the bound is of: rows, their bytes as stored, or their share of all lookups.
-            bound: at most so much; of a share, the fewest rows that have it, the last of them in part.
+        `hotness` is in layout order; its lookups are those of one batch or sample of all tables. At most as many `rows`
+        or `bytes`, as stored, as the bound; or the fewest rows that have this share of all lookups, the last in part.
         """
         row_bytes = stored_row_bytes(layout)
         levels = [of_table.rows().astype(np.float64) for of_table in hotness]
@@ -86,7 +79,7 @@ class NearRows:
         # Of each level, in order: what is left of the bound once those before it are in.
         left = (bound * total if bounded == "hit rate" else bound) - (np.cumsum(costs) - costs)
         shares = np.empty_like(rows)
-        # What costs nothing has no place either once the bound is passed.
+        # What costs nothing is left out, too, once the bound is passed.
         shares[order] = np.where(costs > left, (left / np.maximum(costs, 1e-200)).clip(0, 1), 1)
         near = rows * shares if bounded == "hit rate" and bound < 1 else np.floor(rows * shares + 1e-9)
         by_table = np.split(near, np.cumsum([level.size for level in levels])[:-1])
@@ -103,12 +96,11 @@ class NearRows:
 
 def stored_row_bytes(layout: TableLayout) -> Float64Array:
     """Return the bytes of a stored row of each table, float64 [tables]."""
-    sizes = [group.end_table - group.first_table for group in layout.groups]
-    return np.repeat(np.array([group.row_bytes for group in layout.groups], np.float64), sizes)
+    return np.array([RowFormat.of(table.dtype, table.embedding_dim).row_bytes for table in layout.tables], np.float64)
 
 
 class StoredLookups(NamedTuple):
-    """What a batch looks up of stored tables, in layout order; `near` are rows that the router has itself."""
+    """What a batch looks up of stored tables, in layout order; `near` are rows at the router."""
 
     layout: TableLayout
     lookups: tuple[TableLookups, ...]
@@ -120,9 +112,10 @@ class StoredLookups(NamedTuple):
         """Return the lookups of a fleet's batch."""
         lookups = profile.lookups(spec, layout, fleet.requests, fleet.candidates)
         rows, network = profile.rows(spec, layout, lookups).of(layout), fleet.shard_network
-        if network.hit_rate is None:
-            return cls(layout, lookups, rows, NearRows.choose(layout, rows, "bytes", network.hot_rows_gb * GB))
-        return cls(layout, lookups, rows, NearRows.choose(layout, rows, "hit rate", network.hit_rate))
+        bounded: tuple[Bounded, float] = ("bytes", network.hot_rows_gb * GB)
+        if network.hit_rate is not None:
+            bounded = ("hit rate", network.hit_rate)
+        return cls(layout, lookups, rows, NearRows.choose(layout, rows, *bounded))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,29 +123,21 @@ class ShardLookups:
     """What a batch sends to shards and gets back, in the mean; its ids are drawn independently of each other.
 
     Attributes:
-        shares: float64 [tables, shards], of each table's lookups. What a row lacks to 1 the router answers itself.
         values, hit: float64 [tables, shards]: values, and bags that have one.
         turns: int64 [tables], between how many shards batches alternate: all of them for tables that each has.
         shards_hit: by a bag that is not empty.
-        ids, offsets, keys: bytes of rows' numbers, of where bags begin, and of tables and their bags, to all shards.
-        sums: bytes of pooled sums from all shards.
-        framing: bytes of headers, fields and padding, both ways; frames are taken to hold a batch each.
-        out, back, both: bytes to shards, from them, and of both ways.
+        parts: bytes, float64 [shards]: "ids" (rows' numbers), "offsets" (where bags begin), "keys" (tables and their
+            bags), "sums" (pooled), and "framing" (headers, fields and padding, both ways; frames have a batch each).
+        requests, replies: all bytes to shards and from them, float64 [shards].
     """
 
-    shares: Float64Array
     values: Float64Array
     hit: Float64Array
     turns: Int64Array
     shards_hit: float
-    ids: float
-    offsets: float
-    keys: float
-    sums: float
-    framing: float
-    out: float
-    back: float
-    both: float
+    parts: dict[str, Float64Array]
+    requests: Float64Array
+    replies: Float64Array
 
     @classmethod
     def of(
@@ -162,7 +147,10 @@ class ShardLookups:
         shares: Float64Array,
         is_copied: npt.NDArray[np.bool_],
     ) -> ShardLookups:
-        """Divide a batch by shares; of a table that every shard has, bool [tables], all lookups go to one of them."""
+        """Divide a batch by `shares`, float64 [tables, shards], of each table's lookups.
+
+        What a row lacks to 1 the router answers itself. Of a table that every shard has, all lookups go to one of them.
+        """
         num_shards = shares.shape[1]
         # [tables, features], padded with features of no bags.
         lengths, bags = np.zeros((2, len(lookups), max(len(of_table.lengths) for of_table in lookups)))
@@ -173,7 +161,7 @@ class ShardLookups:
         turns = np.where(is_copied, num_shards, 1)[:, None]
         left = np.clip(1 - shares * turns, 0, 1)
         hit = (bags[:, :, None] * (1 - left[:, None, :] ** lengths[:, :, None])).sum(axis=1) / turns
-        is_there = (1 - left**num_values) / turns
+        is_hit = (1 - left**num_values) / turns
         values = num_values * shares
         sends_all = np.ones(num_shards)
         if num_shards > 1 or np.clip(1 - shares.sum(axis=1), 0, 1).any():
@@ -181,8 +169,8 @@ class ShardLookups:
             is_counted = owners <= MAX_MASKED_OWNERS and num_values.sum() > MANY_VALUES * num_filled
             sends_all = _chance_of_all_bags(hit, all_bags) if is_counted else np.zeros(num_shards)
         num_bags = (1 - sends_all) * hit.sum(axis=0) + sends_all * all_bags.sum()
-        num_keys = (1 - sends_all) * is_there.sum(axis=0) + sends_all * np.count_nonzero(all_bags)
-        is_used = 1 - np.prod(1 - is_there, axis=0)
+        num_keys = (1 - sends_all) * is_hit.sum(axis=0) + sends_all * np.count_nonzero(all_bags)
+        is_used = 1 - np.prod(1 - is_hit, axis=0)
         # Numbers are int32 where every row of the model fits it. For one shard they are narrowed when they are sent,
         # which is not done to short arrays.
         is_narrow = max(table.num_embeddings for table in layout.tables) <= 2**31
@@ -195,12 +183,12 @@ class ShardLookups:
         dims = np.array([table.embedding_dim for table in layout.tables], np.float64)[:, None]
         some_sums, all_sums = ((sent * dims * SUM_ITEM_BYTES).sum(axis=0) for sent in (hit, all_bags / turns))
         sums = (1 - sends_all) * some_sums + sends_all * all_sums
-        framing_out = is_used * (POOL_BYTES + MEAN_PADDING * 4)
-        framing_back = is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * len(layout.groups))
-        out, back = ids + offsets + keys + framing_out, sums + framing_back
-        moved = (ids, offsets, keys, sums, framing_out + framing_back, out, back, out + back)
+        request_framing = is_used * (POOL_BYTES + MEAN_PADDING * 4)
+        reply_framing = is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * len(layout.groups))
+        requests, replies = ids + offsets + keys + request_framing, sums + reply_framing
         shards_hit = float(hit.sum() / num_filled) if num_filled else 0.0
-        return cls(shares, values, hit, turns[:, 0], shards_hit, *(float(by_shard.sum()) for by_shard in moved))
+        parts = {"ids": ids, "offsets": offsets, "keys": keys, "sums": sums, "framing": request_framing + reply_framing}
+        return cls(values, hit, turns[:, 0], shards_hit, parts, requests, replies)
 
 
 def _chance_of_all_bags(hit: Float64Array, all_bags: Float64Array) -> Float64Array:
@@ -214,23 +202,17 @@ def _chance_of_all_bags(hit: Float64Array, all_bags: Float64Array) -> Float64Arr
     z = np.divide(mean, np.sqrt(np.maximum(variance, 0)), out=np.zeros_like(mean), where=variance > 1e-6)
     z = np.clip(z, -8, 8)
     # The cumulative distribution to 3 digits.
-    chance: Float64Array = np.where(variance > 1e-6, (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2, is_certain)
-    return chance
+    chances = (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2
+    return np.asarray(np.where(variance > 1e-6, chances, is_certain))
 
 
-def bag_bytes(values: float, sums: float, dim: int) -> float:
-    """Return the bytes of ids and of where bags begin to shards, and of sums back."""
-    return INDEX_BYTES * (values + sums) + SUM_ITEM_BYTES * dim * sums
-
-
-class NetworkTime(Frozen):
+@dataclass(frozen=True, slots=True)
+class NetworkTime:
     """What a batch takes on the network, in microseconds.
 
     Attributes:
-        out_us, back_us: of the bytes, one after the other.
+        out_us, back_us: of the bytes to shards and from them, one after the other.
         latency_us: of the round trip; none if nothing is sent.
-        alone_us: out_us + back_us + latency_us.
-        bound: what most of it is.
         busy_us: of the line for each batch, while it is never idle: its two directions overlap, latencies too.
     """
 
@@ -238,34 +220,23 @@ class NetworkTime(Frozen):
     back_us: float
     latency_us: float
     alone_us: float
-    bound: NetworkBound
+    bound: str
     busy_us: float
 
     @classmethod
     def of(cls, sent: ShardLookups, network: Network) -> NetworkTime:
         """Return bytes / bandwidth + latency."""
-        out, back = (size / (network.gb_per_s * BYTES_PER_US) for size in (sent.out, sent.back))
+        out, back = (float(size.sum()) / (network.gb_per_s * BYTES_PER_US) for size in (sent.requests, sent.replies))
         latency = network.latency_us if out else 0.0
-        return cls(
-            out_us=out,
-            back_us=back,
-            latency_us=latency,
-            alone_us=out + back + latency,
-            bound="bandwidth" if out + back > latency else "latency",
-            busy_us=max(out, back),
-        )
+        bound = "bandwidth" if out + back > latency else "latency"
+        return cls(out, back, latency, out + back + latency, bound, max(out, back))
 
 
 def crossover_hit_rate(sharded_us: Callable[[float], float], replicated_us: float) -> float | None:
     """Return the hit rate from which on dividing rows takes no longer than having all of them on every node.
 
-    Args:
-        sharded_us: of a hit rate from 0 to just below 1; must not rise.
-        replicated_us: without any network.
-
-    Returns:
-        0 if rows may be divided at no loss of time without hot rows; None if they may not at any hit rate, because
-        the network's latency alone takes longer.
+    `sharded_us` is of a hit rate from 0 to just below 1, and must not rise. Returns None if no hit rate suffices,
+    because the network's latency alone takes longer.
     """
     low, high = 0.0, 1.0 - 1e-9
     if sharded_us(low) <= replicated_us:
@@ -278,45 +249,19 @@ def crossover_hit_rate(sharded_us: Callable[[float], float], replicated_us: floa
     return high
 
 
-class HitRateUse(Frozen):
-    """What one hit rate of hot rows at the router leaves to do.
-
-    Attributes:
-        hot_rows, hot_bytes: how many of the hottest rows that takes, and their bytes as stored.
-        moved_bytes, moved_us: if the rows that are missed travelled, without scale and bias, to where they are pooled;
-            latency left out.
-        network_bytes: ids out and sums back, as shardrank has it.
-        network_us: of these, latency included.
-        request_us: with the time of the busiest shard, all of whose rows are in card memory.
-    """
-
-    hit_rate: float
-    hot_rows: int
-    hot_bytes: int
-    moved_bytes: float
-    moved_us: float
-    network_bytes: float
-    network_us: float
-    request_us: float
-
-
 class FleetLookups:
     """A batch of lookups in a fleet: what is looked up of which rows, and where they are.
 
-    Args:
-        plan: which shard has which rows.
-        stored: of each table, all shards together.
-        rows_by_shard: int64 [levels, shards] for each table, where `RowHotness.rows_by_owner` is known already.
+    `rows_by_shard` are int64 [levels, shards] for each table, where they are counted already.
     """
 
     def __init__(self, plan: Plan, stored: StoredLookups, rows_by_shard: Sequence[Int64Array] | None = None) -> None:
-        self.layout, _, self.rows, self.near = stored
-        # [tables, 3]: fields of `BagLoad`.
-        self.loads = np.array([of_table.load for of_table in stored.lookups], np.float64)
+        self.stored = stored
+        # float64 [tables, 3]: ids, bags, and ids of the longest bag.
+        self.loads = np.array([of_table[:3] for of_table in stored.lookups], np.float64)
         self.is_copied = np.array([bool(owners[0] < 0) for owners in plan.shard_of_bucket])
-        self._lookups = stored.lookups
         # Independent of hot rows, and slower than all else.
-        self.rows_by_shard = rows_by_shard or [
+        self._rows_by_shard = rows_by_shard or [
             rows.rows_by_owner(owners, plan.num_shards)
             for rows, owners in zip(stored.rows, plan.shard_of_bucket, strict=True)
         ]
@@ -324,147 +269,105 @@ class FleetLookups:
     @property
     def stored_bytes(self) -> Float64Array:
         """Bytes of the rows that each shard has alone, as stored: float64 [shards]."""
-        rows = np.array([by_shard.sum(axis=0) for by_shard in self.rows_by_shard])
-        stored: Float64Array = (rows * stored_row_bytes(self.layout)[:, None]).sum(axis=0)
-        return stored
+        rows = np.array([by_shard.sum(axis=0) for by_shard in self._rows_by_shard])
+        return np.asarray((rows * stored_row_bytes(self.stored.layout)[:, None]).sum(axis=0))
 
     def sent(self, near: NearRows) -> ShardLookups:
         """Return what goes to which shard, with hot rows at the router."""
-        shares = np.zeros((len(self.rows), self.rows_by_shard[0].shape[1]))
-        for table, (rows, by_shard) in enumerate(zip(self.rows, self.rows_by_shard, strict=True)):
+        shares = np.zeros((len(self.stored.rows), self._rows_by_shard[0].shape[1]))
+        for table, (rows, by_shard) in enumerate(zip(self.stored.rows, self._rows_by_shard, strict=True)):
             lookups = rows.lookups if rows.lookups.any() else np.ones_like(rows.lookups)
             # Of a copied table each shard has all rows, and the mean of its lookups.
-            here = rows.rows()[:, None] / shares.shape[1] if self.is_copied[table] else by_shard
-            shares[table] = (lookups * near.missed[table]) @ here / float(lookups @ rows.rows())
-        return ShardLookups.of(self.layout, self._lookups, shares, self.is_copied)
+            on_shards = rows.rows()[:, None] / shares.shape[1] if self.is_copied[table] else by_shard
+            shares[table] = (lookups * near.missed[table]) @ on_shards / float(lookups @ rows.rows())
+        return ShardLookups.of(self.stored.layout, self.stored.lookups, shares, self.is_copied)
 
     def part(self, shard: int) -> Float64Array:
         """Return the loads of each table, float64 [tables, 3], with only those bags of which a shard has a row."""
         loads = self.loads.copy()
-        loads[:, 1] = self.sent(self.near).hit[:, shard]
+        loads[:, 1] = self.sent(self.stored.near).hit[:, shard]
         return loads
 
-    def use(self, near: NearRows, network: Network, system: CardSystem) -> HitRateUse:
-        """Return what hot rows at the router leave to do."""
+    def use(self, bounded: Bounded, bound: float, options: CapacityOptions) -> dict[str, Any]:
+        """Return what hot rows at the router leave to do, as many as `NearRows.choose` allows.
+
+        `moved_bytes` are those of rows that are missed if they travelled, without scale and bias, to where they are
+        pooled; `network_bytes` are ids out and sums back. `request_us` is the network and the busiest shard, all of
+        whose rows are in card memory.
+        """
+        layout, network = self.stored.layout, options.shard_network.network
+        near = NearRows.choose(layout, self.stored.rows, bounded, bound)
         sent = self.sent(near)
         time = NetworkTime.of(sent, network)
         busiest = int(sent.values.sum(axis=0).argmax())
         values, (all_values, _, longest) = sent.values[:, busiest], self.loads.T
-        loads = np.column_stack(
-            [values, sent.hit[:, busiest], np.minimum(longest, _ratio(longest * values, all_values))]
-        )
-        shard_us = self.resident_us(loads, system) if sent.values.any() else 0.0
-        row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).code_bytes for table in self.layout.tables]
+        longest = np.minimum(longest, _ratio(longest * values, all_values))
+        loads = np.column_stack([values, sent.hit[:, busiest], longest])
+        shard_us = self.resident_us(loads, options.system) if sent.values.any() else 0.0
+        row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).code_bytes for table in layout.tables]
         moved_bytes = sum((all_values * (1 - near.hit_rates) * row_bytes).tolist())
-        return HitRateUse(
-            hit_rate=near.hit_rate,
-            hot_rows=near.num_rows,
-            hot_bytes=near.size_bytes,
-            moved_bytes=moved_bytes,
-            moved_us=moved_bytes / (network.gb_per_s * BYTES_PER_US),
-            network_bytes=sent.both,
-            network_us=time.alone_us,
-            request_us=time.alone_us + shard_us,
-        )
+        return {
+            "hit_rate": near.hit_rate,
+            "hot_rows": near.num_rows,
+            "hot_bytes": near.size_bytes,
+            "moved_bytes": moved_bytes,
+            "moved_us": moved_bytes / (network.gb_per_s * BYTES_PER_US),
+            "network_bytes": float((sent.requests + sent.replies).sum()),
+            "network_us": time.alone_us,
+            "request_us": time.alone_us + shard_us,
+        }
 
     def resident_us(self, loads: Float64Array, system: CardSystem) -> float:
-        """Return the time of lookups whose rows are all in the memory of the card that pools them."""
-        return batch_time(Traffic.resident(self.layout, loads, system), system).alone_us
+        """Return the time of lookups if every row, without places, is in the memory of the one card that pools it."""
+        num_tables = len(self.stored.layout.tables)
+        shares = np.zeros((num_tables, 1, NUM_TIERS))
+        shares[:, :, HOT] = 1
+        traffic = Traffic.of_shares(self.stored.layout, shares, np.zeros(num_tables, np.bool_), loads, system)
+        return batch_time(traffic, system).alone_us
 
 
-class NetworkUse(Frozen):
-    """What a batch moves between router and shards, and takes.
+def network_use(
+    lookups: FleetLookups, options: CapacityOptions, shard_time: Callable[[int], BatchTime]
+) -> dict[str, Any]:
+    """Return what a batch moves between router and shards and how long it takes, by the time of a shard's cards.
 
-    Attributes:
-        hit_rate, hot_rows, hot_bytes: of the hottest rows, at the router.
-        shards_hit: in the mean, of a bag that is not empty.
-        ids_bytes, offsets_bytes, keys_bytes: to all shards together.
-        sums_bytes: back from them.
-        framing_bytes: headers and padding, both ways.
-        busiest_to_mean: lookups of the busiest shard, by the mean.
-        time: of the network.
-        slowest_shard, slowest_us: which shard takes longest for its part, and how long.
-        request_us: the slowest shard and the network.
-        bound: which of the two budgets it is bound by: the network's bandwidth or latency, or the shard's own bound.
-        replicated_us: if each node had all rows in the memory of its cards; no network.
-        replicated_bytes, sharded_bytes: of all rows as stored, and of the part of one shard.
-        crossover_hit_rate: from which on sharding takes no longer than that; None if the latency alone does.
-        crossover_hot_bytes: of the rows that have this hit rate.
-        compared: by hit rate.
+    Bytes are to all shards together, or back from them; `bound` is the larger of the two budgets: the network's
+    bandwidth or latency, or the shard's own bound. `replicated_us` is without a network, if each node had all rows in
+    the memory of its cards; from `crossover_hit_rate` on sharding takes no longer; None if the latency alone does.
     """
-
-    hit_rate: float
-    hot_rows: int
-    hot_bytes: int
-    shards_hit: float
-    ids_bytes: float
-    offsets_bytes: float
-    keys_bytes: float
-    sums_bytes: float
-    framing_bytes: float
-    busiest_to_mean: float
-    time: NetworkTime
-    slowest_shard: int
-    slowest_us: float
-    request_us: float
-    bound: str
-    replicated_us: float
-    replicated_bytes: int
-    sharded_bytes: int
-    crossover_hit_rate: float | None
-    crossover_hot_bytes: int | None
-    compared: tuple[HitRateUse, ...]
-
-    @classmethod
-    def make(
-        cls,
-        lookups: FleetLookups,
-        options: NetworkOptions,
-        system: CardSystem,
-        shard_time: Callable[[int], BatchTime],
-    ) -> Self:
-        """Return the use of a batch, by what a shard's cards take for its part."""
-        layout, near, sent = lookups.layout, lookups.near, lookups.sent(lookups.near)
-        network = NetworkTime.of(sent, options.network)
-        sizes = stored_row_bytes(layout) * [table.num_embeddings for table in layout.tables]
-        stored = lookups.stored_bytes
-        values = sent.values.sum(axis=0)
-        times = {shard: shard_time(shard) for shard in sorted({int(values.argmax()), int(stored.argmax())})}
-        slowest = max(times, key=lambda shard: times[shard].alone_us)
-        slowest_us = times[slowest].alone_us
-        replicated_us = lookups.resident_us(lookups.loads, system)
-
-        def use(bounded: Bounded, bound: float) -> HitRateUse:
-            return lookups.use(NearRows.choose(layout, lookups.rows, bounded, bound), options.network, system)
-
-        crossover = crossover_hit_rate(lambda rate: use("hit rate", rate).request_us, replicated_us)
-        return cls(
-            hit_rate=near.hit_rate,
-            hot_rows=near.num_rows,
-            hot_bytes=near.size_bytes,
-            shards_hit=sent.shards_hit,
-            ids_bytes=sent.ids,
-            offsets_bytes=sent.offsets,
-            keys_bytes=sent.keys,
-            sums_bytes=sent.sums,
-            framing_bytes=sent.framing,
-            busiest_to_mean=float(values.max() / values.mean()) if values.any() else 1.0,
-            time=network,
-            slowest_shard=slowest,
-            slowest_us=slowest_us,
-            request_us=slowest_us + network.alone_us,
-            bound=times[slowest].bound if slowest_us > network.alone_us else f"network {network.bound}",
-            replicated_us=replicated_us,
-            replicated_bytes=int(sizes.sum()),
-            sharded_bytes=int(stored.max() + sizes[lookups.is_copied].sum()),
-            crossover_hit_rate=crossover,
-            crossover_hot_bytes=None if crossover is None else use("hit rate", crossover).hot_bytes,
-            compared=(
-                *(use("hit rate", rate) for rate in options.compare_hit_rates),
-                *(use("rows", rows) for rows in options.compare_hot_rows),
-            ),
-        )
+    layout, near = lookups.stored.layout, lookups.stored.near
+    router_line, sent = options.shard_network, lookups.sent(near)
+    network = NetworkTime.of(sent, router_line.network)
+    sizes = stored_row_bytes(layout) * [table.num_embeddings for table in layout.tables]
+    stored_bytes, values = lookups.stored_bytes, sent.values.sum(axis=0)
+    times = {shard: shard_time(shard) for shard in sorted({int(values.argmax()), int(stored_bytes.argmax())})}
+    slowest = max(times, key=lambda shard: times[shard].alone_us)
+    slowest_us = times[slowest].alone_us
+    replicated_us = lookups.resident_us(lookups.loads, options.system)
+    crossover = crossover_hit_rate(lambda rate: lookups.use("hit rate", rate, options)["request_us"], replicated_us)
+    return {
+        "hit_rate": near.hit_rate,
+        "hot_rows": near.num_rows,
+        "hot_bytes": near.size_bytes,
+        "shards_hit": sent.shards_hit,
+        **{f"{name}_bytes": float(size.sum()) for name, size in sent.parts.items()},
+        "busiest_to_mean": float(values.max() / values.mean()) if values.any() else 1.0,
+        "time": asdict(network),
+        "slowest_shard": slowest,
+        "slowest_us": slowest_us,
+        "request_us": slowest_us + network.alone_us,
+        "bound": times[slowest].bound if slowest_us > network.alone_us else f"network {network.bound}",
+        "replicated_us": replicated_us,
+        "replicated_bytes": int(sizes.sum()),
+        "sharded_bytes": int(stored_bytes.max() + sizes[lookups.is_copied].sum()),
+        "crossover_hit_rate": crossover,
+        "crossover_hot_bytes": None if crossover is None else lookups.use("hit rate", crossover, options)["hot_bytes"],
+        "compared": [
+            *(lookups.use("hit rate", rate, options) for rate in router_line.compare_hit_rates),
+            *(lookups.use("rows", count, options) for count in router_line.compare_hot_rows),
+        ],
+    }
 
 
-def _ratio(part: Float64Array, whole: Float64Array) -> Float64Array:
-    return np.divide(part, whole, out=np.zeros(whole.shape), where=whole > 0)
+def _ratio(part: Float64Array, total: Float64Array) -> Float64Array:
+    return np.divide(part, total, out=np.zeros(total.shape), where=total > 0)

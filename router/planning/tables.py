@@ -11,33 +11,30 @@ engine's own placement on every shard.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan, with_columns
-from router.planning.lookups import LookupProfile, TableLookups
-from router.planning.network import StoredLookups, bag_bytes
-from router.planning.options import CapacityOptions
+from router.planning.inputs import CapacityOptions, LookupProfile, TableLookups
+from router.planning.network import StoredLookups
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.planning.balance import Int16Array, Owners, deal
-from shard_node.planning.card_plan import PLACE_BYTES
-from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, sector_bytes
+from shard_node.planning.card_plan import PLACE_BYTES, Int16Array, Owners, deal
+from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, SUM_ITEM_BYTES, sector_bytes
 from shard_node.planning.hotness import Float64Array
 
 MIN_SLICE_DIM = 32
 """Narrower slices are mostly scale, padding and ids."""
 HOT_SHARE = 1 / 16
 """Of a shard's cards, what is left for copies of hot rows when tables are placed."""
-WHOLE_SHARE = 1 / 8
+UNDIVIDED_SHARE = 1 / 8
 """A table of up to this share of a card is on one card: it needs no places there."""
 UNBOUNDED = 1 << 60
 _BISECTIONS = 24
@@ -70,11 +67,8 @@ class Option(NamedTuple):
         return self.load_us * self.slices * self.spread
 
 
-class PlacedTable(NamedTuple):
-    """How one table is divided over shards: by which option, and the shards of each of its slices."""
-
-    option: Option
-    shards: tuple[tuple[int, ...], ...]
+PlacedTable: TypeAlias = tuple[Option, tuple[tuple[int, ...], ...]]
+"""How one table is divided over shards: by which option, and the shards of each of its slices."""
 
 
 def _id_us(fleet: CapacityOptions) -> float:
@@ -91,10 +85,6 @@ def _lookup_us(fleet: CapacityOptions, table: TableSpec, dim: int) -> float:
 
 def _row_bytes(table: TableSpec, dim: int) -> int:
     return RowFormat.of(table.dtype, dim).stride + PLACE_BYTES
-
-
-def _size_bytes(table: TableSpec) -> int:
-    return table.num_embeddings * _row_bytes(table, table.embedding_dim)
 
 
 class TablePlanner:
@@ -117,14 +107,15 @@ class TablePlanner:
         ]
         budget = fleet.budget
         self._shard_bytes = int(sum(budget.card_bytes) * (1 - HOT_SHARE)) + budget.pinned_bytes
-        self._total_us = sum(options[0].all_load_us for options in self._options)
-        sizes = [_size_bytes(table) for table in spec.tables]
+        costs = [options[0].all_load_us for options in self._options]
+        self._total_us = sum(costs)
+        sizes = [table.num_embeddings * _row_bytes(table, table.embedding_dim) for table in spec.tables]
         self._mean_us = max(self._total_us / fleet.shards, _TINY)
         self._mean_bytes = max(sum(sizes) / fleet.shards, 1.0)
         # The costliest first, in time or in bytes: what is large has the least choice.
         weights = [
-            max(options[0].all_load_us / max(self._total_us, _TINY), size / max(self._shard_bytes, 1))
-            for size, options in zip(sizes, self._options, strict=True)
+            max(cost / max(self._total_us, _TINY), size / max(self._shard_bytes, 1))
+            for cost, size in zip(costs, sizes, strict=True)
         ]
         rows = [table.num_embeddings for table in spec.tables]
         self._order = sorted(range(len(weights)), key=lambda number: (-weights[number], -rows[number]))
@@ -135,16 +126,16 @@ class TablePlanner:
         Of a part of a divided table no columns are sliced.
         """
         shards = self._fleet.shards
-        whole = self._option("table_wise", table, lookups, 1, 1)
+        undivided = self._option("table_wise", table, lookups, 1, 1)
         if shards == 1:
-            return [whole]
+            return [undivided]
         replicated = self._option("data_parallel", table, lookups, 1, shards)
         if replicated.size_bytes <= self._fleet.replicate_bytes:
             return [replicated]
-        ways = [whole, replicated, self._option("row_wise", table, lookups, 1, shards)]
+        ways = [undivided, replicated, self._option("row_wise", table, lookups, 1, shards)]
         for slices in () if is_part else (2, 4, 8, 16, 32):
-            dim, rest = divmod(table.embedding_dim, slices)
-            if rest or dim < MIN_SLICE_DIM or (table.dtype == "int4" and dim % 2) or slices > shards:
+            dim, remainder = divmod(table.embedding_dim, slices)
+            if remainder or dim < MIN_SLICE_DIM or (table.dtype == "int4" and dim % 2) or slices > shards:
                 break
             ways.append(self._option("column_wise", table, lookups, slices, 1))
             if shards % slices == 0 and shards > slices:
@@ -155,10 +146,12 @@ class TablePlanner:
         """Return the costs of `slices` of the columns, the rows of each over `spread` shards, or copied to all."""
         fleet, dim, is_copy = self._fleet, table.embedding_dim // slices, kind == "data_parallel"
         # Batches alternate between copies.
-        values, hit = lookups.load.values, lookups.bags_hit(1 if is_copy else spread)
+        values, hit = lookups.values, lookups.bags_hit(1 if is_copy else spread)
         load_us = (values * _lookup_us(fleet, table, dim) + hit * _id_us(fleet)) / spread
         size = table.num_embeddings * _row_bytes(table, dim)
-        network_us = bag_bytes(values, hit, dim) * (1 / (fleet.shard_network.network.gb_per_s * BYTES_PER_US))
+        # Ids and where bags begin to shards, and sums back.
+        moved_bytes = INDEX_BYTES * (values + hit) + SUM_ITEM_BYTES * dim * hit
+        network_us = moved_bytes * (1 / (fleet.shard_network.network.gb_per_s * BYTES_PER_US))
         cost_us = slices * (spread * load_us / fleet.shards + network_us)
         return Option(kind, slices, spread, load_us, size if is_copy else -(-size // spread), cost_us)
 
@@ -186,8 +179,8 @@ class TablePlanner:
             if high <= low * _SLACK:
                 break
         budget = self._fleet.budget
-        whole_bytes, shard_bytes = int(min(budget.card_bytes) * WHOLE_SHARE), sum(budget.card_bytes)
-        return self._file(best, whole_bytes, shard_bytes + budget.pinned_bytes, counted=True)
+        card_bytes, shard_bytes = int(min(budget.card_bytes) * UNDIVIDED_SHARE), sum(budget.card_bytes)
+        return self._file(best, card_bytes, shard_bytes + budget.pinned_bytes, counted=True)
 
     def pure(self, kind: ShardingType) -> PlanFile:
         """Return the plan that divides every table alike, but for small ones, which are on every shard.
@@ -205,13 +198,13 @@ class TablePlanner:
         """Place every table by the first of its options that keeps to a bound; None if there is one that can't."""
         owners, placed = Owners.empty([free_bytes] * self._fleet.shards), {}
         for number in self._order:
-            tried = (self._place(owners, option, bound_us) for option in options[number])
-            if (table := next((table for table in tried if table is not None), None)) is None:
+            tables = (self._fitted(owners, option, bound_us) for option in options[number])
+            if (table := next(filter(None, tables), None)) is None:
                 return None
             placed[number] = table
         return [placed[number] for number in range(len(placed))]
 
-    def _place(self, owners: Owners, option: Option, bound_us: float) -> PlacedTable | None:
+    def _fitted(self, owners: Owners, option: Option, bound_us: float) -> PlacedTable | None:
         """Place a table so, each slice on the shards that have the least; None, and nothing is placed, if it can't."""
         placed = list[Int64Array]()
         for _ in range(option.slices):
@@ -226,7 +219,7 @@ class TablePlanner:
             chosen = fits[np.lexsort((owners.load[fits], crowd))[: option.spread]]
             owners.give(chosen, option.load_us, option.size_bytes)
             placed.append(chosen)
-        return PlacedTable(option, tuple(tuple(sorted(shards.tolist())) for shards in placed))
+        return option, tuple(tuple(sorted(shards.tolist())) for shards in placed)
 
     def _time_us(self, placed: Sequence[PlacedTable]) -> float:
         """Return the time of the slowest shard, and of the network."""
@@ -237,26 +230,20 @@ class TablePlanner:
             network += option.cost_us - option.all_load_us / self._fleet.shards
         return float(load.max()) + network
 
-    def _file(self, placed: Sequence[PlacedTable], whole_bytes: int, shard_bytes: int, *, counted: bool) -> PlanFile:
-        """Give buckets to shards, and to cards, where a whole table of up to so many bytes is on one."""
+    def _file(self, placed: Sequence[PlacedTable], card_bytes: int, shard_bytes: int, *, counted: bool) -> PlanFile:
+        """Give buckets to shards and to cards; what a shard has all of, up to `card_bytes`, is on one card."""
         dims = {
             table.name: (table.embedding_dim // option.slices,) * option.slices if option.slices > 1 else ()
             for table, (option, _) in zip(self._spec.tables, placed, strict=True)
         }
         spec = with_columns(self._spec, dims)
-        pieces = [
-            _Piece(
-                stored,
-                option.kind,
-                option.load_us,
-                shards,
-                RowBuckets.of(stored).rows_per_bucket() * _row_bytes(stored, stored.embedding_dim),
-            )
-            for table, (option, of_slices) in zip(spec.tables, placed, strict=True)
-            for stored, shards in zip(table.slices, of_slices, strict=True)
-        ]
         stored = StoredLookups.of(spec, TableLayout.of(spec), self._fleet, self._profile)
-        ranks = iter(_Dealing(pieces, stored, self._fleet, shard_bytes, counted).ranks(whole_bytes))
+        pieces = [
+            self._piece(stored, table_slice, option, shards, counted=counted)
+            for table, (option, of_slices) in zip(spec.tables, placed, strict=True)
+            for table_slice, shards in zip(table.slices, of_slices, strict=True)
+        ]
+        ranks = iter(self._ranks(pieces, card_bytes, shard_bytes))
         tables = [
             TablePlan(
                 table=table.name,
@@ -270,104 +257,93 @@ class TablePlanner:
         ]
         return PlanFile.of(spec.model, self._fleet.shards, self._fleet.cards, tables)
 
+    def _piece(
+        self, stored: StoredLookups, table: TableSpec, option: Option, shards: tuple[int, ...], *, counted: bool
+    ) -> _Piece:
+        """Return a stored table with its buckets, whose loads are in proportion to their bytes if not `counted`."""
+        index = stored.layout.index[table.name]
+        sizes = RowBuckets.of(table).rows_per_bucket() * _row_bytes(table, table.embedding_dim)
+        rows = stored.rows[index]
+        total = float(rows.lookups @ rows.rows()) if counted else 0.0
+        loads = rows.lookups_by_bucket(stored.near.missed[index]) if total else sizes.astype(np.float64)
+        us = stored.lookups[index].values * _lookup_us(self._fleet, table, table.embedding_dim)
+        return _Piece(option, shards, sizes, loads * (us / (total or float(sizes.sum()))))
 
-class _Piece(NamedTuple):
-    """One stored table: how its table is divided, what it costs each of its shards, and which these are.
-
-    `sizes` are bytes of its buckets, int64 [buckets].
-    """
-
-    table: TableSpec
-    kind: ShardingType
-    load_us: float
-    shards: tuple[int, ...]
-    sizes: Int64Array
-
-    @property
-    def size_bytes(self) -> int:
-        return int(self.sizes.sum())
-
-
-@dataclass(frozen=True, eq=False)
-class _Dealing:
-    """Stored tables of which the shards are known, as their buckets are given to these shards and to their cards."""
-
-    pieces: Sequence[_Piece]
-    stored: StoredLookups
-    fleet: CapacityOptions
-    shard_bytes: int
-    counted: bool
-
-    def ranks(self, whole_bytes: int) -> list[RanksOfBuckets]:
-        """Return who owns each piece. A piece of up to so many bytes that a shard has whole is on one card."""
-        cards = self.fleet.cards
-        ranks = [np.zeros(shards.size, np.int32) for shards in self._shard_of_bucket]
-        copies: list[list[int]] = [[] for _ in self.pieces]
-        for shard in range(self.fleet.shards):
-            for number, card_of_bucket in self._to_cards(shard, whole_bytes).items():
-                is_local = self._shard_of_bucket[number] == shard
-                ranks[number][is_local] = shard * cards + card_of_bucket[is_local]
-                copies[number].append(shard * cards + int(card_of_bucket[0]))
+    def _ranks(self, pieces: Sequence[_Piece], card_bytes: int, shard_bytes: int) -> list[RanksOfBuckets]:
+        """Return who owns each piece."""
+        shard_of_bucket = self._deal_to_shards(pieces, shard_bytes)
+        ranks = [np.zeros(shards.size, np.int32) for shards in shard_of_bucket]
+        copies: list[list[int]] = [[] for _ in pieces]
+        for shard in range(self._fleet.shards):
+            is_local = {
+                number: shard_of_bucket[number] == shard for number, piece in enumerate(pieces) if shard in piece.shards
+            }
+            first_rank = shard * self._fleet.cards
+            for number, card_of_bucket in self._deal_to_cards(pieces, is_local, card_bytes).items():
+                ranks[number][is_local[number]] = first_rank + card_of_bucket[is_local[number]]
+                copies[number].append(first_rank + int(card_of_bucket[0]))
         return [
-            RanksOfBuckets(ranks=tuple(copies[number]))
-            if piece.kind == "data_parallel"
-            else RanksOfBuckets.of(ranks[number])
-            for number, piece in enumerate(self.pieces)
+            RanksOfBuckets(ranks=tuple(copies[number])) if piece.is_copy else RanksOfBuckets.of(ranks[number])
+            for number, piece in enumerate(pieces)
         ]
 
-    @cached_property
-    def _loads(self) -> list[Float64Array]:
-        """What each bucket of each piece costs its owner, float64 [buckets], without the router's own rows."""
-        loads = []
-        for piece in self.pieces:
-            table, index = piece.table, self.stored.layout.index[piece.table.name]
-            us = self.stored.lookups[index].load.values * _lookup_us(self.fleet, table, table.embedding_dim)
-            rows, missed = self.stored.rows[index], self.stored.near.missed[index]
-            total = float(rows.lookups @ rows.rows()) if self.counted else 0.0
-            by_bucket = rows.lookups_by_bucket(missed) if total else piece.sizes.astype(np.float64)
-            loads.append(by_bucket * (us / (total or float(piece.size_bytes))))
-        return loads
-
-    @cached_property
-    def _shard_of_bucket(self) -> list[Int16Array]:
-        """The shard of each bucket, int16 [buckets] for each piece; of one on every shard, -1."""
-        owners = Owners.empty([self.shard_bytes] * self.fleet.shards)
-        owner_of_bucket: list[Int16Array] = []
+    def _deal_to_shards(self, pieces: Sequence[_Piece], shard_bytes: int) -> list[Int16Array]:
+        """Return the shard of each bucket, int16 [buckets] for each piece; of one on every shard, -1."""
+        owners = Owners.empty([shard_bytes] * self._fleet.shards)
+        shard_of_bucket: list[Int16Array] = []
         divided: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for number, piece in enumerate(self.pieces):
-            is_copy = piece.kind == "data_parallel"
-            owner_of_bucket.append(np.full(piece.sizes.size, -1 if is_copy else piece.shards[0], np.int16))
-            if is_copy or len(piece.shards) == 1:
-                owners.give(np.array(piece.shards), piece.load_us, piece.size_bytes)
+        for number, piece in enumerate(pieces):
+            shard_of_bucket.append(np.full(piece.sizes.size, -1 if piece.is_copy else piece.shards[0], np.int16))
+            if piece.is_copy or len(piece.shards) == 1:
+                owners.give(np.array(piece.shards), piece.option.load_us, piece.size_bytes)
             else:
                 divided[piece.shards].append(number)
         # Those with the least choice first.
         for shards, numbers in sorted(divided.items(), key=lambda alike: (len(alike[0]), alike[0])):
             some = owners.of(shards)
             dealt = deal(
-                [self._loads[number] for number in numbers],
-                [self.pieces[number].sizes for number in numbers],
-                some,
+                [pieces[number].loads for number in numbers], [pieces[number].sizes for number in numbers], some
             )
             owners.put(shards, some)
             for number, owner in zip(numbers, dealt, strict=True):
-                owner_of_bucket[number] = np.array(shards, np.int16)[owner]
-        return owner_of_bucket
+                shard_of_bucket[number] = np.array(shards, np.int16)[owner]
+        return shard_of_bucket
 
-    def _to_cards(self, shard: int, whole_bytes: int) -> dict[int, Int16Array]:
-        """Return the card of each bucket of what a shard has, int16 [buckets]: bytes are even, then loads."""
-        cards = Owners.empty([UNBOUNDED] * self.fleet.cards)
+    def _deal_to_cards(
+        self, pieces: Sequence[_Piece], is_local: Mapping[int, npt.NDArray[np.bool_]], card_bytes: int
+    ) -> dict[int, Int16Array]:
+        """Return the card of each bucket of the pieces on a shard, int16 [buckets]: bytes are even, then loads."""
+        cards = Owners.empty([UNBOUNDED] * self._fleet.cards)
         card_of_bucket: dict[int, Int16Array] = {}
-        whole, parts = list[int](), list[int]()
-        for number, piece in enumerate(self.pieces):
-            if shard not in piece.shards:
-                continue
-            is_whole = len(piece.shards) == 1 and piece.size_bytes <= whole_bytes
-            (whole if is_whole or piece.kind == "data_parallel" else parts).append(number)
-        for number in sorted(whole, key=lambda number: -self.pieces[number].size_bytes):
-            piece, card = self.pieces[number], int(np.lexsort((cards.load, cards.used))[0])
-            cards.give(card, piece.load_us, piece.size_bytes)
+        undivided, parts = list[int](), list[int]()
+        for number in is_local:
+            piece = pieces[number]
+            is_small = len(piece.shards) == 1 and piece.size_bytes <= card_bytes
+            (undivided if is_small or piece.is_copy else parts).append(number)
+        for number in sorted(undivided, key=lambda number: -pieces[number].size_bytes):
+            piece, card = pieces[number], int(np.lexsort((cards.load, cards.used))[0])
+            cards.give(card, piece.option.load_us, piece.size_bytes)
             card_of_bucket[number] = np.full(piece.sizes.size, card, np.int16)
-        sizes = [np.where(self._shard_of_bucket[number] == shard, self.pieces[number].sizes, 0) for number in parts]
-        dealt = deal([self._loads[number] for number in parts], sizes, cards, even="bytes")
+        sizes = [np.where(is_local[number], pieces[number].sizes, 0) for number in parts]
+        dealt = deal([pieces[number].loads for number in parts], sizes, cards, even="bytes")
         return card_of_bucket | dict(zip(parts, dealt, strict=True))
+
+
+class _Piece(NamedTuple):
+    """One stored table, how it is divided over which shards, and the bytes and loads of its buckets, [buckets].
+
+    Loads are microseconds of a bucket's owner, without rows at the router.
+    """
+
+    option: Option
+    shards: tuple[int, ...]
+    sizes: Int64Array
+    loads: Float64Array
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.sizes.sum())
+
+    @property
+    def is_copy(self) -> bool:
+        return self.option.kind == "data_parallel"

@@ -180,13 +180,12 @@ def _read_model(named: str) -> tuple[ModelDescription, dict[str, Any]]:
     path = Path(named)
     if path.is_file() and path.name != MANIFEST_NAME:
         return read_description(path), {}
-    planned = planned_model({"model": named, "dtype": None, "counts": None, **_NO_LEVERS})
-    spec, counts = planned.spec, planned.profile.counts
+    spec, profile = planned_model({"model": named, "dtype": None, "counts": None, "zipf": None, **_NO_LEVERS})
     if spec.divided:
         raise ExportError(f"{named}: its tables are divided already; give the description that it was made from")
     tables = tuple(TableDescription(**dict(table)) for table in spec.tables)
     fields = {name: getattr(spec, name) for name in ModelDescription.model_fields}
-    return ModelDescription(**{**fields, "tables": tables}), dict(counts)
+    return ModelDescription(**{**fields, "tables": tables}), dict(profile.counts)
 
 
 def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:

@@ -1,17 +1,23 @@
-"""How many rows of each table go to which tier of which card: pure, from budgets and hotness, before anything is taken.
+"""Where rows go: pure, from budgets and hotness, before any memory is reserved.
 
-Each card's rows of a table are ranked by hotness and cut twice: the first are hot (every card has a copy), then come
-those that this card alone holds, and the rest is in the host's pinned memory. Where to cut is decided for all tables at
-once, by lookups per byte. So memory is filled to the last row, what each card and tier will take is known to the byte,
-and no row has been looked at one by one.
+Buckets of tables are dealt to owners (`deal`), so that none has much more load or bytes than another. The largest load
+goes first, to the owner with the least. A model has millions of buckets and most of them are cold and alike, so of each
+table only the hot ones are given one by one; the others are dealt out by the run.
+
+On a node (`CardPlan`) each card's rows of a table are ranked by hotness and cut twice: the first are hot (every card
+has a copy), then come those that this card alone has, and the others are in the host's pinned memory. Where to cut is
+decided for all tables at once, by lookups per byte. So memory is filled to the last row, what each card and tier needs
+is known to the byte, and no row has been read one by one.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import repeat
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +26,11 @@ from loader.snapshot.buckets import RowBuckets
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import Partition
 from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
-from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.planning.hotness import Hotness, RowHotness
+from shard_node.errors import MemoryBudgetError
+from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
+
+Int16Array = npt.NDArray[np.int16]
+Even: TypeAlias = Literal["load", "bytes"]
 
 # Tiers of one card's rows of a table, from the hottest on.
 HOT, CARD, HOST = range(3)
@@ -32,15 +41,20 @@ BUCKET_BYTES = 8
 # Of a card, for hot rows, where not everything fits on the cards.
 DEFAULT_HOT_SHARE = 16
 
+MAX_HOT_BUCKETS = 1 << 16
+"""Buckets that are given one by one at most, of all tables together; each costs about 2 us."""
+_HOT_SHARE = 1e-3
+_HALVINGS = 60
+
 
 @dataclass(frozen=True, slots=True)
 class CardBudget:
-    """What a plan may take.
+    """The memory for one version on a node.
 
     Attributes:
         card_bytes: of each card, for rows and places.
         pinned_bytes: of the host's pinned memory, for rows.
-        hot_bytes: of each card, for copies of hot rows; they go before the card's own rows. None: what is left on the
+        hot_bytes: of each card, for copies of hot rows, which go before its other rows. None: what is left on the
             fullest card when all rows are on cards; a sixteenth of a card if they can't be; all of a card without
             access to peers.
         peer_access: whether each card reads every other's memory. If not, rows are hot or in pinned memory.
@@ -61,14 +75,14 @@ class TableSplit(NamedTuple):
 
 
 class TablePlaces(NamedTuple):
-    """How the rows of one table are found on cards.
+    """How the rows of one table are addressed on cards.
 
     Attributes:
         only_owner: of all rows of the table, whose slots then are the row numbers; None if there are places.
         rows: places on each card; 0 with an only owner.
-        buckets: entries on each card that say where the places of a bucket begin, if there is a place for each row that
-            this node holds. 0: there is one for each row of the table, in the order of rows, which is less for a table
-            that the node holds whole, or a small one.
+        buckets: entries on each card that say where the places of a bucket begin, if there is a place for each row of
+            this node. 0: there is one for each row of the table, in the order of rows, which is less for a table
+            that the node has all of, or a small one.
     """
 
     only_owner: int | None
@@ -125,23 +139,12 @@ class CardPlan:
         `partition` has the card of each bucket, -1 for another node's; `hotness` is by table in layout order where it
         is known already; `level_rows` are as the attribute, where it is known.
 
-        Raises InvalidBagsError if partition, budget or hotness are of another model or number of cards,
-        MemoryBudgetError if places do not fit on a card, rows are left over, or there are more cards than the kernel
-        knows. Rows can be left over where there is memory, too: a place's 32 bits say `max_slots` rows of one table at
-        one owner.
+        Raises MemoryBudgetError if places do not fit on a card, rows are left over, or there are more cards than the
+        kernel knows. Rows can be left over where there is memory, too: a place's 32 bits say `max_slots` rows of one
+        table at one owner.
         """
         if not 1 <= partition.num_cards <= MAX_CARDS:
             raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
-        if len(partition.card_of_bucket) != len(layout.tables):
-            raise InvalidBagsError(
-                f"the partition is for {len(partition.card_of_bucket)} tables, the model has {len(layout.tables)}"
-            )
-        if len(budget.card_bytes) != partition.num_cards:
-            raise InvalidBagsError(
-                f"card_bytes is for {len(budget.card_bytes)} cards, the partition for {partition.num_cards}"
-            )
-        if min(*budget.card_bytes, budget.pinned_bytes, budget.hot_bytes or 0) < 0:
-            raise InvalidBagsError(f"{budget}: bytes can't be negative")
         rows = hotness.of(layout) if isinstance(hotness, Hotness) else tuple(hotness)
         num_cards = partition.num_cards
         if level_rows is None:
@@ -149,11 +152,10 @@ class CardPlan:
                 table.rows_by_owner(of_bucket, num_cards)
                 for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
             ]
-        # A table that lies whole at one owner needs no places, and which do is known when rows are given out. So at
-        # first only those have places that are not whole on this node, then each that turned out to be divided.
-        have_places = np.array(
-            [one.sum() < table.num_embeddings for table, one in zip(layout.tables, level_rows, strict=True)]
-        )
+        # A table that is undivided at one owner needs no places, and which are is known when rows are given out. So at
+        # first only those have places of which this node has a part, then each that turned out to be divided.
+        num_rows = np.array([table.num_embeddings for table in layout.tables])
+        have_places = np.array([of_level.sum() for of_level in level_rows]) < num_rows
         # Places leave less room for hot copies, which may leave more for rows: what is left over counts at the end.
         left_over: MemoryBudgetError | None = None
         while True:
@@ -165,7 +167,7 @@ class CardPlan:
                 raise left_over or no_room_for_places from None
             slots = _slots(tier_rows)
             left_over = left_over or filling.left_over(budget)
-            is_divided = slots.max(axis=1) < [table.num_embeddings for table in layout.tables]
+            is_divided = slots.max(axis=1) < num_rows
             if not (is_divided & ~have_places).any():
                 break
             have_places |= is_divided
@@ -173,7 +175,10 @@ class CardPlan:
             assert left_over is not None
             raise left_over
         only = np.where(have_places, -1, slots.argmax(axis=1)).tolist()
-        places = tuple(one._replace(only_owner=None if at < 0 else at) for one, at in zip(places, only, strict=True))
+        places = tuple(
+            of_table._replace(only_owner=None if owner < 0 else owner)
+            for of_table, owner in zip(places, only, strict=True)
+        )
         return cls(layout, partition, rows, tuple(level_rows), tier_rows, places)
 
     @property
@@ -188,18 +193,18 @@ class CardPlan:
 
     @cached_property
     def slots(self) -> Int64Array:
-        """int64 [tables, num_cards + 2], slots that each table has at each owner."""
+        """Slots that each table has at each owner, int64 [tables, num_cards + 2]."""
         return _slots(self.tier_rows)
 
     @cached_property
     def strides(self) -> Int64Array:
-        """int64 [tables], bytes of a row on a card."""
+        """Bytes of a row on a card, int64 [tables]."""
         return _strides(self.layout)
 
     @property
     def places_bytes(self) -> int:
         """Of the places of all tables, on each card."""
-        return sum(one.bytes for one in self.places)
+        return sum(places.bytes for places in self.places)
 
     @property
     def all_on_cards_bytes(self) -> int:
@@ -207,7 +212,7 @@ class CardPlan:
         rows = self.tier_rows.sum(axis=2)
         is_divided = rows.max(axis=1) < [table.num_embeddings for table in self.layout.tables]
         places = _places(self.layout, self.level_rows, is_divided)
-        return int((rows.T @ self.strides).max()) + sum(one.bytes for one in places)
+        return int((rows.T @ self.strides).max()) + sum(of_table.bytes for of_table in places)
 
     @property
     def pinned_bytes(self) -> int:
@@ -216,8 +221,8 @@ class CardPlan:
 
     def bytes(self, card: int) -> CardBytes:
         """Return what one card holds."""
-        hot, own = self.slots[:, self.num_cards], self.slots[:, card]
-        return CardBytes(int(hot @ self.strides), int(own @ self.strides), self.places_bytes)
+        hot, local = self.slots[:, self.num_cards], self.slots[:, card]
+        return CardBytes(int(hot @ self.strides), int(local @ self.strides), self.places_bytes)
 
 
 class _Filling:
@@ -232,18 +237,17 @@ class _Filling:
         places: Sequence[TablePlaces],
     ) -> None:
         self._table_stride = strides = _strides(layout)
-        table = np.repeat(np.arange(len(rows)), [one.lookups.size for one in rows])
-        lookups = np.concatenate([one.lookups for one in rows])
+        table = np.repeat(np.arange(len(rows)), [of_table.lookups.size for of_table in rows])
+        lookups = np.concatenate([of_table.lookups for of_table in rows])
         # Stable: among equals the earlier table comes first, and its hotter level.
         order = np.argsort(-lookups / strides[table], kind="stable")
         self._table = table[order]
         self._stride = strides[self._table]
         self._looked_up = lookups[order] > 0
         self._left = np.concatenate(level_rows)[order]
-        self._places_bytes = sum(one.bytes for one in places)
+        self._places_bytes = sum(of_table.bytes for of_table in places)
         self._tiers = np.zeros((len(rows), num_cards, NUM_TIERS), np.int64)
-        self._num_cards = num_cards
-        self._max_slots = max_slots(num_cards)
+        self._num_cards, self._max_slots = num_cards, max_slots(num_cards)
 
     def fill(self, budget: CardBudget) -> Int64Array:
         """Return rows by tier, int64 [tables, cards, 3], as far as they fit. Raises MemoryBudgetError."""
@@ -257,11 +261,11 @@ class _Filling:
         if self._num_cards > 1:
             hot_bytes = self._give(HOT, self._hot(free, budget))
         if self._num_cards == 1 or budget.peer_access:
-            own = [
+            local = [
                 _first_rows(self._within_max(self._left[:, card]), self._stride, int(free[card]) - hot_bytes)
                 for card in range(self._num_cards)
             ]
-            self._give(CARD, np.column_stack(own))
+            self._give(CARD, np.column_stack(local))
         total = self._within_max(self._left.sum(axis=1))
         self._give(HOST, _share_out(self._left, _first_rows(total, self._stride, budget.pinned_bytes)))
         return self._tiers
@@ -290,30 +294,30 @@ class _Filling:
         within[by_table] = np.clip(self._max_slots - before, 0, rows[by_table])
         return within
 
-    def _give(self, tier: int, taken: Int64Array) -> int:
-        """Move rows, int64 [entries, cards], to a tier; tell their bytes."""
-        np.add.at(self._tiers[:, :, tier], self._table, taken)
-        self._left -= taken
-        return int(taken.sum(axis=1) @ self._stride)
+    def _give(self, tier: int, rows: Int64Array) -> int:
+        """Move rows, int64 [entries, cards], to a tier; return their bytes."""
+        np.add.at(self._tiers[:, :, tier], self._table, rows)
+        self._left -= rows
+        return int(rows.sum(axis=1) @ self._stride)
 
     def _hot(self, free: Int64Array, budget: CardBudget) -> Int64Array:
         """Return the rows to be hot, int64 [entries, cards]."""
         total = self._within_max(np.where(self._looked_up, self._left.sum(axis=1), 0))
         limit = int(free.min())
         if budget.hot_bytes is not None:
-            return _share_out(self._left, _first_rows(total, self._stride, min(budget.hot_bytes, limit)))
-        if not budget.peer_access:
-            return _share_out(self._left, _first_rows(total, self._stride, limit))
-        unused = free - self._stride @ self._left
-        if unused.min() < 0:
-            return _share_out(self._left, _first_rows(total, self._stride, limit // DEFAULT_HOT_SHARE))
-        hot = [self._hot_beside(card, int(unused[card]), total) for card in range(self._num_cards)]
-        return _share_out(self._left, np.minimum.reduce(hot))
+            limit = min(budget.hot_bytes, limit)
+        elif budget.peer_access:
+            unused = free - self._stride @ self._left
+            if unused.min() >= 0:
+                hot = [self._hot_among(card, int(unused[card]), total) for card in range(self._num_cards)]
+                return _share_out(self._left, np.minimum.reduce(hot))
+            limit //= DEFAULT_HOT_SHARE
+        return _share_out(self._left, _first_rows(total, self._stride, limit))
 
-    def _hot_beside(self, card: int, unused: int, total: Int64Array) -> Int64Array:
-        """int64 [entries]: as many of the first of `total` as can be hot in the unused bytes of a card with all rows.
+    def _hot_among(self, card: int, unused: int, total: Int64Array) -> Int64Array:
+        """Return as many of the first of `total` as can be hot in the unused bytes of a card with all rows: [entries].
 
-        A row that becomes hot takes its bytes on every card but the one that has it already.
+        A row that becomes hot needs its bytes on every card but the one that has it already.
         """
         new = total - _share_out(self._left, total)[:, card]
         ends = np.cumsum(new * self._stride)
@@ -321,49 +325,217 @@ class _Filling:
         hot = np.where(np.arange(total.size) < cut, total, 0)
         if cut < total.size:
             spare = (unused - (int(ends[cut - 1]) if cut else 0)) // int(self._stride[cut])
-            here, own = int(self._left[cut].sum()), int(self._left[cut, card])
-            # Of x rows, this card's are x * own / here, less at most one for rounding. No row, if all are its own.
-            shared = max(0, spare - 1) * here // max(1, here - own)
+            on_node, local = int(self._left[cut].sum()), int(self._left[cut, card])
+            # Of x rows, this card's are x * local / on_node, less at most one for rounding. No row, if all are local.
+            shared = max(0, spare - 1) * on_node // max(1, on_node - local)
             hot[cut] = min(max(spare, shared), int(total[cut]))
         return hot
 
 
 def _first_rows(rows: Int64Array, stride: Int64Array, size_bytes: int) -> Int64Array:
-    """int64 [entries]: as many of the first of `rows`, int64 [entries], as fit in size_bytes."""
+    """Return as many of the first of `rows`, int64 [entries], as fit in size_bytes."""
     ends = np.cumsum(rows * stride)
-    taken = np.where(ends <= size_bytes, rows, 0)
+    fitting = np.where(ends <= size_bytes, rows, 0)
     cut = int(np.searchsorted(ends, size_bytes, side="right"))
     if cut < rows.size:
         begin = int(ends[cut - 1]) if cut else 0
-        taken[cut] = max(0, size_bytes - begin) // int(stride[cut])
-    return taken
+        fitting[cut] = max(0, size_bytes - begin) // int(stride[cut])
+    return fitting
 
 
-def _share_out(rows: Int64Array, taken: Int64Array) -> Int64Array:
-    """int64 [entries, cards]: taken[e] of rows[e, :], the same share of each card's as far as whole rows go."""
+def _share_out(rows: Int64Array, counts: Int64Array) -> Int64Array:
+    """Return counts[e] of rows[e, :], the same share of each card's as far as whole rows go: [entries, cards]."""
     ends = np.cumsum(rows, axis=1)
     total = np.maximum(ends[:, -1:], 1)
     # Each card's run is cut at the same share of all. A table has less than 2^32 rows, so the product fits.
-    share = (ends.astype(np.uint64) * taken[:, None].astype(np.uint64) // total.astype(np.uint64)).astype(np.int64)
+    share = (ends.astype(np.uint64) * counts[:, None].astype(np.uint64) // total.astype(np.uint64)).astype(np.int64)
     return np.diff(share, axis=1, prepend=0)
 
 
 def _strides(layout: TableLayout) -> Int64Array:
-    return np.array([RowFormat.of(one.dtype, one.embedding_dim).stride for one in layout.tables], np.int64)
+    return np.array([RowFormat.of(table.dtype, table.embedding_dim).stride for table in layout.tables], np.int64)
 
 
 def _places(
     layout: TableLayout, level_rows: Sequence[Int64Array], have_places: npt.NDArray[np.bool_]
 ) -> tuple[TablePlaces, ...]:
-    found = []
+    places = []
     for table, of_level, has_places in zip(layout.tables, level_rows, have_places.tolist(), strict=True):
         in_order = TablePlaces(None, table.num_embeddings, 0)
         by_bucket = TablePlaces(None, int(of_level.sum()), RowBuckets.of(table).count)
-        least = min(in_order, by_bucket, key=lambda one: one.bytes)
-        found.append(least if has_places else TablePlaces(None, 0, 0))
-    return tuple(found)
+        least = min(in_order, by_bucket, key=lambda kind: kind.bytes)
+        places.append(least if has_places else TablePlaces(None, 0, 0))
+    return tuple(places)
 
 
 def _slots(tier_rows: Int64Array) -> Int64Array:
     hot, host = tier_rows[:, :, HOT].sum(axis=1), tier_rows[:, :, HOST].sum(axis=1)
     return np.column_stack([tier_rows[:, :, CARD], hot, host])
+
+
+@dataclass(slots=True, eq=False)
+class Owners:
+    """What owners have so far, [owners]: their load (float64), bytes that are free and used (int64)."""
+
+    load: Float64Array
+    free: Int64Array
+    used: Int64Array
+
+    @classmethod
+    def empty(cls, free_bytes: Sequence[int]) -> Owners:
+        """Return owners that have nothing, with so many free bytes each."""
+        free = np.array(free_bytes, np.int64)
+        return cls(np.zeros(free.size), free, np.zeros_like(free))
+
+    def of(self, chosen: Sequence[int]) -> Owners:
+        """Return some of them, as they are now."""
+        picked = list(chosen)
+        return Owners(self.load[picked], self.free[picked], self.used[picked])
+
+    def put(self, chosen: Sequence[int], owners: Owners) -> None:
+        """Copy what `of` returned, as it was changed since."""
+        picked = list(chosen)
+        self.load[picked], self.free[picked], self.used[picked] = owners.load, owners.free, owners.used
+
+    def give(self, owners: int | Int64Array, load: float | Float64Array, size_bytes: int | Int64Array) -> None:
+        """Let owners, none of them twice, have things."""
+        self.load[owners] += load
+        self.free[owners] -= size_bytes
+        self.used[owners] += size_bytes
+
+
+def deal(
+    loads: Sequence[Float64Array], sizes: Sequence[Int64Array], owners: Owners, *, even: Even = "load"
+) -> tuple[Int16Array, ...]:
+    """Give every bucket of some tables to an owner; the same arguments always give the same answer.
+
+    Of each table, `loads` are float64 [buckets], `sizes` int64 [buckets], bytes of each bucket's rows; a bucket without
+    rows costs nobody anything. `owners` are changed to what they have then. With `even` bytes loads are still divided
+    alike, as far as that costs none. Returns the owners, int16 [buckets] of each table. Raises MemoryBudgetError if the
+    bytes do not fit.
+    """
+    num_owners = owners.load.size
+    total = float(owners.load.sum() + sum(load.sum() for load in loads))
+    # The buckets that are given one by one.
+    threshold = total / num_owners * _HOT_SHARE if even == "load" else np.inf
+    hot = [load > threshold for load in loads]
+    if sum(int(is_hot.sum()) for is_hot in hot) > MAX_HOT_BUCKETS:
+        all_hot = np.concatenate([load[is_hot] for load, is_hot in zip(loads, hot, strict=True)])
+        threshold = float(-np.partition(-all_hot, MAX_HOT_BUCKETS)[MAX_HOT_BUCKETS])
+        hot = [load > threshold for load in loads]
+    owner_of_bucket = [np.full(load.size, -1, np.int16) for load in loads]
+    mean_load = max(total / num_owners, 1e-300)
+    mean_bytes = max(1.0, sum(float(size.sum()) for size in sizes) / num_owners)
+    runs = [_Run.of(number, loads[number], sizes[number], hot[number]) for number in range(len(loads))]
+    # What weighs more in bytes than in load evens out bytes; what comes after it then evens out loads.
+    runs.sort(key=lambda run: run.load / mean_load * mean_bytes / max(run.size_bytes, 1))
+    for run in runs:
+        by_load = even == "load" and run.load / mean_load > run.size_bytes / mean_bytes
+        owner_of_bucket[run.table][run.buckets] = run.dealt(owners, by_load=by_load)
+    _give_hot(loads, sizes, hot, owners, owner_of_bucket)
+    # Buckets without rows have the owner of the one before them, so that none is missing.
+    for of_table in owner_of_bucket:
+        known = np.flatnonzero(of_table >= 0)
+        before = np.searchsorted(known, np.arange(of_table.size), side="right") - 1
+        of_table[:] = of_table[known[np.maximum(before, 0)]] if known.size else 0
+    return tuple(owner_of_bucket)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """The cold buckets of one table, the most loaded first."""
+
+    table: int
+    buckets: Int64Array
+    loads: Float64Array
+    sizes: Int64Array
+
+    @classmethod
+    def of(cls, table: int, loads: Float64Array, sizes: Int64Array, hot: npt.NDArray[np.bool_]) -> _Run:
+        cold = np.flatnonzero(~hot & (sizes > 0))
+        cold = cold[np.argsort(-loads[cold], kind="stable")]
+        return cls(table, cold, loads[cold], sizes[cold])
+
+    @property
+    def load(self) -> float:
+        return float(self.loads.sum())
+
+    @property
+    def size_bytes(self) -> float:
+        return float(self.sizes.sum())
+
+    def dealt(self, owners: Owners, *, by_load: bool) -> Int16Array:
+        count = self.buckets.size
+        if not count:
+            return np.empty(0, np.int16)
+        largest = int(self.sizes.max())
+        max_counts = np.minimum(owners.free // largest, count)
+        if max_counts.sum() < count:
+            raise MemoryBudgetError(
+                f"{count} buckets of up to {largest} bytes are left over: owners have room for {owners.free.tolist()}"
+            )
+        have = owners.load if by_load else owners.used.astype(np.float64)
+        each = (self.load if by_load else self.size_bytes) / count
+        counts = _levelled(have, max(each, 1e-300), count, max_counts)
+        # Each owner's share of every stretch: the owner of n of them gets the (k + 1/2) / n-th, k = 0 .. n - 1. Of
+        # those that are next at once, the order is reversed from one stretch to the next.
+        owner = np.repeat(np.arange(counts.size), counts)
+        stretch = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
+        rank = owners.load.argsort(kind="stable").argsort(kind="stable")[owner]
+        owner = owner[np.lexsort((np.where(stretch & 1, -rank, rank), (stretch + 0.5) / counts[owner]))]
+        load, size = (np.bincount(owner, of_bucket, counts.size) for of_bucket in (self.loads, self.sizes))
+        owners.give(np.arange(counts.size), load.astype(np.float64), size.astype(np.int64))
+        dealt: Int16Array = owner.astype(np.int16)
+        return dealt
+
+
+def _levelled(have: Float64Array, each: float, count: int, max_counts: Int64Array) -> Int64Array:
+    """Divide `count` things alike, so that what owners have then is as even as can be: int64 [owners]."""
+    low, high = float(have.min()), float(have.max()) + each * (count + 1)
+    for _ in range(_HALVINGS):
+        level = (low + high) / 2
+        low, high = (low, level) if np.clip((level - have) / each, 0, max_counts).sum() >= count else (level, high)
+    exact = np.clip((high - have) / each, 0, max_counts)
+    counts = np.floor(exact).astype(np.int64)
+    # The remainders: to who lacks most, in order of owners among equals.
+    while (left := count - int(counts.sum())) > 0:
+        order = np.argsort(-np.where(counts < max_counts, exact - counts, -np.inf), kind="stable")
+        order = order[counts[order] < max_counts[order]][:left]
+        counts[order] += 1
+    while left < 0:  # pragma: no cover - floors of what sums to `count` do not exceed it but for rounding
+        counts[int(np.argmax(counts))] -= 1
+        left += 1
+    return counts
+
+
+def _give_hot(
+    loads: Sequence[Float64Array],
+    sizes: Sequence[Int64Array],
+    hot: Sequence[npt.NDArray[np.bool_]],
+    owners: Owners,
+    owner_of_bucket: Sequence[Int16Array],
+) -> None:
+    """Give hot buckets one by one, the largest load first, to the owner with the least who has room."""
+    buckets: list[tuple[float, int, int, int]] = []
+    for table, (of_table, size, is_hot) in enumerate(zip(loads, sizes, hot, strict=True)):
+        chosen = np.flatnonzero(is_hot)
+        buckets += zip(of_table[chosen].tolist(), repeat(table), chosen.tolist(), size[chosen].tolist(), strict=False)
+    free = owners.free.tolist()
+    heap = [(load, owner) for owner, load in enumerate(owners.load.tolist())]
+    heapq.heapify(heap)
+    for load, table, bucket, size_bytes in sorted(buckets, key=lambda of_bucket: -of_bucket[0]):
+        full = []
+        while heap and free[heap[0][1]] < size_bytes:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            raise MemoryBudgetError(f"a bucket of {size_bytes} bytes is left over: owners have room for {free}")
+        least, owner = heap[0]
+        heapq.heapreplace(heap, (least + load, owner))
+        free[owner] -= size_bytes
+        owner_of_bucket[table][bucket] = owner
+        for entry in full:
+            heapq.heappush(heap, entry)
+    for least, owner in heap:
+        owners.load[owner] = least
+    owners.used += owners.free - np.array(free, np.int64)
+    owners.free[:] = free

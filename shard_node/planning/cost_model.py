@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from pydantic import Field
 from loader.snapshot.tables import Frozen
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import CHUNK_BYTES, RowFormat
-from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CARD, HOST, HOT, NUM_TIERS, CardPlan
 from shard_node.planning.hotness import Float64Array
 
@@ -41,53 +40,43 @@ COPY_SHARE = 0.9
 
 
 class Link(Frozen):
-    """A way from one card to memory that is not its own.
+    """A way from one card to memory that is not its own."""
 
-    Attributes:
-        gb_per_s: line rate of one direction.
-        packet_bytes: payload of one packet at most; a read that crosses such a boundary takes another packet.
-        header_bytes: what a packet takes on the line beside its payload.
-        latency_us: from the request for a row to its arrival, unloaded.
-    """
-
+    # Line rate of one direction.
     gb_per_s: float = Field(gt=0)
+    # Payload of one packet at most, and what is sent in addition; a read across such a boundary needs another packet.
     packet_bytes: int = Field(default=128, ge=32)
     header_bytes: int = Field(ge=0)
+    # From the request for a row to its arrival, unloaded.
     latency_us: float = Field(ge=0)
 
     def copied_bytes(self, size_bytes: float) -> float:
-        """Return what a copy of so many bytes in one piece takes on the line."""
+        """Return the bytes on the line of a copy of so many bytes in one piece."""
         return size_bytes * (1 + self.header_bytes / self.packet_bytes)
 
 
 class CardSystem(Frozen):
-    """One node: cards alike, each linked to every other and to the host.
-
-    Attributes:
-        name: as in `SYSTEMS`.
-        cards: of the node.
-        card_memory_gb: of each card.
-        hbm_gb_per_s: what a copy within a card reaches, bytes read and written.
-        hbm_latency_us: of a random read, with its address translation.
-        peer: to the other cards, all of them together.
-        host: to the host's memory.
-        host_memory_gb_per_s: of the host's memory, which all cards share.
-        launch_us: for the host to launch one kernel.
-    """
+    """One node: cards alike, each linked to every other and to the host."""
 
     name: str
     cards: int = Field(ge=1)
     card_memory_gb: float = Field(gt=0)
+    # What a copy within a card reaches, bytes read and written; and of a random read, with its address translation.
     hbm_gb_per_s: float = Field(gt=0)
     hbm_latency_us: float = Field(default=0.7, ge=0)
+    # To the other cards, all of them together, and to the host's memory, which all cards share.
     peer: Link
     host: Link
     host_memory_gb_per_s: float = Field(gt=0)
+    # Of one kernel, for the host.
     launch_us: float = Field(default=4.0, ge=0)
 
 
-def _system(name: str, cards: int, card_gb: float, hbm: float, nvlink: float, host: Link, ddr: float) -> CardSystem:
-    return CardSystem(
+# A completion of PCIe has a header of 12 bytes, framing of 4 and a checksum of 4.
+_PCIE_4, _PCIE_5 = (Link(gb_per_s=rate, header_bytes=20, latency_us=2.5) for rate in (31.5, 63))
+_C2C = Link(gb_per_s=450, header_bytes=32, latency_us=1.5)
+SYSTEMS: dict[str, CardSystem] = {
+    name: CardSystem(
         name=name,
         cards=cards,
         card_memory_gb=card_gb,
@@ -97,29 +86,14 @@ def _system(name: str, cards: int, card_gb: float, hbm: float, nvlink: float, ho
         host=host,
         host_memory_gb_per_s=2 * ddr,
     )
-
-
-# A completion of PCIe has a header of 12 bytes, framing of 4 and a checksum of 4.
-_PCIE_4, _PCIE_5 = (Link(gb_per_s=rate, header_bytes=20, latency_us=2.5) for rate in (31.5, 63))
-_C2C = Link(gb_per_s=450, header_bytes=32, latency_us=1.5)
-SYSTEMS: dict[str, CardSystem] = {
-    system.name: system
-    for system in (
-        _system("a100", 8, 80, 2039, 300, _PCIE_4, 204.8),
-        _system("h100", 8, 80, 3350, 450, _PCIE_5, 307.2),
-        _system("h200", 8, 141, 4800, 450, _PCIE_5, 307.2),
-        _system("gb200", 4, 186, 8000, 900, _C2C, 512),
+    for name, cards, card_gb, hbm, nvlink, host, ddr in (
+        ("a100", 8, 80, 2039, 300, _PCIE_4, 204.8),
+        ("h100", 8, 80, 3350, 450, _PCIE_5, 307.2),
+        ("h200", 8, 141, 4800, 450, _PCIE_5, 307.2),
+        ("gb200", 4, 186, 8000, 900, _C2C, 512),
     )
 }
 """By name. `gb200` is a compute tray of an NVL72: two Grace CPUs with two cards each."""
-
-
-class BagLoad(NamedTuple):
-    """What a batch asks of one table: ids, bags, and ids of the longest bag; means over batches need not be whole."""
-
-    values: float
-    bags: float
-    longest_bag: float
 
 
 @lru_cache(maxsize=1024)
@@ -140,16 +114,13 @@ def sector_bytes(row: RowFormat) -> float:
 
 
 def tier_shares(plan: CardPlan, missed: Sequence[Float64Array] | None = None) -> Float64Array:
-    """Which share of each table's lookups goes to which card's part of which tier.
+    """Return which share of each table's lookups goes to which card's part of which tier.
 
-    Args:
-        plan: where rows are.
-        missed: of each table float64 [levels], the share of each level's lookups that reach the shard at all, where hot
-            rows at the router answer others.
+    `missed`, of each table float64 [levels], is the share of each level's lookups that reach the shard at all, where
+    hot rows at the router answer others.
 
-    Returns:
-        float64 [tables, cards, 3] in the order hot, card, host. A table's shares add up to 1, or to less where
-        other shards, or the router, hold some of its rows. Of a level that a tier's bound cuts, every row counts alike.
+    Returns float64 [tables, cards, 3] in the order hot, card, host. A table's shares add up to 1, or to less where
+    other shards, or the router, have some of its rows. Of a level that a tier's bound cuts, every row counts alike.
     """
     shares = np.zeros((len(plan.hotness), plan.num_cards, NUM_TIERS))
     for table, rows in enumerate(plan.hotness):
@@ -157,9 +128,9 @@ def tier_shares(plan: CardPlan, missed: Sequence[Float64Array] | None = None) ->
         total = float(lookups @ rows.rows())
         lookups = lookups if missed is None else lookups * missed[table]
         for card in range(plan.num_cards):
-            here = plan.level_rows[table][:, card]
-            ranks = np.concatenate([[0], np.cumsum(here)])
-            sums = np.concatenate([[0.0], np.cumsum(lookups * here)])
+            of_card = plan.level_rows[table][:, card]
+            ranks = np.concatenate([[0], np.cumsum(of_card)])
+            sums = np.concatenate([[0.0], np.cumsum(lookups * of_card)])
             bounds = np.concatenate([[0], np.cumsum(plan.tier_rows[table, card])])
             shares[table, card] = np.diff(np.interp(bounds, ranks, sums)) / total
     return shares
@@ -167,81 +138,65 @@ def tier_shares(plan: CardPlan, missed: Sequence[Float64Array] | None = None) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traffic:
-    """What one batch moves, by the card that pools it: float64 [cards] but for what is said otherwise.
+    """What one batch moves, by the card that pools it: float64 [cards] but for what is said otherwise."""
 
-    Attributes:
-        hot, own, peer, host: lookups that go to a card's copies of hot rows, to its own rows, to other cards, and to
-            pinned memory.
-        hbm_bytes: read and written in the card's own memory: sectors of rows and places, ids, offsets, sums.
-        peer_bytes: float64 [cards, cards], sectors of rows that the first pools and the second owns; 0 of itself.
-        peer_line_bytes: the same with packets' headers, all owners together.
-        host_bytes, host_line_bytes: of rows in pinned memory.
-        upload_bytes: ids and offsets, over the link to the host.
-        chain_us: for the longest bags: their rows come one after the other, a few at a time.
-        launches: kernels of a batch, one for each arena that it reads.
-    """
-
+    # Lookups that go to a card's copies of hot rows, to its own rows, to other cards, and to pinned memory.
     hot: Float64Array
-    own: Float64Array
+    local: Float64Array
     peer: Float64Array
     host: Float64Array
+    # Read and written in the card's own memory: sectors of rows and places, ids, offsets, sums.
     hbm_bytes: Float64Array
+    # [cards, cards], sectors of rows that the first pools and the second owns; 0 of itself. Then the same with packets'
+    # headers, all owners together.
     peer_bytes: Float64Array
     peer_line_bytes: Float64Array
+    # Of rows in pinned memory.
     host_bytes: Float64Array
     host_line_bytes: Float64Array
+    # Ids and offsets, over the link to the host.
     upload_bytes: float
+    # For the longest bags: their rows come one after the other, a few at a time.
     chain_us: Float64Array
+    # Kernels of a batch, one for each arena that it reads.
     launches: int
 
     @classmethod
     def of(
-        cls,
-        plan: CardPlan,
-        loads: Float64Array | Sequence[BagLoad],
-        system: CardSystem,
-        missed: Sequence[Float64Array] | None = None,
+        cls, plan: CardPlan, loads: Float64Array, system: CardSystem, missed: Sequence[Float64Array] | None = None
     ) -> Traffic:
-        """Return what a batch moves, by the loads of each table, in layout order, on all shards together.
+        """Return what a batch moves on a shard.
 
-        Loads are `BagLoad`, or their fields, float64 [tables, 3]; `missed` is as of `tier_shares`.
+        `loads`, float64 [tables, 3], are the ids, bags, and ids of the longest bag of each table, on all shards
+        together; means over batches need not be whole numbers. `missed` is as of `tier_shares`.
         """
         # A table that is at one owner has no places to be read.
         has_places = np.array([places.rows > 0 for places in plan.places])
-        return cls._of_shares(plan.layout, tier_shares(plan, missed), has_places, loads, system)
+        return cls.of_shares(plan.layout, tier_shares(plan, missed), has_places, loads, system)
 
     @classmethod
-    def resident(cls, layout: TableLayout, loads: Float64Array | Sequence[BagLoad], system: CardSystem) -> Traffic:
-        """Return what a batch moves if every row, without places, were in the memory of the one card that pools it."""
-        shares = np.zeros((len(layout.tables), 1, NUM_TIERS))
-        shares[:, :, HOT] = 1
-        return cls._of_shares(layout, shares, np.zeros(len(layout.tables), np.bool_), loads, system)
-
-    @classmethod
-    def _of_shares(
+    def of_shares(
         cls,
         layout: TableLayout,
         shares: Float64Array,
         has_places: npt.NDArray[np.bool_],
-        loads: Float64Array | Sequence[BagLoad],
+        loads: Float64Array,
         system: CardSystem,
     ) -> Traffic:
         """Return what a batch moves whose lookups go to tiers by `shares`, float64 [tables, cards, 3]."""
         tables, num_cards = layout.tables, shares.shape[1]
-        if len(loads) != len(tables):
-            raise InvalidBagsError(f"{len(loads)} loads for {len(tables)} tables")
-        values, bags, longest = np.array(loads, np.float64).reshape(len(tables), 3).T
+        values, bags, longest = loads.T
         rows = [RowFormat.of(table.dtype, table.embedding_dim) for table in tables]
         sectors = np.array([sector_bytes(row) for row in rows])
-        local = shares.sum(axis=(1, 2))
+        on_shard = shares.sum(axis=(1, 2))
         # [tables, cards]: of each table's lookups, those that the card finds in each place.
         hot, host = (np.repeat(shares[:, :, tier].sum(axis=1)[:, None], num_cards, axis=1) for tier in (HOT, HOST))
-        own = shares[:, :, CARD]
-        peer = own.sum(axis=1, keepdims=True) - own
-        ids_bytes = float((INDEX_BYTES * (values * local + bags)).sum())
+        local = shares[:, :, CARD]
+        peer = local.sum(axis=1, keepdims=True) - local
+        ids_bytes = float((INDEX_BYTES * (values * on_shard + bags)).sum())
         dims = np.array([table.embedding_dim for table in tables])
-        fixed = ids_bytes + float(SECTOR_BYTES * ((values * has_places) @ local) + SUM_ITEM_BYTES * (bags @ dims))
-        peer_bytes = np.repeat(((values * sectors) @ own)[None, :], num_cards, axis=0)
+        fixed = ids_bytes + float(SECTOR_BYTES * ((values * has_places) @ on_shard) + SUM_ITEM_BYTES * (bags @ dims))
+        peer_bytes = np.repeat(((values * sectors) @ local)[None, :], num_cards, axis=0)
         np.fill_diagonal(peer_bytes, 0.0)
         # Bytes of a row on each link: its sectors, and a header for each packet.
         peer_line, host_line = (
@@ -250,16 +205,16 @@ class Traffic:
         )
         return cls(
             hot=values @ hot,
-            own=values @ own,
+            local=values @ local,
             peer=values @ peer,
             host=values @ host,
-            hbm_bytes=fixed + (values * sectors) @ (hot + own),
+            hbm_bytes=fixed + (values * sectors) @ (hot + local),
             peer_bytes=peer_bytes,
             peer_line_bytes=(values * peer_line) @ peer,
             host_bytes=(values * sectors) @ host,
             host_line_bytes=(values * host_line) @ host,
             upload_bytes=ids_bytes,
-            chain_us=_chain_us(longest, local, peer, host, system),
+            chain_us=_chain_us(longest, on_shard, peer, host, system),
             launches=sum(bool(values[group.first_table : group.end_table].any()) for group in layout.groups),
         )
 
@@ -285,39 +240,30 @@ def _chain_us(
         + any_host * max(0.0, system.host.latency_us - system.peer.latency_us)
     )
     chains = np.where(rounds > 0, 2 * system.hbm_latency_us + rounds * wait, 0.0)
-    longest_chain: Float64Array = chains.max(axis=0)
-    return longest_chain
+    return np.asarray(chains.max(axis=0))
 
 
-class BatchTime(Frozen):
-    """What one batch takes, in microseconds. All are floors: nothing is slower than its slowest part for no reason.
+@dataclass(frozen=True, slots=True)
+class BatchTime:
+    """What one batch takes, in microseconds. All are floors: nothing is slower than its slowest part for no reason."""
 
-    Attributes:
-        upload_us: ids and offsets to the card.
-        launch_us: of all its kernels.
-        hbm_us: the card's own memory.
-        peer_us: rows of other cards.
-        host_us: rows in pinned memory, over the link to the host.
-        latency_us: the longest bag's rows, one after the other.
-        alone_us: upload, launches and the longest of the parts that overlap, on the slowest card of an idle node.
-        bound: which part that is.
-        busy_us: of the node's most loaded part for each batch of each card, while every card pools such batches all
-            the time; latencies and uploads overlap.
-        busy_bound: which part that is.
-        batches_per_s: of the node, all cards busy.
-        lookups_per_s: the same in lookups.
-    """
-
+    # Ids and offsets to the card.
     upload_us: float
     launch_us: float
+    # The card's own memory, rows of other cards, and rows in pinned memory over the link to the host.
     hbm_us: float
     peer_us: float
     host_us: float
+    # The longest bag's rows, one after the other.
     latency_us: float
+    # Upload, launches and the longest of the parts that overlap, on the slowest card of an idle node; which part it is.
     alone_us: float
     bound: Bound
+    # Of the node's most loaded part for each batch of each card, while every card pools such batches all the time;
+    # latencies and uploads overlap.
     busy_us: float
     busy_bound: Bound
+    # Of the node, all cards busy.
     batches_per_s: float
     lookups_per_s: float
 
@@ -328,14 +274,12 @@ def batch_time(traffic: Traffic, system: CardSystem) -> BatchTime:
     A card's memory serves its own batch and, with all cards busy, what its peers read of it. A link's two directions
     are separate, so the busier of them counts. The host's memory is shared by all cards.
     """
-    num_cards = traffic.hot.size
-    lines = traffic.peer_line_bytes
     # What leaves an owner has the same headers for each byte as what arrives.
     served = traffic.peer_bytes.sum(axis=0)
     arriving = traffic.peer_bytes.sum(axis=1)
-    header_factor = lines.sum() / arriving.sum() if arriving.sum() else 1.0
+    header_factor = traffic.peer_line_bytes.sum() / arriving.sum() if arriving.sum() else 1.0
     hbm = traffic.hbm_bytes / (system.hbm_gb_per_s * BYTES_PER_US)
-    peer = lines / (system.peer.gb_per_s * BYTES_PER_US)
+    peer = traffic.peer_line_bytes / (system.peer.gb_per_s * BYTES_PER_US)
     host_lines = traffic.host_line_bytes / (system.host.gb_per_s * BYTES_PER_US)
     host_memory = traffic.host_bytes / (system.host_memory_gb_per_s * BYTES_PER_US)
     upload_us = system.host.copied_bytes(traffic.upload_bytes) / (system.host.gb_per_s * BYTES_PER_US)
@@ -353,8 +297,8 @@ def batch_time(traffic: Traffic, system: CardSystem) -> BatchTime:
     }
     launch_us = traffic.launches * system.launch_us
     bound, busy_bound = max(alone, key=alone.__getitem__), max(busy, key=busy.__getitem__)
-    batches_per_s = num_cards * 1e6 / busy[busy_bound] if busy[busy_bound] else 0.0
-    lookups = float(traffic.hot[0] + traffic.own[0] + traffic.peer[0] + traffic.host[0])
+    batches_per_s = traffic.hot.size * 1e6 / busy[busy_bound] if busy[busy_bound] else 0.0
+    lookups = float(traffic.hot[0] + traffic.local[0] + traffic.peer[0] + traffic.host[0])
     return BatchTime(
         upload_us=upload_us + system.host.latency_us,
         launch_us=launch_us,

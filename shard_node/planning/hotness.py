@@ -8,10 +8,9 @@ counts below 64 are kept apart, and larger ones if they differ by more than 3%.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ import numpy.typing as npt
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
-from shard_node.errors import InvalidBagsError
 
 Float64Array = npt.NDArray[np.float64]
 UInt16Array = npt.NDArray[np.uint16]
@@ -28,8 +26,8 @@ UInt32Array = npt.NDArray[np.uint32]
 _PIECE_ROWS = 1 << 20
 # A float32 has 23 bits after its leading digit; five of them stay.
 _DROPPED_BITS = 18
-_KEY_OF_ONE = int(np.float32(1).view(np.uint32)) >> _DROPPED_BITS
-_NUM_KEYS = (int(np.float32(2**32).view(np.uint32)) >> _DROPPED_BITS) - _KEY_OF_ONE + 2
+_FIRST_KEY = int(np.float32(1).view(np.uint32)) >> _DROPPED_BITS
+_NUM_KEYS = (int(np.float32(2**32).view(np.uint32)) >> _DROPPED_BITS) - _FIRST_KEY + 2
 # Rank ranges of a power law: this many for each doubling of the rank, ranks below the first apart.
 _EDGES_PER_DOUBLING = 8
 _HEAD_EDGES_PER_DOUBLING = 64
@@ -43,48 +41,12 @@ class RowCounts(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Return (num_embeddings,)."""
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """uint32."""
-
     def __getitem__(self, rows: slice, /) -> UInt32Array:
         """Return uint32 [n], of a slice with step 1."""
 
 
 ObservedCounts: TypeAlias = Mapping[str, RowCounts]
 """By table, uint32 [num_embeddings]: how often each row was seen to be looked up."""
-
-
-class RowHotness(ABC):
-    """The levels of one table.
-
-    Attributes:
-        table: whose.
-        lookups: float64 [levels], at most 65,535 of them, descending: how often one row of each level is looked up, in
-            the mean.
-    """
-
-    table: TableSpec
-    lookups: Float64Array
-
-    @abstractmethod
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
-        """Count the rows of each level that each owner has, int64 [levels, num_owners]; -1 is no owner."""
-
-    @abstractmethod
-    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
-        """Return how often the rows of each bucket are looked up, float64 [buckets].
-
-        `missed`, float64 [levels], is the share of each level's lookups that counts; by default all do.
-        """
-
-    @abstractmethod
-    def rows(self) -> Int64Array:
-        """Count the rows of each level, int64 [levels]; together `num_embeddings`."""
-
-    @abstractmethod
-    def levels(self, first_row: int, end_row: int) -> UInt16Array:
-        """uint16 [end_row - first_row], the level of each row."""
 
 
 class Head(NamedTuple):
@@ -95,18 +57,22 @@ class Head(NamedTuple):
 
 
 class PartOfRanks(NamedTuple):
-    """Which ranks of a larger table the rows of a part have: those behind the first `before` of `num_rows`."""
+    """Which ranks of a larger table the rows of a part have: those after the first `before` of `num_rows`."""
 
     before: int
     num_rows: int
 
 
-class RankedRows(RowHotness):
+class RankedRows:
     """Rows whose numbers are their ranks: row 0 is the hottest. Closed forms, no memory per row.
 
     Row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike. With a head only its rows
     are, for its share of the lookups, and the others go to all rows of the table alike. The rows of a part have the
-    ranks behind those of hotter parts.
+    ranks after those of hotter parts.
+
+    Attributes:
+        lookups: float64 [levels], at most 65,535 of them, descending: how often one row of each level is looked up, in
+            the mean.
     """
 
     def __init__(
@@ -131,7 +97,7 @@ class RankedRows(RowHotness):
         self.lookups = np.minimum.accumulate(lookups)
 
     def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
-        """As `RowHotness.rows_by_owner`, from how many rows below each edge a bucket has."""
+        """Count the rows of each level that each owner has, int64 [levels, num_owners]; -1 is no owner."""
         first = int(owner_of_bucket[0])
         if (owner_of_bucket == first).all():
             by_owner = np.zeros((self._edges.size - 1, num_owners), np.int64)
@@ -150,7 +116,11 @@ class RankedRows(RowHotness):
         return by_level
 
     def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
-        """As `RowHotness.lookups_by_bucket`: each edge adds what a row above it is looked up less."""
+        """Return how often the rows of each bucket are looked up, float64 [buckets].
+
+        `missed`, float64 [levels], is the share of each level's lookups that counts; by default all do. Each edge adds
+        what a row above it is looked up less.
+        """
         lookups = self.lookups if missed is None else self.lookups * missed
         steps, buckets = -np.diff(lookups, prepend=0.0, append=0.0), RowBuckets.of(self.table)
         if buckets.slot_shift:
@@ -162,28 +132,22 @@ class RankedRows(RowHotness):
         return np.maximum(by_bucket, 0.0)
 
     def rows(self) -> Int64Array:
-        """As `RowHotness.rows`: what lies between edges."""
+        """Count the rows of each level, int64 [levels]; together `num_embeddings`."""
         return np.diff(self._edges)
 
     def levels(self, first_row: int, end_row: int) -> UInt16Array:
-        """uint16 [n], constant between edges."""
+        """Return the level of each row, uint16 [end_row - first_row]."""
         cuts = np.clip(self._edges, first_row, end_row)
         return np.repeat(np.arange(cuts.size - 1, dtype=np.uint16), np.diff(cuts))
 
 
-class CountedRows(RowHotness):
-    """Rows with an access count each, kept and not copied, so that they may be mapped, or estimates.
+class CountedRows:
+    """Rows with an access count each, uint32 [num_embeddings], kept and not copied, so that they may be mapped.
 
-    They are read front to back: for the levels, and whenever they are asked for by owner. Raises InvalidBagsError for
-    an array of another dtype or shape.
+    They are read front to back: for the levels, and whenever they are counted by owner. Methods are as of `RankedRows`.
     """
 
     def __init__(self, table: TableSpec, counts: RowCounts) -> None:
-        if counts.dtype != np.uint32 or counts.shape != (table.num_embeddings,):
-            raise InvalidBagsError(
-                f"table {table.name!r}: access counts must be uint32 [{table.num_embeddings}], "
-                f"got {counts.dtype} {list(counts.shape)}"
-            )
         self.table = table
         self._counts = counts
         by_key = np.zeros(_NUM_KEYS, np.int64)
@@ -196,7 +160,7 @@ class CountedRows(RowHotness):
         self.lookups = _count_of_key(present)
 
     def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
-        """As `RowHotness.rows_by_owner`, as counted."""
+        """Count the rows of each level that each owner has, int64 [levels, num_owners]."""
         by_owner = np.zeros((self._rows.size, num_owners + 1), np.int64)
         buckets = RowBuckets.of(self.table)
         owners = np.where(owner_of_bucket < 0, num_owners, owner_of_bucket).astype(np.int64)
@@ -207,7 +171,7 @@ class CountedRows(RowHotness):
         return by_owner[:, :num_owners]
 
     def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
-        """As `RowHotness.lookups_by_bucket`, as counted."""
+        """Return how often the rows of each bucket are looked up, float64 [buckets]."""
         lookups = self.lookups if missed is None else self.lookups * missed
         buckets = RowBuckets.of(self.table)
         by_bucket = np.zeros(buckets.count)
@@ -217,11 +181,11 @@ class CountedRows(RowHotness):
         return by_bucket
 
     def rows(self) -> Int64Array:
-        """As `RowHotness.rows`."""
+        """Count the rows of each level, int64 [levels]."""
         return self._rows
 
     def levels(self, first_row: int, end_row: int) -> UInt16Array:
-        """uint16 [n], from the counts."""
+        """Return the level of each row, uint16 [end_row - first_row]."""
         return self._level_of_key[self._keys(first_row, end_row)]
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
@@ -232,9 +196,13 @@ class CountedRows(RowHotness):
         """0 for what was never looked up, else 1 and on: the count's exponent and first digits, ascending with it."""
         keys: UInt32Array = self._counts[first_row:end_row].astype(np.float32).view(np.uint32)
         keys >>= np.uint32(_DROPPED_BITS)
-        np.maximum(keys, np.uint32(_KEY_OF_ONE - 1), out=keys)
-        keys -= np.uint32(_KEY_OF_ONE - 1)
+        np.maximum(keys, np.uint32(_FIRST_KEY - 1), out=keys)
+        keys -= np.uint32(_FIRST_KEY - 1)
         return keys
+
+
+RowHotness: TypeAlias = RankedRows | CountedRows
+"""The levels of one table."""
 
 
 @dataclass(frozen=True)
@@ -257,31 +225,25 @@ class Hotness:
     parts: Mapping[str, PartOfRanks] = field(default_factory=dict)
 
     def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
-        """Return the levels of each table, in layout order.
-
-        Raises InvalidBagsError for counts of another dtype or shape, or a number that is negative or not finite.
-        """
+        """Return the levels of each table, in layout order."""
         counted = {
             table.name: CountedRows(table, self.counts[table.name])
             for table in layout.tables
             if table.name in self.counts
         }
+        lookups = {
+            table.name: float(self.lookups_per_sample.get(table.name, len(table.feature_names)))
+            for table in layout.tables
+        }
         # How many samples the counts stand for: what makes them comparable with lookups per sample.
-        per_sample = sum(self._lookups(rows.table) for rows in counted.values())
+        per_sample = sum(lookups[name] for name in counted)
         total = sum(float(rows.rows() @ rows.lookups) for rows in counted.values())
         samples = total / per_sample if per_sample and total else 1.0
-        found: list[RowHotness] = []
-        for table in layout.tables:
-            if table.name in counted:
-                found.append(counted[table.name])
-            else:
-                zipf, part = _checked(table, "zipf", self.zipf), self.parts.get(table.name)
-                found.append(RankedRows(table, samples * self._lookups(table), zipf, self.head, part))
-        return tuple(found)
-
-    def _lookups(self, table: TableSpec) -> float:
-        lookups = self.lookups_per_sample.get(table.name, len(table.feature_names))
-        return _checked(table, "lookups per sample", float(lookups))
+        return tuple(
+            counted.get(table.name)
+            or RankedRows(table, samples * lookups[table.name], self.zipf, self.head, self.parts.get(table.name))
+            for table in layout.tables
+        )
 
 
 def ranked_share(ranks: Int64Array, num_rows: int, zipf: float, head: Head | None = None) -> Float64Array:
@@ -323,14 +285,8 @@ def _rank_edges(num_rows: int, per_doubling: int) -> Int64Array:
 
 def _count_of_key(keys: Int64Array) -> Float64Array:
     """Return the mean of the whole numbers that share a key: float64 [n]; 0 for key 0."""
-    bits = ((keys + (_KEY_OF_ONE - 1)) << _DROPPED_BITS).astype(np.uint32)
-    next_bits = ((keys + _KEY_OF_ONE) << _DROPPED_BITS).astype(np.uint32)
+    bits = ((keys + (_FIRST_KEY - 1)) << _DROPPED_BITS).astype(np.uint32)
+    next_bits = ((keys + _FIRST_KEY) << _DROPPED_BITS).astype(np.uint32)
     low, high = bits.view(np.float32).astype(np.float64), next_bits.view(np.float32).astype(np.float64)
     mean: Float64Array = np.where(keys == 0, 0.0, (np.ceil(low) + np.maximum(np.ceil(high) - 1, np.ceil(low))) / 2)
     return mean
-
-
-def _checked(table: TableSpec, what: str, value: float) -> float:
-    if not 0 <= value < np.inf:
-        raise InvalidBagsError(f"table {table.name!r}: {what} is {value}; it must be a finite number of at least 0")
-    return value

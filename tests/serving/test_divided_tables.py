@@ -10,9 +10,8 @@ import pytest
 from loader.registry.fleet import DenseStep
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
-from router.planning.capacity import CapacityPlan
-from router.planning.lookups import LookupProfile
-from router.planning.options import CapacityOptions
+from router.planning.capacity import capacity
+from router.planning.inputs import CapacityOptions, LookupProfile
 from serving.rank.ranking import MergedBatch
 from serving.versions.served_model import ServedModel
 from shard_node.planning.cost_model import SYSTEMS
@@ -78,7 +77,7 @@ def test_divided_and_sliced_tables_score_like_whole_ones(tmp_path, kind, on):
 def test_hot_and_cold_rows_take_their_planned_bytes(tmp_path, on):
     twins = shop_twins(tmp_path, "mlp")
     spec = twins.divided.spec
-    planned = CapacityPlan.make(
+    planned = capacity(
         spec,
         LookupProfile(counts={one.name: twins.divided.access_counts(one.slices[0].name) for one in spec.tables}),
         CapacityOptions(
@@ -89,15 +88,15 @@ def test_hot_and_cold_rows_take_their_planned_bytes(tmp_path, on):
             ),
         ),
     )
-    by_name = {one.name: one for one in planned.tables}
+    on_cards = {table["name"]: table["on_cards_bytes"] for table in planned["tables"]}
     # Rows on cards take whole 16 bytes.
-    assert (by_name["films.b0"].on_cards_bytes, by_name["films.b1"].on_cards_bytes) == (50 * 32, 450 * 16)
-    assert sum(one.on_cards_bytes for one in planned.tables) == planned.size.on_cards_bytes
+    assert (on_cards["films.b0"], on_cards["films.b1"]) == (50 * 32, 450 * 16)
+    assert sum(on_cards.values()) == planned["size"]["on_cards_bytes"]
     held = {(one.card, one.tier): one.size_bytes for one in on.load(twins.divided).memory()}
     assert held == {
-        **{(one.card, "card"): one.own_bytes + one.places_bytes for one in planned.cards},
-        **{(one.card, "hot"): one.hot_bytes for one in planned.cards if one.hot_bytes},
-        **({(0, "pinned"): planned.pinned_bytes} if planned.pinned_bytes else {}),
+        **{(card["card"], "card"): card["own_bytes"] + card["places_bytes"] for card in planned["cards"]},
+        **{(card["card"], "hot"): card["hot_bytes"] for card in planned["cards"] if card["hot_bytes"]},
+        **({(0, "pinned"): planned["pinned_bytes"]} if planned["pinned_bytes"] else {}),
     }
 
 

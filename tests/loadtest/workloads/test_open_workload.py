@@ -8,9 +8,9 @@ import pytest
 from loader.errors import ConfigError
 from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
 from loadtest.workloads.workload import features_of
-from router.planning.catalog import CATALOG
+from router.planning.inputs import CATALOG
 
-DLRM_V2 = CATALOG["dlrm-v2"].tables
+DLRM_V2 = CATALOG["dlrm-v2"]["tables"]
 
 
 def request_of(workload, seed: int = 0):

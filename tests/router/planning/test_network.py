@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.plan import Plan
 from router.planning import network
-from router.planning.lookups import TableLookups
+from router.planning.inputs import TableLookups
 from router.planning.network import (
     FleetLookups,
     NearRows,
@@ -20,7 +20,6 @@ from router.planning.network import (
 from shard_node import split as split_module
 from shard_node.answer import Answer, group_keys
 from shard_node.bags import KeyedBags
-from shard_node.planning.cost_model import BagLoad
 from shard_node.planning.hotness import Head, Hotness
 from shard_node.split import split, whole
 from shard_node.wire import messages
@@ -37,7 +36,7 @@ def layout_like(*tables, rows=10_000):
 def test_shards_hit_by_a_bag_are_those_of_random_bags(shards, ids):
     drawn = np.random.default_rng(5).integers(0, shards, (20_000, ids))
     hit = sum((drawn == shard).any(axis=1).sum() for shard in range(shards))
-    assert TableLookups(BagLoad(0, 0, 0), ((ids, 20_000),)).bags_hit(shards) == pytest.approx(hit, rel=0.02)
+    assert TableLookups(0, 0, 0, ((ids, 20_000),)).bags_hit(shards) == pytest.approx(hit, rel=0.02)
 
 
 def sent_evenly(layout, lookups, num_shards, hit_rate=0.0):
@@ -64,7 +63,7 @@ def answer_of(layout, bags):
 def lookups_of(lengths, batches):
     """Bags, int64 [bags] for each table, of so many batches together, as the mean of one."""
     counted = [np.unique(of_table, return_counts=True) for of_table in lengths]
-    return [TableLookups(BagLoad(0, 0, 0), tuple(zip(ids, bags / batches, strict=True))) for ids, bags in counted]
+    return [TableLookups(0, 0, 0, tuple(zip(ids, bags / batches, strict=True))) for ids, bags in counted]
 
 
 TABLES = {
@@ -94,9 +93,9 @@ def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, ragge
             back += sum(map(len, encode_answer(1, answer_of(layout, part.bags))))
     lookups = lookups_of([np.concatenate(of_table) for of_table in zip(*all_lengths, strict=True)], num_draws)
     estimated = sent_evenly(layout, lookups, shards)
-    assert estimated.out == pytest.approx(out / num_draws, rel=0.01)
+    assert estimated.requests.sum() == pytest.approx(out / num_draws, rel=0.01)
     # With ragged bags a shard is sent all bags of some batches, and only those with a value there of others.
-    assert estimated.back == pytest.approx(back / num_draws, rel=0.06 if ragged else 0.015)
+    assert estimated.replies.sum() == pytest.approx(back / num_draws, rel=0.06 if ragged else 0.015)
 
 
 def test_constants_are_those_of_split_and_messages():
@@ -106,7 +105,7 @@ def test_constants_are_those_of_split_and_messages():
 
 
 def fleet_of(layout, rows, owners, num_shards, lookups=None):
-    lookups = lookups or [TableLookups(BagLoad(0, 0, 0), ((1.0, 1.0),))] * len(rows)
+    lookups = lookups or [TableLookups(0, 0, 0, ((1.0, 1.0),))] * len(rows)
     stored = StoredLookups(layout, lookups, rows, NearRows.choose(layout, rows, "bytes", 0))
     return FleetLookups(Plan(layout, num_shards, 1, "hash", owners), stored)
 
@@ -122,20 +121,20 @@ def test_every_lookup_goes_to_one_shard_or_the_router(layout, data):
     sent = fleet_of(layout, rows, owners, shards).sent(hot)
     assert sent.turns.tolist() == [shards] + [1] * (len(owners) - 1)
     looked_up = [one.lookups.any() for one in rows]
-    np.testing.assert_allclose(1 - sent.shares.sum(axis=1)[looked_up], hot.hit_rates[looked_up], atol=1e-9)
+    np.testing.assert_allclose(1 - sent.values.sum(axis=1)[looked_up], hot.hit_rates[looked_up], atol=1e-9)
 
 
 def test_a_replicated_table_is_sent_to_one_shard_a_batch():
     layout = layout_like((8, "int8"), (8, "int8"))
     rows = Hotness().of(layout)
     buckets = num_buckets(layout.tables[0])
-    lookups = [TableLookups(BagLoad(1000, 100, 10), ((10, 100),))] * 2
+    lookups = [TableLookups(1000, 100, 10, ((10, 100),))] * 2
     fleet = fleet_of(layout, rows, (np.full(buckets, -1), np.arange(buckets) % 4), 4, lookups)
-    sent = fleet.sent(fleet.near)
+    sent = fleet.sent(fleet.stored.near)
     np.testing.assert_allclose(sent.values.sum(axis=1), 1000)
     assert sent.hit[0].sum() == pytest.approx(100)
     # Of the second table, four shards are sent its number and its number of bags.
-    assert sent.keys == pytest.approx(12 * (1 + 4))
+    assert sent.parts["keys"].sum() == pytest.approx(12 * (1 + 4))
     assert sent.hit[1].sum() == pytest.approx(lookups[1].bags_hit(4), rel=1e-3)
     np.testing.assert_allclose(sent.values[:, 2], 250, rtol=1e-2)
     np.testing.assert_allclose(fleet.part(2)[0], [1000, 25, 10])

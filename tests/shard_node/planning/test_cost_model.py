@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 import shard_node.cuda
 from shard_node.cuda.kernel_params import RowFormat, hot_owner, owners_of, pinned_owner
 from shard_node.cuda.places import Placer
-from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import (
     ROWS_IN_FLIGHT,
     SYSTEMS,
-    BagLoad,
     Traffic,
     batch_time,
     sector_bytes,
@@ -32,7 +30,7 @@ AMPLE = 1 << 40
 
 
 def loads_of(layout, values=1000.0, bags=100.0, longest=20.0):
-    return [BagLoad(values, bags, longest)] * len(layout.tables)
+    return np.array([[values, bags, longest]] * len(layout.tables))
 
 
 @given(layout=layouts(max_rows=600), data=st.data())
@@ -69,7 +67,7 @@ def test_every_lookup_and_its_bytes_are_counted_once(inputs):
     loads = loads_of(layout)
     traffic = Traffic.of(plan, loads, H100)
     here = tier_shares(plan).sum(axis=(1, 2))
-    counted = traffic.hot + traffic.own + traffic.peer + traffic.host
+    counted = traffic.hot + traffic.local + traffic.peer + traffic.host
     np.testing.assert_allclose(counted, 1000.0 * here.sum())
     sectors = np.array([sector_bytes(RowFormat.of(one.dtype, one.embedding_dim)) for one in layout.tables])
     beyond = traffic.peer_bytes.sum(axis=1) + traffic.host_bytes
@@ -85,8 +83,8 @@ def test_every_lookup_and_its_bytes_are_counted_once(inputs):
 def test_uniform_ids_are_at_peers_but_for_one_of_n():
     layout = one_table_layout(256 * 100, 128)
     plan = CardPlan.make(layout, round_robin(layout, 8), CardBudget((AMPLE,) * 8, 0, 0), Hotness())
-    traffic = Traffic.of(plan, [BagLoad(8000.0, 400.0, 20.0)], H100)
-    np.testing.assert_allclose(traffic.own, 1000)
+    traffic = Traffic.of(plan, np.array([[8000.0, 400.0, 20.0]]), H100)
+    np.testing.assert_allclose(traffic.local, 1000)
     np.testing.assert_allclose(traffic.peer, 7000)
     np.testing.assert_allclose(traffic.peer_bytes.sum(axis=1), 7000 * 160)
     np.testing.assert_allclose(traffic.peer_line_bytes, 7000 * 224)
@@ -101,13 +99,11 @@ def test_a_table_without_lookups_costs_nothing():
     layout = one_table_layout(1000, 16)
     hotness = Hotness(lookups_per_sample={"items": 0})
     plan = CardPlan.make(layout, round_robin(layout, 2), CardBudget((AMPLE,) * 2, 0), hotness)
-    traffic = Traffic.of(plan, [BagLoad(0, 0, 0)], H100)
+    traffic = Traffic.of(plan, np.zeros((1, 3)), H100)
     assert traffic.hbm_bytes.sum() == traffic.peer_bytes.sum() == traffic.upload_bytes == traffic.launches == 0
     time = batch_time(traffic, H100)
     assert time.alone_us == H100.host.latency_us
     assert time.batches_per_s == time.lookups_per_s == 0
-    with pytest.raises(InvalidBagsError, match="2 loads for 1 tables"):
-        Traffic.of(plan, loads_of(layout) * 2, H100)
 
 
 def test_rows_in_flight_are_those_of_the_kernel():
@@ -123,8 +119,7 @@ def plan_of(num_cards, *, card_bytes=AMPLE, pinned=0, hot=0, zipf=0.0, rows=256 
 
 
 def test_one_card_is_bound_by_its_memory():
-    load = BagLoad(1e7, 1e5, 100.0)
-    time = batch_time(Traffic.of(plan_of(1), [load], H100), H100)
+    time = batch_time(Traffic.of(plan_of(1), np.array([[1e7, 1e5, 100.0]]), H100), H100)
     # Its only table lies in row order: no place is read.
     hbm_us = (1e7 * (160 + 4) + 1e5 * (4 + 256)) / 3015e3
     assert time.hbm_us == pytest.approx(hbm_us)
@@ -139,7 +134,7 @@ def test_one_card_is_bound_by_its_memory():
 def test_pinned_rows_share_the_host_link_with_ids():
     # Only places fit on the cards.
     plan = plan_of(8, card_bytes=4 * 256_000, pinned=AMPLE)
-    time = batch_time(Traffic.of(plan, [BagLoad(1e6, 1e4, 100.0)], H100), H100)
+    time = batch_time(Traffic.of(plan, np.array([[1e6, 1e4, 100.0]]), H100), H100)
     assert time.host_us == pytest.approx(1e6 * 200 / 63e3)
     assert time.busy_bound == "host link"
     ids_us = 4 * (1e6 + 1e4) * (1 + 20 / 128) / 63e3
@@ -147,6 +142,6 @@ def test_pinned_rows_share_the_host_link_with_ids():
 
 
 def test_a_short_batch_is_bound_by_latency():
-    time = batch_time(Traffic.of(plan_of(1), [BagLoad(100.0, 1.0, 100.0)], H100), H100)
+    time = batch_time(Traffic.of(plan_of(1), np.array([[100.0, 1.0, 100.0]]), H100), H100)
     assert time.bound == "latency"
     assert time.latency_us == pytest.approx(2 * 0.7 + 25 * 0.7)

@@ -1,0 +1,251 @@
+"""The inputs of a plan: the nodes and the batch, what it looks up in each table, and published models by name.
+
+The models are in `catalog.json`, tables that are alike as one entry: how many, ids in a bag of each feature that is
+looked up in such a table, rows, embedding_dim.
+
+- `dlrm-v2`: MLPerf's DLRM-v2 on Criteo 1TB, multi-hot (github.com/mlcommons/training,
+  recommendation_v2/torchrec_dlrm/README.MD: table sizes and hotness).
+- `merlin-tiny` to `merlin-colossal`: the synthetic models of NVIDIA-Merlin/distributed-embeddings
+  (examples/benchmarks/synthetic_models/config_v3.py), ids by a power law of exponent 1.05 (its README).
+- `textbook`: one table of 2 * 10^9 rows of 128, 40 lookups a sample: easy to calculate by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import Frozen, RowDtype, TableSpec
+from router.errors import PlanError
+from router.plan import DEFAULT_REPLICATE_BYTES
+from shard_node.bags import TableLayout
+from shard_node.buckets import Sharding
+from shard_node.planning.card_plan import CardBudget
+from shard_node.planning.cost_model import CardSystem
+from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share
+
+GB = 1_000_000_000
+MAX_COMPARED = 32
+MAX_HOTNESS = 1_000_000
+CATALOG: dict[str, Any] = json.loads(Path(__file__).with_name("catalog.json").read_bytes())
+
+
+class Network(Frozen):
+    """What is between the router and the shards."""
+
+    # Of the router's line, in 10^9 bytes a second of one direction; it carries what all shards send.
+    gb_per_s: float = Field(gt=0)
+    # Of a round trip, unloaded.
+    latency_us: float = Field(ge=0)
+
+
+class NetworkOptions(Frozen):
+    """The network between router and shards, and the rows at the router."""
+
+    network: Network
+    # For the hottest rows; or the share of the lookups that they answer.
+    hot_rows_gb: float = Field(default=0.0, ge=0)
+    hit_rate: float | None = Field(default=None, ge=0, le=1)
+    compare_hit_rates: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
+    compare_hot_rows: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
+
+
+class CapacityOptions(Frozen):
+    """The nodes and the batch to plan for. 1 GB is 10^9 bytes."""
+
+    system: CardSystem
+    # Of each node, and memory for all versions together.
+    cards: int = Field(ge=1, le=64)
+    card_memory_gb: float = Field(gt=0)
+    pinned_memory_gb: float = Field(ge=0)
+    # Of each card, for one version's copies of hot rows; None as the engine chooses.
+    hot_gb: float | None = Field(default=None, ge=0)
+    versions: int = Field(default=1, ge=1, le=8)
+    shards: int = Field(default=1, ge=1, le=1024)
+    sharding: Sharding = "hash"
+    replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
+    peer_access: bool = True
+    requests: int = Field(default=1, ge=1)
+    # Candidates of all requests together; no network for a single node.
+    candidates: int = Field(default=500, ge=1)
+    network: NetworkOptions | None = None
+
+    @property
+    def budget(self) -> CardBudget:
+        """Return the memory of a node for one version."""
+        return CardBudget(
+            (int(self.card_memory_gb * GB / self.versions),) * self.cards,
+            int(self.pinned_memory_gb * GB / self.versions),
+            None if self.hot_gb is None else int(self.hot_gb * GB),
+            self.peer_access,
+        )
+
+    @property
+    def shard_network(self) -> NetworkOptions:
+        """Return `network`; of a single node one that what is cheapest does not depend on."""
+        return self.network or NetworkOptions(network=Network(gb_per_s=12.5, latency_us=0.0))
+
+
+class TableLookups(NamedTuple):
+    """What a batch looks up in one table; means over batches need not be whole numbers."""
+
+    values: float
+    bags: float
+    # Ids of the longest bag.
+    longest: float
+    # Ids of a bag, and how many bags have as many.
+    lengths: tuple[tuple[float, float], ...]
+
+    def missed(self, hit_rate: float) -> TableLookups:
+        """Return what is left without the lookups that hot rows at the router answer."""
+        lengths = tuple((length * (1 - hit_rate), bags) for length, bags in self.lengths)
+        return self._replace(values=self.values * (1 - hit_rate), lengths=lengths)
+
+    def bags_hit(self, shards: int) -> float:
+        """Return how many bags are sent, to all shards together, if each of so many has a row with the same chance.
+
+        A bag of L ids is sent to S * (1 - (1 - 1 / S) ** L) of S shards in the mean.
+        """
+        if shards == 1:
+            return sum(bags * min(1.0, length) for length, bags in self.lengths)
+        return sum(bags * float(shards * (1 - (1 - 1 / shards) ** length)) for length, bags in self.lengths)
+
+
+@dataclass(frozen=True)
+class LookupProfile:
+    """Ids of each feature, and their skew.
+
+    Attributes:
+        hotness: by feature, ids in a bag in the mean; 1 for a feature that is not in it.
+        longest: by feature, ids of the longest bag; `hotness` for a feature that is not in it.
+        zipf: exponent of the power law of row numbers, 0 for uniform; of tables without counts.
+        head: the rows that the power law is of; None for all of a table.
+        counts: by table of the model, sliced or not, uint32 [num_embeddings], observed lookups of each row.
+    """
+
+    hotness: Mapping[str, float] = field(default_factory=dict)
+    longest: Mapping[str, float] = field(default_factory=dict)
+    zipf: float = 0.0
+    head: Head | None = None
+    counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
+
+    @classmethod
+    def of_requests(cls, requests: GoldenRequests) -> LookupProfile:
+        """Count the ids that a set of requests has in each bag."""
+        lengths = requests.lengths
+        return cls(
+            {name: float(bags.mean()) if bags.size else 0.0 for name, bags in lengths.items()},
+            {name: float(bags.max(initial=0)) for name, bags in lengths.items()},
+        )
+
+    def with_hotness(self, spec: ModelSpec, hotness: Mapping[str, float]) -> LookupProfile:
+        """Return the same but for some features, whose bags are all as long as given.
+
+        Raises PlanError for a feature that the model does not have, or a number out of range.
+        """
+        known = {feature.name for feature in spec.features}
+        for name, ids in hotness.items():
+            if name not in known:
+                raise PlanError(f"hotness of {name!r}: model {spec.model!r} has no such feature")
+            if not 0 <= ids <= MAX_HOTNESS:
+                raise PlanError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}")
+        return replace(self, hotness={**self.hotness, **hotness}, longest={**self.longest, **hotness})
+
+    def lookups(
+        self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float
+    ) -> tuple[TableLookups, ...]:
+        """Return what a batch looks up in each stored table, in layout order.
+
+        Context features are looked up by request, others by candidate. Bags of a feature are all as long as their mean.
+        A part by popularity is looked up for its share of the ids, but for as many bags as its table.
+        """
+        shares, lookups = self._part_shares(spec), []
+        for table in layout.tables:
+            share = shares.get(table.name, 1.0)
+            bags, ids, longest = [], [], []
+            for name in table.feature_names:
+                times = requests if spec.feature(name).side == "context" else candidates
+                mean = self.hotness.get(name, 1.0)
+                # A bag of what is not pooled is one id.
+                is_single = spec.pooling_of(name) == "none"
+                bags.append(times * mean if is_single else times)
+                ids.append(share if is_single else mean * share)
+                longest.append(1.0 if is_single else self.longest.get(name, mean) * share)
+            values = sum(count * length for count, length in zip(bags, ids, strict=True))
+            lengths = tuple(zip(ids, bags, strict=True))
+            lookups.append(TableLookups(float(values), float(sum(bags)), max(longest), lengths))
+        return tuple(lookups)
+
+    def rows(self, spec: ModelSpec, layout: TableLayout, lookups: Sequence[TableLookups]) -> Hotness:
+        """Return how often the rows of stored tables are looked up: slices of a table like the table."""
+        counts = {stored.name: self.counts.get(table.name) for table in spec.tables for stored in table.slices}
+        return Hotness(
+            {name: of_rows for name, of_rows in counts.items() if of_rows is not None},
+            {table.name: of_table.values for table, of_table in zip(layout.tables, lookups, strict=True)},
+            self.zipf,
+            self.head,
+            _part_ranks(spec),
+        )
+
+    def _part_shares(self, spec: ModelSpec) -> dict[str, float]:
+        """Return the share of its table's lookups that each part by popularity has, by counts or the power law."""
+        ranks, shares = _part_ranks(spec), dict[str, float]()
+        for table in spec.divided:
+            names = [part for part in table.parts if part in ranks]
+            lookups = [float(self.counts[part].sum(dtype=np.uint64)) if part in self.counts else 0.0 for part in names]
+            if not any(lookups):
+                # The last part's last row stands for those that are pruned.
+                ends = np.array([*(ranks[part].before for part in names), table.num_embeddings])
+                lookups = np.diff(ranked_share(ends, table.num_embeddings, self.zipf, self.head)).tolist()
+            shares |= {part: of_part / sum(lookups) for part, of_part in zip(names, lookups, strict=True)}
+        return shares
+
+
+def _part_ranks(spec: ModelSpec) -> dict[str, PartOfRanks]:
+    ranks = {}
+    for table in spec.divided:
+        if table.by == "popularity":
+            rows = [part.num_embeddings for part in spec.parts(table)]
+            for part, end, num_rows in zip(table.parts, itertools.accumulate(rows), rows, strict=True):
+                ranks[part] = PartOfRanks(end - num_rows, table.num_embeddings)
+    return ranks
+
+
+def catalog_model(name: str, dtype: RowDtype = "int8", scale: float = 1.0) -> tuple[ModelSpec, LookupProfile]:
+    """Return a published model, and its ids.
+
+    `name` is one of `CATALOG`; `dtype` is that of stored rows, which are published as float32; `scale`, above 0 and at
+    most 1, is of the numbers of rows: every table keeps at least one.
+    """
+    published, tables = CATALOG[name], []
+    hotness: dict[str, float] = {}
+    for number, (_, bags, rows, dim) in enumerate(entry for entry in published["tables"] for _ in range(entry[0])):
+        features = {f"f{number}" if len(bags) == 1 else f"f{number}_{ids}": ids for ids in bags}
+        hotness |= features
+        tables.append(
+            TableSpec(
+                name=f"t{number}",
+                num_embeddings=max(1, round(rows * scale)),
+                embedding_dim=dim,
+                feature_names=tuple(features),
+                dtype=dtype,
+            )
+        )
+    spec = ModelSpec(
+        model=name,
+        tables=tuple(tables),
+        features=tuple(FeatureSpec(name=feature, side="candidate") for feature in hotness),
+        dense_inputs=DenseInputs(candidate=published["num_dense"]),
+        dense_model=DenseModelSpec.model_validate(published["dense_model"]),
+    )
+    return spec, LookupProfile(hotness=hotness, zipf=published["zipf"])
