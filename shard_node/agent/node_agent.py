@@ -43,7 +43,7 @@ from shard_node.planning.hotness import ObservedCounts
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet
-    from shard_node.cuda.cards import Cards
+    from shard_node.cuda.cupy_cards import Cards
 
 logger = logging.getLogger(__name__)
 

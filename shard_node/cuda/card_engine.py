@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +17,14 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
 from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, WriteOrder
 from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.cards import Cards, Memory
 from shard_node.cuda.lane import HostPool, Lane
 from shard_node.cuda.uploads import RowWriter
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards, Memory
 
 _COUNTER_BYTES = 16
 POOLS_PER_CARD = 2

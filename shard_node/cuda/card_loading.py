@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from shard_node.buckets import Partition
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
 from shard_node.cuda.card_set import CardClaim, CardSet
-from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     NOT_HERE,
@@ -40,6 +39,9 @@ from shard_node.errors import InvalidBagsError
 from shard_node.node import DeltaPosition, LoadedTables
 from shard_node.planning.card_plan import BUCKET_BYTES, CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards
 
 logger = logging.getLogger(__name__)
 

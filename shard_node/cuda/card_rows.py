@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from loader.snapshot.buckets import RowBuckets
 from shard_node.access_counts import LookupSampler
 from shard_node.bags import Group, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.batch import BatchShapes, RowChecks
-from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, Stream
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     THREADS_PER_BLOCK,
@@ -35,6 +35,9 @@ from shard_node.cuda.kernel_params import (
 from shard_node.cuda.places import Placer
 from shard_node.generation import RowLock
 from shard_node.planning.card_plan import BUCKET_BYTES, CardPlan
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Card, Cards, Event, Memory, Stream
 
 
 class ArenaOnCards:
@@ -182,8 +185,8 @@ class Reader:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.last_launch: CardEvent | None = None
-        self.last_write: CardEvent | None = None
+        self.last_launch: Event | None = None
+        self.last_write: Event | None = None
 
 
 class WriteOrder:
@@ -202,7 +205,7 @@ class WriteOrder:
         self._lock = RowLock()
         self._readers_lock = threading.Lock()
         self._readers: dict[int, Reader] = {}
-        self._last_write: CardEvent | None = None
+        self._last_write: Event | None = None
 
     def reader(self, stream: Stream) -> Reader:
         """Make a reader, which writes wait for from now on."""

@@ -9,18 +9,20 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from pydantic import Field
 
 from loader.snapshot.tables import Frozen
-from shard_node.cuda.cards import Card, Cards
 from shard_node.cuda.kernel_params import MAX_CARDS
 from shard_node.errors import (
     CardsUnavailableError,
     DeviceChoiceError,
     MemoryBudgetError,
 )
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Card, Cards
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,11 @@ from shard_node.cuda.batch import (
     check_runs,
 )
 from shard_node.cuda.card_rows import CardRows
-from shard_node.cuda.cards import Graph, Memory, PinnedMemory
 from shard_node.cuda.kernel_params import CHUNK_BYTES, MODES, OUT_DTYPES, BatchParams, OutDtype
 from shard_node.cuda.uploads import Upload, capacity_for
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Graph, Memory
 
 Launch = tuple[str, tuple[int, int], Sequence[ctypes.Structure]]
 """A kernel, its grid and what it takes."""
@@ -223,7 +226,7 @@ class HostPool:
         self._lane = lane
         self._upload = Upload(lane.rows.cards, [(lane.card, lane.stream)])
         self._out: Memory | None = None
-        self._down: PinnedMemory | None = None
+        self._down: Memory | None = None
 
     def pool(self, bags: KeyedBags, tables: Int64Array) -> list[Float32Array]:
         """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys."""
@@ -255,7 +258,7 @@ class HostPool:
             for (first, end), group in zip(group_elements, shapes.layout.groups, strict=True)
         ]
 
-    def _outputs(self, size_bytes: int) -> tuple[Memory, PinnedMemory]:
+    def _outputs(self, size_bytes: int) -> tuple[Memory, Memory]:
         # Nothing is under way: every batch before was waited for.
         if self._out is None or self._down is None or self._down.size_bytes < size_bytes:
             self._free_outputs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -17,7 +18,7 @@ from loader.snapshot.tables import Frozen
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, WireError
+from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, TlsHandshakeError, WireError
 from shard_node.node import NodeInfo
 from shard_node.tracing import TRACED_LOOKUP, SpanContext
 from shard_node.wire.address import Address
@@ -34,8 +35,7 @@ from shard_node.wire.messages import (
     encode_info,
     encode_pool,
 )
-from shard_node.wire.roles import NODES, CertificateRoles
-from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, TlsContext, connection_failure
+from shard_node.wire.tls import NODES, SHUTDOWN_TIMEOUT_S, TlsContext, TlsPeers, tls_error
 
 logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
@@ -77,11 +77,11 @@ class ClientConnection(FrameConnection):
         limits: ClientLimits,
         going_away: Callable[[ClientConnection], None],
         ended: Callable[[ClientConnection, NodeUnavailableError], None],
-        roles: CertificateRoles | None,
+        peers: TlsPeers | None,
     ) -> None:
         super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
         self._address = address
-        self._roles = roles
+        self._peers = peers
         self._going_away = going_away
         self._ended = ended
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
@@ -134,9 +134,9 @@ class ClientConnection(FrameConnection):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_TIMEOUT_MS)
-        if self._roles is not None and self.certificate:
+        if self._peers is not None and self.certificate:
             try:
-                self._roles.check(self.certificate, str(self._address), NODES)
+                self._peers.roles(self.certificate, str(self._address), NODES)
             except CertificateRoleError as error:
                 self._refusal = error
                 self.abort()
@@ -184,7 +184,7 @@ class ClientConnection(FrameConnection):
 
     def connection_ended(self, error: Exception | None) -> None:
         """Fails everything that waits."""
-        failure = connection_failure(self._refusal or error or ConnectionError("closed by the node"))
+        failure = _unavailable(self._refusal or error or ConnectionError("closed by the node"))
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(_prefixed(f"{self._address}: connection lost before the answer came", failure))
@@ -431,8 +431,8 @@ class ShardClient:
 
         def make() -> ClientConnection:
             nonlocal made
-            roles = None if context is None else context.roles
-            made = ClientConnection(self.address, self._limits, self._going_away, self._ended, roles)
+            peers = None if context is None else context.peers
+            made = ClientConnection(self.address, self._limits, self._going_away, self._ended, peers)
             self._open.add(made)
             return made
 
@@ -450,7 +450,7 @@ class ShardClient:
         except TimeoutError:
             self._failure = NodeUnavailableError(f"no connection within {self._connect_timeout_s} s")
         except OSError as error:
-            self._failure = connection_failure(error)
+            self._failure = _unavailable(error)
         except Exception as error:
             # Not the network's doing, so not expected here: the log says where it came from.
             logger.exception("connecting to %s failed", self.address)
@@ -498,6 +498,12 @@ class ShardClient:
         if self._first_attempt is not None:
             self._first_attempt.set_result(None)
             self._first_attempt = None
+
+
+def _unavailable(error: BaseException) -> NodeUnavailableError:
+    if isinstance(error, ssl.SSLError):
+        return tls_error(error)
+    return error if isinstance(error, TlsHandshakeError) else NodeUnavailableError(str(error) or type(error).__name__)
 
 
 def _prefixed(text: str, failure: NodeUnavailableError) -> NodeUnavailableError:

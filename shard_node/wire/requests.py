@@ -17,7 +17,7 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.byte_budget import ByteAccount, Cause, check_buffer_bytes, default_buffer_bytes
-from shard_node.errors import InvalidBagsError, RemoteError, WireError
+from shard_node.errors import CertificateRoleError, InvalidBagsError, RemoteError, WireError
 from shard_node.node import ShardNode
 from shard_node.tracing import Span, error_text
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
@@ -34,7 +34,7 @@ from shard_node.wire.messages import (
     encode_error,
     encode_info_answer,
 )
-from shard_node.wire.roles import CLIENTS, Role, check_frame
+from shard_node.wire.tls import CLIENTS, SCHEME, Role
 
 logger = logging.getLogger(__name__)
 
@@ -164,19 +164,23 @@ class RequestHandler:
         """
         request_id = frame.header.request_id
         try:
-            check_frame(peer.roles, frame.header.frame_type)
-            if frame.header.frame_type == FrameType.POOL:
+            frame_type = frame.header.frame_type
+            if "router" not in peer.roles and frame_type not in (FrameType.INFO, FrameType.COUNTS):
+                raise CertificateRoleError(
+                    f"frame type {frame_type} is for {SCHEME}router; allowed here are INFO and COUNTS"
+                )
+            if frame_type == FrameType.POOL:
                 self._handle_pool(frame, deadline, answer, peer)
-            elif frame.header.frame_type == FrameType.INFO:
+            elif frame_type == FrameType.INFO:
                 answer(self._fitting(encode_info_answer(request_id, self._node.info())))
-            elif frame.header.frame_type == FrameType.COUNTS:
+            elif frame_type == FrameType.COUNTS:
                 asked = decode_counts(frame)
                 size_bytes = _COUNTS_ANSWER_BYTES + 4 * min(asked.max_rows, MAX_PART_ROWS)
                 self._refuse_large_answer(size_bytes)
                 self._in_thread(request_id, partial(self._counts, request_id, asked), size_bytes, answer, peer)
             else:
                 raise WireError(
-                    f"frame type {frame.header.frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
+                    f"frame type {frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
                     f"{FrameType.INFO:d} (INFO) and {FrameType.COUNTS:d} (COUNTS)"
                 )
         except Exception as error:

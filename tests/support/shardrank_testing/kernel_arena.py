@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,6 @@ from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import (
     MAX_LANES,
     MODES,
@@ -44,6 +44,9 @@ from shardrank_testing.card_bytes import fetch, fetch_at, send
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.deltas import export_state
 from shardrank_testing.snapshots import model_of, num_buckets, table_of
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
