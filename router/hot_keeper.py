@@ -34,7 +34,7 @@ from shard_node.access_counts import MAX_ROWS, TABLE_SHIFT
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.answer import Answer, group_keys
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
-from shard_node.engine.memory import MemoryClaim, RowMemory
+from shard_node.engine.memory import Claim, RowMemory
 from shard_node.node import DeltaPosition
 from shard_node.split import split
 
@@ -168,7 +168,7 @@ class HotRowsKeeper:
         budget: HotBudget,
         first: Callable[[], Int64Array],
         registry: Callable[[], Registry] | None,
-        claim: MemoryClaim,
+        claim: Claim,
         on_status: Callable[[HotStatus], None],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:

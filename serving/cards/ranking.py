@@ -30,8 +30,7 @@ from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts, Scored
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.lane import Lane
+from shard_node.cuda.card_engine import CardEngine, Lane
 from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.node import LocalShard, Shard
 

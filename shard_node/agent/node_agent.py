@@ -89,15 +89,16 @@ def stage_tables(
     load = prepare_load(
         snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set, observed=observed
     )
-    claim = load.take(memory)
+    claims = load.take(memory)
     try:
         # One thread: it is background work, and shares a budget.
         if verify:
             snapshot.check_content("rows", threads=1, progress=paced)
     except BaseException:
-        claim.give_back()
+        for claim in claims:
+            claim.give_back()
         raise
-    return load.run(claim, paced)
+    return load.run(claims, paced)
 
 
 def share_of(tell: Callable[[float], None]) -> Progress:

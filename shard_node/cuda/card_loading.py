@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from loader.progress import PIECE_BYTES, Progress, no_progress
+from loader.progress import PIECE_BYTES, Progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import Partition
 from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
-from shard_node.cuda.card_set import CardClaim, CardSet
+from shard_node.cuda.card_rows import PIECE_ROWS, ArenaOnCards, Placer, finder_bytes
+from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     NOT_HERE,
@@ -31,12 +30,10 @@ from shard_node.cuda.kernel_params import (
     pinned_owner,
     round_up,
 )
-from shard_node.cuda.places import PIECE_ROWS, Placer
 from shard_node.cuda.uploads import NUM_UPLOADS, Uploads
-from shard_node.engine.arena_builder import layout_for, not_finite
-from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
+from shard_node.engine.arena_builder import TableLoad, layout_for, not_finite
+from shard_node.engine.memory import Claim, RowMemory
 from shard_node.errors import InvalidBagsError
-from shard_node.node import DeltaPosition, LoadedTables
 from shard_node.planning.card_plan import BUCKET_BYTES, CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
@@ -51,28 +48,7 @@ UPLOAD_BYTES = PIECE_BYTES
 NUMBER_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TablesClaim:
-    """What a version's tables take of the cards and of this process's RAM, and of the cards while they are loaded."""
-
-    cards: CardClaim
-    staging: CardClaim
-    ram: MemoryClaim
-
-    def filled(self) -> None:
-        """All is loaded: what loading took is free again."""
-        self.cards.filled()
-        self.ram.filled()
-        self.staging.give_back()
-
-    def give_back(self) -> None:
-        """End all of it. Idempotent."""
-        self.staging.give_back()
-        self.ram.give_back()
-        self.cards.give_back()
-
-
-class CardTableLoad:
+class CardTableLoad(TableLoad):
     """A load onto cards, before it begins: what it will take is known, nothing is taken yet.
 
     The plan depends on the card set's options, not on what other versions hold: a version is never placed worse because
@@ -115,8 +91,7 @@ class CardTableLoad:
             raise InvalidBagsError(
                 f"the partition is for {partition.num_cards} cards, but there are {num_cards} ({card_set.cards.name})"
             )
-        self._snapshot = snapshot
-        self._plan_digest = plan_digest
+        super().__init__(snapshot, plan_digest)
         self._card_set = card_set
         self._upload_bytes = upload_bytes
         options, pinned_bytes = card_set.options, card_set.options.pinned_bytes
@@ -130,39 +105,22 @@ class CardTableLoad:
         self.card_bytes = tuple(self.plan.bytes(card).total + beside for card in range(partition.num_cards))
         self.pinned_bytes = self.plan.pinned_bytes
 
-    def take(self, memory: RowMemory) -> TablesClaim:
-        """As `PreparedLoad.take`: of the cards, and of this process's RAM."""
-        with ExitStack() as undo:
-            cards = self._card_set.memory.take(self.card_bytes)
-            undo.callback(cards.give_back)
-            staging = self._card_set.memory.take([NUM_UPLOADS * self._upload_bytes] * len(self.card_bytes))
-            undo.callback(staging.give_back)
-            ram = memory.take(self.pinned_bytes)
-            undo.pop_all()
-        return TablesClaim(cards, staging, ram)
-
-    def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """As `PreparedLoad.run`."""
+    def take(self, memory: RowMemory) -> Sequence[Claim]:
+        """As `TableLoad.take`."""
+        claims: list[Claim] = []
         try:
-            engine = self._load(progress)
+            claims.append(self._card_set.memory.take(self.card_bytes))
+            upload_bytes = [NUM_UPLOADS * self._upload_bytes] * len(self.card_bytes)
+            claims.append(self._card_set.memory.take(upload_bytes, is_temporary=True))
+            claims.append(memory.take(self.pinned_bytes))
         except BaseException:
-            claim.give_back()
+            for claim in claims:
+                claim.give_back()
             raise
-        claim.filled()
-        for use in engine.memory():
-            logger.info(
-                "%s %d: card %d holds %d bytes in tier %s",
-                self._snapshot.spec.model,
-                self._snapshot.version,
-                use.card,
-                use.size_bytes,
-                use.tier,
-            )
-        position = DeltaPosition(*self._snapshot.manifest.delta_start)
-        return LoadedTables(engine, self._snapshot.identity, self._plan_digest, position, claim)
+        return claims
 
-    def _load(self, progress: Progress) -> CardEngine:
-        """Whatever fails, nothing is held afterwards."""
+    def build(self, progress: Progress) -> CardEngine:
+        """As `TableLoad.build`."""
         cards = self._card_set.cards
         placer = Placer(self.plan)
         with ExitStack() as undo:
@@ -178,6 +136,9 @@ class CardTableLoad:
                 fill.finish()
             engine = CardEngine(self._card_set, arenas, self.plan)
             undo.pop_all()
+        name, version = self._snapshot.spec.model, self._snapshot.version
+        for use in engine.memory():
+            logger.info("%s %d: card %d holds %d bytes in tier %s", name, version, use.card, use.size_bytes, use.tier)
         return engine
 
 

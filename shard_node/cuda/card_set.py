@@ -15,11 +15,8 @@ from pydantic import Field
 
 from loader.snapshot.tables import Frozen
 from shard_node.cuda.kernel_params import MAX_CARDS
-from shard_node.errors import (
-    CardsUnavailableError,
-    DeviceChoiceError,
-    MemoryBudgetError,
-)
+from shard_node.engine.memory import Claim
+from shard_node.errors import CardsUnavailableError, DeviceChoiceError, MemoryBudgetError
 
 if TYPE_CHECKING:
     from shard_node.cuda.cupy_cards import Card, Cards
@@ -112,22 +109,6 @@ class CardSet:
         return None if cards is None else cls(cards, options)
 
 
-class CardClaim:
-    """The right to so many bytes of each card, until it is given back. Made by `CardMemory.take`."""
-
-    def __init__(self, card_bytes: tuple[int, ...]) -> None:
-        self.card_bytes = card_bytes
-        self.is_filling = self.is_held = True
-
-    def filled(self) -> None:
-        """Tells that it is allocated: the device counts it as used by now."""
-        self.is_filling = False
-
-    def give_back(self) -> None:
-        """End it. Idempotent."""
-        self.is_filling = self.is_held = False
-
-
 class CardMemory:
     """Claims on the memory of devices, of several stagings at once. Thread-safe.
 
@@ -147,13 +128,13 @@ class CardMemory:
         }
         self._free_at_first = {device: its[0].free_bytes() for device, its in self._by_device.items()}
         self._lock = threading.Lock()
-        self._claims: list[CardClaim] = []
+        self._claims: list[Claim] = []
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
         """By card, of all claims, filled or not."""
         with self._lock:
-            held = [claim for claim in self._claims if claim.is_held]
+            held = [claim for claim in self._claims if claim.is_active]
         return tuple(_on([card], held) for card in self._cards)
 
     def share_bytes(self, num_versions: int) -> tuple[int, ...]:
@@ -167,18 +148,11 @@ class CardMemory:
         }
         return tuple(shares[card.device_index] for card in self._cards)
 
-    def take(self, card_bytes: Sequence[int]) -> CardClaim:
-        """Claims memory that is about to be allocated.
-
-        Args:
-            card_bytes: by card.
-
-        Raises:
-            MemoryBudgetError: with the numbers, if a device has not as much.
-        """
-        claim = CardClaim(tuple(card_bytes))
+    def take(self, card_bytes: Sequence[int], *, is_temporary: bool = False) -> Claim:
+        """Claim memory of each card that is about to be allocated. Raises MemoryBudgetError, with the numbers."""
+        claim = Claim(card_bytes, is_temporary=is_temporary)
         with self._lock:
-            self._claims = [held for held in self._claims if held.is_held]
+            self._claims = [held for held in self._claims if held.is_active]
             for device, cards in self._by_device.items():
                 wanted = _on(cards, [claim])
                 filling = _on(cards, [held for held in self._claims if held.is_filling])
@@ -199,8 +173,8 @@ class CardMemory:
         return claim
 
 
-def _on(cards: Sequence[Card], claims: Sequence[CardClaim]) -> int:
-    return sum(claim.card_bytes[card.number] for claim in claims for card in cards)
+def _on(cards: Sequence[Card], claims: Sequence[Claim]) -> int:
+    return sum(claim.sizes[card.number] for claim in claims for card in cards)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,10 +22,16 @@ from shard_node.errors import CertificateRoleError, NodeUnavailableError, Remote
 from shard_node.node import NodeInfo
 from shard_node.tracing import TRACED_LOOKUP, SpanContext
 from shard_node.wire.address import Address
-from shard_node.wire.connection import FrameConnection
-from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, MAX_BODY_BYTES, MAX_BUDGET_US, Frame, FrameType
-from shard_node.wire.messages import (
+from shard_node.wire.frame import (
+    DEFAULT_MAX_FRAME_BYTES,
+    MAX_BODY_BYTES,
+    MAX_BUDGET_US,
     Buffer,
+    Frame,
+    FrameConnection,
+    FrameType,
+)
+from shard_node.wire.messages import (
     CountsRequest,
     decode_answer,
     decode_counts_answer,

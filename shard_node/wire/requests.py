@@ -20,10 +20,9 @@ from shard_node.byte_budget import ByteAccount, Cause, check_buffer_bytes, defau
 from shard_node.errors import CertificateRoleError, InvalidBagsError, RemoteError, WireError
 from shard_node.node import ShardNode
 from shard_node.tracing import Span, error_text
-from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
+from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Buffer, Frame, FrameType
 from shard_node.wire.messages import (
     MAX_NAME_BYTES,
-    Buffer,
     CountsRequest,
     PoolRequest,
     array_section_bytes,

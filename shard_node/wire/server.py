@@ -15,8 +15,7 @@ from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import CertificateRoleError, WireError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address, Listener, listen
-from shard_node.wire.connection import FrameConnection
-from shard_node.wire.frame import HEADER, Frame
+from shard_node.wire.frame import HEADER, Frame, FrameConnection
 from shard_node.wire.messages import encode_goaway
 from shard_node.wire.requests import Answer, Peer, RequestHandler, RequestWatch, ServerLimits
 from shard_node.wire.tls import CLIENTS, TlsContext

@@ -11,8 +11,7 @@ import torch
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda.batch import BatchShapes, BatchSize, OutputRuns, RunTable, check_runs
-from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.lane import Lane, Slot
+from shard_node.cuda.card_engine import CardEngine, Lane, Slot
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shardrank_testing.bags import bags_of
 from shardrank_testing.card_engines import OnCards

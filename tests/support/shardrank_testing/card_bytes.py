@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.card_rows import ArenaOnCards
+from shard_node.cuda.card_rows import ArenaOnCards, Placer
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     NOT_HERE,
@@ -23,7 +23,6 @@ from shard_node.cuda.kernel_params import (
     owners_of,
     slots_of,
 )
-from shard_node.cuda.places import Placer
 from shard_node.planning.card_plan import CardPlan
 from shardrank_testing.snapshots import plain_buckets
 

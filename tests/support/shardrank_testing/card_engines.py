@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import pytest
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
 """Emulated cards, which work at once, only when somebody waits for it, or without access to each other's memory; or
 real ones: logical cards of device 0, or devices of their own."""
-CardFactory = Callable[[int], "Cards"]
+CardFactory: TypeAlias = "Callable[[int], Cards]"
 """Makes so many cards, or skips the test if there are none such here."""
 
 

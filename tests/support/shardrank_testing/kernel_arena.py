@@ -20,6 +20,7 @@ from shard_node.buckets import Partition
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import CardTableLoad
+from shard_node.cuda.card_rows import Placer
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.kernel_params import (
     MAX_LANES,
@@ -37,7 +38,6 @@ from shard_node.cuda.kernel_params import (
     RunParams,
     owners_of,
 )
-from shard_node.cuda.places import Placer
 from shard_node.engine.memory import RowMemory
 from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
 from shardrank_testing.card_bytes import fetch, fetch_at, send
