@@ -344,51 +344,6 @@ def _view(array: ByteArray, first: int, size_bytes: int) -> ByteArray:
     return array[first : first + size_bytes]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-
-
-def check_runs(layout: TableLayout, runs: OutputRuns, size: BatchSize) -> None:
-    """Check that nothing of the largest batch is written outside the output.
-
-    Raises:
-        InvalidBagsError: naming the array or the key, and what is allowed.
-    """
-    shapes = {
-        "tables": runs.tables.shape,
-        "modes": runs.modes.shape,
-        "out_offsets": runs.out_offsets.shape,
-        "out_strides": runs.out_strides.shape,
-        **({"bags_per_key": size.bags_per_key.shape} if runs.keys is None else {"keys": runs.keys.shape}),
-    }
-    if len(set(shapes.values())) != 1 or len(shapes["tables"]) != 1:
-        raise InvalidBagsError(f"these must be flat and of one length: {shapes}")
-    if not 0 <= size.num_values <= MAX_BATCH_VALUES or int(size.bags_per_key.sum()) >= MAX_BATCH_VALUES:
-        raise InvalidBagsError(f"a batch has at most {MAX_BATCH_VALUES} values and fewer bags, got {size}")
-    _check_range("tables", runs.tables, len(layout.tables))
-    _check_range("modes", runs.modes, len(MODES))
-    _check_range("bags_per_key", size.bags_per_key, MAX_BATCH_VALUES)
-    if runs.keys is not None:
-        _check_range("keys", runs.keys, size.bags_per_key.size)
-        if np.unique(runs.keys).size != size.bags_per_key.size:
-            raise InvalidBagsError(f"keys must name each of the {size.bags_per_key.size} keys of bags_per_key")
-    dims = np.array([table.embedding_dim for table in layout.tables], np.int64)[runs.tables]
-    most = np.where(runs.modes == MODES["none"], size.num_values, runs.of_keys(size.bags_per_key))
-    used = most > 0
-    if (runs.out_offsets[used] < 0).any() or ((runs.out_strides < dims) & (most > 1)).any():
-        raise InvalidBagsError("out_offsets must not be negative, out_strides not below the table's embedding_dim")
-    # As Python integers: a product of two int64 could wrap around.
-    for run in np.flatnonzero(used).tolist():
-        end = int(runs.out_offsets[run]) + (int(most[run]) - 1) * int(runs.out_strides[run]) + int(dims[run])
-        if end > runs.out_elements:
-            raise InvalidBagsError(f"run {run}: its last bag ends at element {end} of {runs.out_elements}")
-
-
-def _check_range(name: str, numbers: Int64Array, limit: int) -> None:
-    if ((numbers < 0) | (numbers >= limit)).any():
-        raise InvalidBagsError(f"{name} must be within 0..{limit - 1}, got {numbers.tolist()}")
-
-
 def check_fits(bags: KeyedBags, size: BatchSize) -> None:
     """Raise InvalidBagsError, with the numbers, for a batch that is larger than a size."""
     if bags.num_values > size.num_values:

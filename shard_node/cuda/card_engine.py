@@ -26,7 +26,6 @@ from shard_node.cuda.batch import (
     RowChecks,
     RunTable,
     check_fits,
-    check_runs,
 )
 from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, WriteOrder
 from shard_node.cuda.card_set import CardSet
@@ -60,17 +59,13 @@ class Lane:
         self._reader = rows.order.reader(self.stream)
 
     def prepare(self, runs: OutputRuns, size: BatchSize) -> Slot:
-        """Take memory for batches up to a size.
+        """Reserve memory for batches up to a size; `runs` say where the bags of each key go, within their output.
 
-        Args:
-            runs: where the bags of each key go.
-            size: of the largest batch.
-
-        Raises:
-            InvalidBagsError: the runs are not of this layout, or would write outside their output.
-            MemoryBudgetError: the card or the host has no room.
+        Raises InvalidBagsError for a size that positions of 32 bits can't tell, MemoryBudgetError if the card or the
+        host has no room.
         """
-        check_runs(self.rows.shapes.layout, runs, size)
+        if size.num_values > MAX_BATCH_VALUES or int(size.bags_per_key.sum()) >= MAX_BATCH_VALUES:
+            raise InvalidBagsError(f"a batch has at most {MAX_BATCH_VALUES} values and fewer bags, got {size}")
         slot = Slot(self, RunTable(self.rows.shapes, runs), size)
         self._slots.add(slot)
         return slot

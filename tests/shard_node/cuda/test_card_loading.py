@@ -20,7 +20,7 @@ from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.bags import TableLayout
 from shard_node.buckets import NodeIdentity, Partition
-from shard_node.cuda import places as placer_module
+from shard_node.cuda import card_rows as placer_module
 from shard_node.cuda.card_loading import UPLOAD_BYTES, CardTableLoad
 from shard_node.cuda.card_rows import Placer
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
