@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.cuda.batch import (
     MAX_BATCH_VALUES,
     BatchLayout,
@@ -43,12 +43,10 @@ _FLOATS_PER_CHUNK = 4
 
 
 class Lane:
-    """One way through one card. Made by `CardEngine.lane`, closed before the engine.
+    """One way through one card: a stream, on which its owner may put more. Made by `CardEngine.lane`.
 
-    Attributes:
-        rows: of the engine.
-        card: the card.
-        stream: on which all its work is put, in order; its owner may put more there.
+    It has one user at a time, and is closed before the engine. A slot has fixed addresses and launch shapes for all
+    batches up to a size, so that its launches can be captured in a graph once and replayed.
     """
 
     def __init__(self, rows: CardRows, card: int) -> None:
@@ -128,11 +126,8 @@ class Lane:
 class Slot:
     """Room for one batch at a time on a lane. Made by `Lane.prepare`.
 
-    Attributes:
-        out: the pooled bags, as the runs say; elements that no bag is written to are left as they are.
-        batch: the batch on the card; the caller's own bytes begin at `extra_at`.
-        extra_at: a byte of `batch`.
-        extra: uint8 [size.extra_bytes], pinned; goes up with the batch. To be written after `fill`.
+    `out` has the pooled bags, as the runs say; elements that no bag is written to are left as they are. `extra` goes up
+    with the batch, is to be written after `fill`, and lies on the card at byte `extra_at` of `batch`.
     """
 
     def __init__(self, lane: Lane, runs: RunTable, size: BatchSize) -> None:
@@ -141,7 +136,7 @@ class Slot:
         self._size = size
         num_bags = int(size.bags_per_key.sum())
         layout = BatchLayout(
-            size.num_values, num_bags, runs.size, runs.most_blocks(size), size.weighted, size.extra_bytes
+            size.num_values, num_bags, runs.runs.tables.size, runs.most_blocks(size), size.weighted, size.extra_bytes
         )
         self._layout = layout
         self._used: tuple[tuple[int, int], ...] = ((0, layout.size_bytes),)
@@ -172,14 +167,9 @@ class Slot:
         return self._views.extra
 
     def fill(self, bags: KeyedBags) -> None:
-        """Packs a batch into pinned memory, after what is still to be read from there has been.
+        """Pack a batch into pinned memory, after what is still to be read from there has been.
 
-        Args:
-            bags: one key for each run, in their order; or those that the runs name.
-
-        Raises:
-            InvalidBagsError: the arrays do not describe bags, a row is outside its table or on another node, or the
-                batch is larger than the slot.
+        Its keys are those of the runs. Raises InvalidBagsError: as `RowChecks.check`, or it is larger than the slot.
         """
         parts = [(bags, self._runs.tables)]
         self._lane.rows.checks.check(*parts[0])
@@ -190,7 +180,7 @@ class Slot:
         blocks = self._runs.blocks(bags)
         self._lane.wait()
         self._views.pack(bags, blocks)
-        self._used = self._layout.used(bags)
+        self._used = self.layout.used(bags)
         for part, tables in parts:
             self._lane.rows.lookups.add(tables, part)
 
@@ -283,10 +273,9 @@ class HostPool:
 
 
 def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tuple[OutputRuns, list[tuple[int, int]]]:
-    """Run that write one block [bags of the group, embedding_dim] for each group, all behind one another.
+    """Return runs that write one block [bags of the group, embedding_dim] for each group, one after the other.
 
-    Returns:
-        The runs, and for each group the elements [first, end) of its block; blocks are aligned to 16 bytes.
+    Also, for each group, the elements [first, end) of its block; blocks are aligned to 16 bytes.
     """
     dims = shapes.dim_of_table[tables]
     elements = bags.bags_per_key * dims
@@ -313,23 +302,16 @@ class CardEngine:
     """Pools bags from rows on cards. Implements `Engine`.
 
     `pool` is for callers on the host: batches take turns on all cards, each of which reads all rows. A ranking replica
-    takes a `lane` of its card in its place, and keeps what it pooled there.
-
-    Args:
-        card_set: the cards of this process.
-        arenas: filled, one for each group of the layout, in its order. They belong to the engine from here on, and
-            are freed by `close`. If making the engine fails they still belong to the caller.
-        plan: where the rows are; its partition says which are here.
-
-    Raises:
-        MemoryBudgetError: a card or the host has no room for the first buffers.
+    takes a `lane` of its card in its place, and keeps what it pooled there. The arenas are filled, one for each group,
+    and are freed by `close`; if making the engine fails they still belong to the caller. Raises MemoryBudgetError if a
+    card or the host has no room for the first buffers.
     """
 
     def __init__(self, card_set: CardSet, arenas: Sequence[ArenaOnCards], plan: CardPlan) -> None:
         cards, layout = card_set.cards, plan.layout
         self.card_set = card_set
         self.plan = plan
-        self._layout = layout
+        self.layout = layout
         self._arenas = tuple(arenas)
         streams = [card.stream() for card in cards.cards]
         self._counters = CardCounters(cards)
@@ -356,17 +338,12 @@ class CardEngine:
         for pool in self._pools:
             self._free_pools.put(pool)
 
-    @property
-    def layout(self) -> TableLayout:
-        """The tables in layout order."""
-        return self._layout
-
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
         bags = bags.wide()
         self._rows.checks.check(bags)
         if not bags.num_bags:
-            return [np.zeros((0, group.embedding_dim), np.float32) for group in self._layout.groups]
+            return [np.zeros((0, group.embedding_dim), np.float32) for group in self.layout.groups]
         if max(bags.num_bags, bags.num_values) >= MAX_BATCH_VALUES:
             raise InvalidBagsError(
                 f"{bags.num_bags} bags of {bags.num_values} values; a batch has fewer than {MAX_BATCH_VALUES} of each"
@@ -391,8 +368,7 @@ class CardEngine:
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. Returns when the rows are on their way: every later `pool` sees them.
 
-        Raises:
-            MemoryBudgetError: more rows than before at a time, and no room for the buffers; nothing was written.
+        Raises MemoryBudgetError for more rows than before, and no room for the buffers; nothing was written.
         """
         if self._writer is None:
             raise ValueError("the engine is closed")
@@ -414,7 +390,7 @@ class CardEngine:
         """Counters by table. Which tier a row came from, only the cards know."""
         counts = self._rows.lookups.read().tolist()
         return tuple(
-            LookupCount(table.name, "card", count) for table, count in zip(self._layout.tables, counts, strict=True)
+            LookupCount(table.name, "card", count) for table, count in zip(self.layout.tables, counts, strict=True)
         )
 
     @property
@@ -422,17 +398,10 @@ class CardEngine:
         """As `Engine.access`: what is pooled by lanes is in it too."""
         return self._rows.lookups.access
 
-    def counters(self) -> tuple[int, int]:
-        """Values that kernels found outside their table, and values whose row is on no card of this node.
-
-        Both are 0 as long as the checks before do what they should; such values pool as zeros.
-        """
-        return self._counters.read()
-
     def cards(self) -> CardsUse | None:
         """Return what they are, and what they counted. Blocks for what it takes to read a few bytes."""
         cards = self.card_set.cards
-        return CardsUse(cards.name, len(cards.cards), cards.peer_access, *self.counters())
+        return CardsUse(cards.name, len(cards.cards), cards.peer_access, *self._counters.read())
 
     def close(self) -> None:
         """Wait for the cards and free everything. No call may be running, and no lane be in use. Idempotent."""
@@ -453,11 +422,7 @@ class CardEngine:
 
 
 class CardCounters:
-    """uint64 [2] on each card, zero at first: values outside their table, and values whose row is not here.
-
-    Attributes:
-        memories: of each card.
-    """
+    """uint64 [2] on each card, zero at first: values outside their table, and values whose row is not here."""
 
     def __init__(self, cards: Cards) -> None:
         self._cards = cards.cards

@@ -54,25 +54,9 @@ class CardTableLoad(TableLoad):
     The plan depends on the card set's options, not on what other versions hold: a version is never placed worse because
     another one is still there. If there is no room beside that, `take` refuses.
 
-    Args:
-        snapshot: the opened snapshot.
-        partition: the buckets to load, and the card of each.
-        plan_digest: identifies the plan that the partition was cut from.
-        card_set: the cards, and what a version may take of them.
-        memory_budget_bytes: RAM that its pinned rows may take, if that is less than the card set's options say.
-        observed: how often rows of the version before were looked up, by table; counts for another number of rows are
-            left out. What the snapshot says itself goes first. They decide only where rows go: counts of another
-            vocabulary's rows place them no better than chance, and no worse.
-        upload_bytes: of each of the buffers that rows pass through.
-
-    Attributes:
-        plan: which rows go where.
-        card_bytes: by card, what rows and places will take.
-        pinned_bytes: of RAM, what rows will take.
-
-    Raises:
-        InvalidBagsError: the partition is for another model, or another number of cards.
-        MemoryBudgetError: cards and pinned memory do not hold all rows and their places.
+    Arguments and errors are those of `prepare_load`; rows pass through buffers of `upload_bytes`. Counts in `observed`
+    of another number of rows are left out, and what the snapshot says itself goes first. `card_bytes`, by card, and
+    `pinned_bytes` of RAM are what rows and places will take.
     """
 
     def __init__(
@@ -168,14 +152,8 @@ class CardFill:
 
     A piece of a file is packed by owner into a pinned buffer, and each card is sent its own rows and the hot ones;
     pinned rows are written by card 0, over the bus, so that all rows go one way. While cards work on one buffer, the
-    other is packed. Their streams have a low priority: lookups of live versions go first.
-
-    Args:
-        progress: told the bytes, as stored, every few megabytes.
-        upload_bytes: of one buffer; two of them are on the host and on each card.
-
-    Raises:
-        MemoryBudgetError: a card or the host has no room for the buffers.
+    other is packed. Their streams have a low priority: lookups of live versions go first. Raises MemoryBudgetError if a
+    card or the host has no room for the buffers, two of `upload_bytes` on each.
     """
 
     def __init__(
@@ -197,11 +175,7 @@ class CardFill:
         self._uploads = Uploads(cards, list(zip(cards.cards, self._streams, strict=True)), upload_bytes)
 
     def arena(self, arena: ArenaOnCards) -> None:
-        """Send all places and rows of an arena's tables. They may still be on their way when it returns.
-
-        Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf, or a file is not there any more.
-        """
+        """Send all places and rows of an arena's tables, which may still be on their way when it returns."""
         for number in range(arena.group.first_table, arena.group.end_table):
             self._table(arena, number)
 

@@ -53,11 +53,7 @@ _ELSEWHERE, _SPLIT = NUM_TIERS, NUM_TIERS + 1
 
 
 class Placer:
-    """The places of all rows of a plan: the same for the same plan, each row at exactly one place.
-
-    Attributes:
-        plan: how many rows of each table go where.
-    """
+    """The places of all rows of a plan: the same for the same plan, each row at exactly one place."""
 
     def __init__(self, plan: CardPlan) -> None:
         self.plan = plan
@@ -118,13 +114,9 @@ class Placer:
 class _Tiers:
     """Which tier each (level, card) of a table is in.
 
-    A card's rows are ranked by (level, row); `bounds` cut the ranks into tiers. A level that a bound cuts is `_SPLIT`.
-
-    Attributes:
-        of_key: uint8 [levels * (num_cards + 1)], by key = level * (num_cards + 1) + card; card num_cards: not here.
-        split_of_key: uint8, the same shape, the number of a split key.
-        bounds: int64 [splits, 2], the ranks at which `CARD` and `HOST` begin.
-        first_rank: int64 [splits], of the key's first row.
+    A card's rows are ranked by (level, row); `bounds`, int64 [splits, 2], cut the ranks at which `CARD` and `HOST`
+    begin. A level that a bound cuts is `_SPLIT`, and has a number, of which `first_rank` is the first row's. Both are
+    by key = level * (num_cards + 1) + card, uint8 [levels * (num_cards + 1)]; card num_cards: not here.
     """
 
     of_key: UInt8Array
@@ -225,23 +217,10 @@ def _ranks(kinds: UInt8Array, next_rank: Int64Array) -> tuple[Int64Array, Int64A
 
 
 class ArenaOnCards:
-    """One arena on all cards of a process. Memory is taken when it is made, and not zeroed.
+    """One arena on all cards of a process. Memory is taken when it is made, and not zeroed; `params` are by card.
 
     Whoever makes it then uploads every table's places to every card (`places_address`) and writes its rows (`write`).
-    Only after that may it be pooled from.
-
-    Args:
-        cards: all cards.
-        group: of the layout.
-        placer: says where its rows go.
-
-    Attributes:
-        group: as given.
-        format: how its rows are laid out on cards.
-        params: what the kernels take, for each card.
-
-    Raises:
-        MemoryBudgetError: a card or the host has not as much; nothing is held then.
+    Only after that may it be pooled from. Raises MemoryBudgetError if a card or the host has not as much.
     """
 
     def __init__(self, cards: Cards, group: Group, placer: Placer) -> None:
@@ -286,17 +265,9 @@ class ArenaOnCards:
     ) -> None:
         """Put on the stream: of these rows, write those that this card owns, its copies of hot ones, and pinned ones.
 
-        Used by loading and by row updates. Rows of other owners are passed over, so all cards may be given all rows; of
-        several cards that are, exactly one writes the pinned rows.
-
-        Args:
-            card: its number.
-            table: its number within the group.
-            numbers: address, on the card, of uint32 [num_rows], rows of the table.
-            stored: address, on the card and aligned to 16 bytes, of uint8 [num_rows, format.stride].
-            num_rows: may be 0.
-            stream: of the card.
-            writes_host: write pinned rows too.
+        Rows of other owners are passed over, so all cards may be given all rows; exactly one of them writes the pinned
+        rows. `table` is its number within the group; `numbers` and `stored` are addresses on the card of uint32
+        [num_rows], rows of the table, and, aligned to 16 bytes, of uint8 [num_rows, format.stride].
         """
         if not num_rows:
             return
@@ -378,10 +349,8 @@ class WriteOrder:
 
     A lock covers only the moments in which work is *put* on streams. A write goes behind all that any lane has put on
     its stream; whatever a lane puts there later goes behind the write. So a batch sees all rows of a write as they were
-    before, or all as they are after it, on whichever card they lie. Thread-safe.
-
-    Args:
-        streams: one of each card, on which rows are written.
+    before, or all as they are after it, on whichever card they lie. Thread-safe. Rows are written on `streams`, one of
+    each card.
     """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
@@ -449,14 +418,7 @@ class WriteOrder:
 
 
 class LookupCounts:
-    """Rows looked up in each table, and, of some batches, which. Thread-safe.
-
-    Args:
-        layout: the tables.
-
-    Attributes:
-        access: how often each row was looked up, for the placement of the next version.
-    """
+    """Rows looked up in each table, and, of some batches, which (`access`). Thread-safe."""
 
     def __init__(self, layout: TableLayout) -> None:
         self.access = LookupSampler(layout)
@@ -478,17 +440,7 @@ class LookupCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CardRows:
-    """Rows of one generation on cards, as lanes see them.
-
-    Attributes:
-        cards: all cards.
-        shapes: of batches of the layout.
-        arenas: one for each group.
-        order: of row writes and lookups.
-        checks: that a batch passes before it is packed.
-        counters: uint64 [2] on each card, as `BatchParams.counters`.
-        lookups: by table.
-    """
+    """Rows of one generation on cards, as lanes see them; `counters` are as `BatchParams.counters`, on each card."""
 
     cards: Cards
     shapes: BatchShapes
