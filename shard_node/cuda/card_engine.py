@@ -180,7 +180,7 @@ class Slot:
         blocks = self._runs.blocks(bags)
         self._lane.wait()
         self._views.pack(bags, blocks)
-        self._used = self.layout.used(bags)
+        self._used = self._layout.used(bags)
         for part, tables in parts:
             self._lane.rows.lookups.add(tables, part)
 

@@ -78,10 +78,11 @@ class CardTableLoad(TableLoad):
         super().__init__(snapshot, plan_digest)
         self._card_set = card_set
         self._upload_bytes = upload_bytes
-        options, pinned_bytes = card_set.options, card_set.options.pinned_bytes
+        options, pinned_bytes = card_set.options, int(card_set.options.pinned_memory_gb * 1e9)
         if memory_budget_bytes is not None:
             pinned_bytes = min(pinned_bytes, memory_budget_bytes)
-        budget = CardBudget(card_set.card_bytes, pinned_bytes, options.hot_bytes, card_set.cards.peer_access)
+        hot_bytes = None if options.hot_gb is None else int(options.hot_gb * 1e9)
+        budget = CardBudget(card_set.card_bytes, pinned_bytes, hot_bytes, card_set.cards.peer_access)
         self.plan = CardPlan.make(layout, partition, budget, _hotness(snapshot, layout, observed or {}))
         # The plan counts the entries of buckets as places, which arenas have beside their tables.
         beside = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in layout.groups)

@@ -41,7 +41,7 @@ OLDEST_CAPABILITY: Final = (8, 0)
 
 _CUDA_ERRORS: Final = (runtime.CUDARuntimeError, driver.CUDADriverError)
 # Of cudaError_t and CUresult, which number them alike where both have them. CuPy has no names for them.
-_OUT_OF_MEMORY: Final = 2
+_MEMORY_EXHAUSTED: Final = 2
 _PEER_ACCESS_ALREADY_ENABLED: Final = 704
 # There may be one capture at a time in a process, and no memory or graph may end meanwhile.
 _FREES: Final = DeferredFrees()
@@ -102,9 +102,9 @@ class Memory:
         """uint8 [size_bytes], writable, of pinned memory. No view may be used after `free`."""
         if not self.size_bytes:
             return np.empty(0, np.uint8)
-        held = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
-        held._owner = self  # type: ignore[attr-defined]  # The array keeps `held`, which keeps the memory.
-        return np.frombuffer(memoryview(held), np.uint8)
+        owned = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
+        owned._owner = self  # type: ignore[attr-defined]  # The array keeps `owned`, which keeps the memory.
+        return np.frombuffer(memoryview(owned), np.uint8)
 
 
 def _free(release: Callable[[int], object], device: int, address: int, size_bytes: int) -> None:
@@ -240,7 +240,7 @@ class Card:
                 with _Current(self.device_index, f"allocating {size_bytes} bytes"):
                     return int(make()) if size_bytes else 0
             except CardError as error:
-                if getattr(error.__cause__, "status", None) != _OUT_OF_MEMORY:
+                if getattr(error.__cause__, "status", None) != _MEMORY_EXHAUSTED:
                     raise
             free_some()
         return None

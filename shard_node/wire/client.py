@@ -54,13 +54,9 @@ MAX_DOUBLINGS = 32
 
 
 class ClientLimits(Frozen):
-    """What a client sends and takes.
+    """What a client sends and takes: frames, and requests without an answer, of which more fail at once.
 
-    Attributes:
-        max_frame_bytes: longest frame, request or answer.
-        max_in_flight: requests without an answer; more fail at once.
-        max_unsent_bytes: requests that the node leaves unread before new ones wait.
-        max_backoff_ms: longest pause between two attempts to connect.
+    With `max_unsent_bytes` that the node leaves unread new requests wait.
     """
 
     max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
@@ -216,11 +212,8 @@ class ShardClient:
     first, then twice as long each time. A call that fails with NodeUnavailableError may be repeated anywhere: lookups
     change nothing.
 
-    Deadlines are on `clock`, monotonic seconds. `tls` is spoken to a TCP address, None for plain text.
-
-    Attributes:
-        in_flight: calls that have not returned.
-        connections: connections made so far. A change means that another process may answer now.
+    Deadlines are on `clock`, monotonic seconds. `tls` is spoken to a TCP address, None for plain text. When the number
+    of `connections` made so far changes, another process may answer.
     """
 
     def __init__(
@@ -264,16 +257,10 @@ class ShardClient:
     ) -> Answer:
         """As `Shard.pool`, but whether the answer fits the bags is not checked. It is views into the received frame.
 
-        The arrays of `bags` must not be changed afterwards, not even when the call has failed: they may still be on
-        their way out.
-
-        Raises:
-            DeadlineExceededError: the deadline passed, wherever the request was then.
-            NodeUnavailableError: there is no connection, or it was lost; a TlsHandshakeError if TLS is why.
-            OverloadedError: the node, or this client, has too many requests in flight.
-            WireError: request or answer is longer than `max_frame_bytes`.
-            RemoteError: the node failed, or its answer is malformed.
-            ShardrankError: whatever else the node answered, as the class of its kind.
+        The arrays of `bags` must not be changed afterwards: they may still be on their way out. Raises
+        DeadlineExceededError; NodeUnavailableError without a connection, or if it was lost; OverloadedError for too
+        many requests in flight, in the node or here; WireError for a frame longer than `max_frame_bytes`; RemoteError
+        if the node failed or its answer is malformed; and whatever else it answered, as the class of its kind.
         """
         lookup = TRACED_LOOKUP.get()
         if lookup is None:

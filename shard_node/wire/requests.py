@@ -50,20 +50,17 @@ class ServerLimits(Frozen):
 
     Attributes:
         max_frame_bytes: longest frame, request or answer.
-        max_in_flight: requests waiting for a thread or being pooled, over all connections. Once half of the places are
-            taken, a connection may have its equal share of all.
+        max_in_flight: requests waiting for a thread or being pooled. Once half of these places are taken, a connection
+            may have its equal share of all.
         max_buffered_bytes: of frames, from their first byte, and of answers, until they are sent; see `ByteBudget`.
         max_connections: more are answered with an ERROR frame and closed.
-        max_values_per_request: rows in one request.
         max_unsent_bytes: answers that a peer leaves unread before no more of its requests are taken.
         max_inline_bytes: requests whose frame and answer are both at most this long are pooled by the event loop
-            itself, which saves handing them to a thread and back. 0 for rows that may have to be read from disk:
-            then the loop pools nothing.
+            itself. 0 for rows that may have to be read from disk: then the loop pools nothing.
         max_spare_inline_bytes: the same for longer ones, while that takes no more than half of the loop's time.
         receive_timeout_ms: from the first byte of a frame to its last.
         idle_timeout_ms: without a request, after which a peer is asked to go; it is cut off after as long again.
         send_timeout_ms: how long a peer may leave `max_unsent_bytes` unread.
-        threads: that pool. More than there are cores does not help.
     """
 
     max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
@@ -91,18 +88,16 @@ class SpareTime:
     """A share of the event loop's time, for pooling that a thread could do as well.
 
     Handing work to a thread and back takes longer than a small batch's rows; under a load that would take more than
-    this `share` of the loop's time, work goes to the threads. At most `saved_s` is saved up for after a pause.
+    `SPARE_SHARE` of the loop's time, work goes to the threads. At most `SPARE_SAVED_S` is saved up for after a pause.
     """
 
-    def __init__(self, share: float, saved_s: float, now: float) -> None:
-        self._share = share
-        self._most_s = saved_s
-        self._saved_s = saved_s
+    def __init__(self, now: float) -> None:
+        self._saved_s = SPARE_SAVED_S
         self._as_of = now
 
     def is_left(self, now: float) -> bool:
         """Whether any is left at this time, in monotonic seconds."""
-        self._saved_s = min(self._most_s, self._saved_s + (now - self._as_of) * self._share)
+        self._saved_s = min(SPARE_SAVED_S, self._saved_s + (now - self._as_of) * SPARE_SHARE)
         self._as_of = now
         return self._saved_s > 0
 
@@ -152,7 +147,7 @@ class RequestHandler:
         self._watch = watch
         self._executor = ThreadPoolExecutor(limits.threads, thread_name_prefix="pool")
         self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
-        self._spare_time = SpareTime(SPARE_SHARE, SPARE_SAVED_S, clock())
+        self._spare_time = SpareTime(clock())
         self.in_flight = 0
         self._busy_peers: set[Peer] = set()
 
