@@ -38,10 +38,7 @@ class SpanContext(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What was done, from when to when, in monotonic seconds. `links` are related spans; `error` is "" if all is well.
-
-    A `server` has its parent in another process, and a `client` its children.
-    """
+    """What was done, in monotonic seconds. A `server` has its parent in another process, a `client` its children."""
 
     name: str
     kind: Literal["server", "client", "internal"]
@@ -101,8 +98,7 @@ class TraceConfig(Frozen):
     """Where spans go, and for which share of calls without a parent they are made.
 
     `endpoint` is a collector's URL, None if the exporter reads it from a variable; `protocol` is by default that of
-    OTEL_EXPORTER_OTLP_PROTOCOL, else by the port: 4317 is gRPC's. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go
-    before `service_name`. The end of the process waits for unsent spans for at most `flush_timeout_s`.
+    OTEL_EXPORTER_OTLP_PROTOCOL, else by the port: 4317 is gRPC's. OTEL_SERVICE_NAME goes before `service_name`.
     """
 
     endpoint: HttpUrl | None = None

@@ -252,9 +252,8 @@ class Card:
 
     def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
         """Launch `grid` blocks of THREADS_PER_BLOCK threads, at least one. The structures are copied at once."""
-        pointers = pointers_to(params)
+        function, pointers = int(self.kernels[kernel].ptr), pointers_to(params)
         address = ctypes.addressof(pointers)
-        function = int(self.kernels[kernel].ptr)
         with _Current(self.device_index, f"launching {kernel} with {grid[0]} x {grid[1]} blocks"):
             driver.launchKernel(function, grid[0], grid[1], 1, THREADS_PER_BLOCK, 1, 1, 0, stream.pointer, address, 0)
 

@@ -235,9 +235,9 @@ class RowFormat:
     | fp16 | D float16 | none | 2D |
     | fp32 | D float32 | none | 4D |
 
-    `row_bytes` are those of a stored row; `code_bytes` those of codes or elements, `tail_bytes` those of scale and bias,
-    which lie at byte `tail_offset`. `stride` is from one row to the next. `chunks` of 16 bytes have codes or elements in
-    them, the first ones of a row; a tail may share the last.
+    `row_bytes` are of a stored row; `code_bytes` of its codes or elements, `tail_bytes` of scale and bias, which lie at
+    byte `tail_offset`. `stride` is from one row to the next. `chunks` of 16 bytes have codes or elements in them, the
+    first ones of a row; a tail may share the last.
     """
 
     dtype: RowDtype

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 SHUTDOWN_TIMEOUT_S: Final = 1.0
-LOG_INTERVAL_S: Final = 60.0
 
 PLAIN_TEXT: Final = "tls_plain_text"
 UNTRUSTED: Final = "tls_untrusted_certificate"
@@ -40,7 +39,7 @@ _KINDS: Final = {
     **dict.fromkeys(("PEER_DID_NOT_RETURN_A_CERTIFICATE", "TLSV13_ALERT_CERTIFICATE_REQUIRED"), MISSING),
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": EXPIRED,
     "TLSV1_ALERT_UNKNOWN_CA": UNTRUSTED,
-    **{f"SSLV3_ALERT_{kind}_CERTIFICATE": UNTRUSTED for kind in ("BAD", "UNSUPPORTED")},
+    **dict.fromkeys(("SSLV3_ALERT_BAD_CERTIFICATE", "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE"), UNTRUSTED),
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": UNTRUSTED,
 }
 
@@ -68,10 +67,7 @@ handshake: ContextVar[Handshake | None] = ContextVar("handshake", default=None)
 
 
 class TlsConfig(Frozen):
-    """A server's certificate (with those between it and its CA) and its key, not encrypted; all files are PEM.
-
-    Every client has to show a certificate of one of the `client_ca`, if these are given.
-    """
+    """A server's certificate chain and its key, and the CAs of one of which clients have to show a certificate; PEM."""
 
     cert: Path
     key: Path
@@ -108,7 +104,7 @@ class TlsPeers:
         """Count a peer that was refused; one a minute of each kind is logged. `address` is "" if it is not known."""
         self.refusals[error.kind] += 1
         now = self._clock()
-        if now - self._logged_at.get(error.kind, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
+        if now - self._logged_at.get(error.kind, -60.0) >= 60.0:
             self._logged_at[error.kind] = now
             source, count = f" from {address}" if address else "", self.refusals[error.kind]
             logger.warning("refused a connection%s: %s: %s (%d so far)", source, error.kind, error, count)
