@@ -89,7 +89,8 @@ def test_bags_are_pooled_into_their_columns_only(engine, rows, lane, features, o
         # The last batch of a slot with weights has none: they are all ones.
         bags = feature_bags(rng, LAYOUT, runs, size, weighted and number < 2)
         check_batch(lane, slot, runs, rows, bags)
-    assert engine.counters() == (0, 0)
+    use = engine.cards()
+    assert (use.outside_table, use.not_here) == (0, 0)
 
 
 def test_a_captured_batch_is_replayed_for_others(rows, lane):
