@@ -34,12 +34,7 @@ NEWEST_SEQUENCE = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms that an answer may have beside float32 sums, which whoever asks always takes.
-
-    Attributes:
-        stored: rows as they are stored, for tables whose bags have hardly more than one value.
-        float16: sums rounded to float16.
-    """
+    """The forms that an answer may have beside float32 sums: rows as they are stored, and sums rounded to float16."""
 
     stored: bool = False
     float16: bool = False
@@ -56,11 +51,9 @@ HALVES = Forms(stored=True, float16=True)
 class Answer:
     """What one owner answers: for each group of the table layout up to two arrays, in the order of what was asked for.
 
-    Attributes:
-        sums: float32 or float16 [bags, embedding_dim], of each bag, or, beside `stored`, of those of other tables.
-        stored: uint8 [values, row_bytes], the rows of tables that travel as stored; None if all are among `sums`.
-        asked_bytes: length of the frame that it answers; 0 if it came through no socket.
-        sequence: the last delta that the owner had applied before it read its rows; UNKNOWN_SEQUENCE from old releases.
+    `sums` are float32 or float16 [bags, embedding_dim], `stored` uint8 [values, row_bytes] the rows of tables that
+    travel as stored, None if all are among `sums`. `asked_bytes` is the length of the frame that it answers, 0 if it
+    came through no socket; `sequence` the last delta that the owner had applied before it read its rows.
     """
 
     sums: Sequence[Sums]
@@ -161,7 +154,8 @@ def add_answers(
             if len(sums):
                 summed.append((index, sums))
         if rows:
-            block = _pool_stored(group, _joined(rows), _joined(values), bags, first, end)
+            joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
+            block = _pool_stored(group, joined, np.concatenate(values), bags, first, end)
             for index, sums in summed:
                 widened = torch.from_numpy(sums).float()
                 torch.from_numpy(block).index_add_(0, torch.from_numpy(index - first), widened)
@@ -190,7 +184,3 @@ def _pool_stored(
         offsets = in_order.searchsorted(offsets)
         weights = None if weights is None else weights[in_order]
     return pool_rows(group.dtype, as_tensor(group.dtype, rows), slots, offsets, weights)
-
-
-def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -157,22 +157,23 @@ class KeyedBags:
 
     def validate(self) -> None:
         """Raise InvalidBagsError, naming the array, unless the arrays describe bags: for input from outside."""
-        if self.keys.size != self.bags_per_key.size:
-            raise InvalidBagsError(f"keys has {self.keys.size} entries, bags_per_key {self.bags_per_key.size}")
-        if self.keys.size and (self.keys[0] < 0 or (np.diff(self.keys) <= 0).any()):
+        keys, counts, offsets = self.keys, self.bags_per_key, self.offsets
+        if keys.size != counts.size:
+            raise InvalidBagsError(f"keys has {keys.size} entries, bags_per_key {counts.size}")
+        if keys.size and (keys[0] < 0 or (keys[1:] <= keys[:-1]).any()):
             raise InvalidBagsError("keys must be non-negative and strictly ascending")
-        if (self.bags_per_key < 0).any():
-            raise InvalidBagsError("bags_per_key must not be negative")
-        if self.offsets.size == 0 or self.offsets[0] != 0:
+        if offsets.size == 0 or offsets[0] != 0:
             raise InvalidBagsError("offsets must begin with 0")
-        # Each count is bounded by the number of bags before it is summed, so that the sum can't wrap around.
-        if (self.bags_per_key > self.num_bags).any() or int(self.bags_per_key.sum()) != self.num_bags:
-            raise InvalidBagsError(f"bags_per_key must add up to the {self.num_bags} bags that offsets describes")
+        # A negative count is a huge unsigned one. Each is bounded before they are summed, so that no sum wraps around.
+        is_bounded = not counts.size or int(np.maximum.reduce(counts.view(np.uint64))) <= self.num_bags
+        if not is_bounded or self.bag_starts()[-1] != self.num_bags:
+            says = f"must not be negative, and add up to the {self.num_bags} bags that offsets describes"
+            raise InvalidBagsError(f"bags_per_key {says}")
         # Compared, not subtracted: a difference of two int64 can wrap around.
-        if (self.offsets[1:] < self.offsets[:-1]).any():
+        if (offsets[1:] < offsets[:-1]).any():
             raise InvalidBagsError("offsets must not descend")
-        if int(self.offsets[-1]) != self.values.size:
-            raise InvalidBagsError(f"offsets ends at {int(self.offsets[-1])}, but there are {self.values.size} values")
+        if offsets[-1] != self.values.size:
+            raise InvalidBagsError(f"offsets ends at {int(offsets[-1])}, but there are {self.values.size} values")
         if self.weights is not None:
             if self.weights.size != self.values.size:
                 raise InvalidBagsError(f"{self.weights.size} weights for {self.values.size} values")
@@ -195,34 +196,23 @@ def first_outside(
     `value_starts`, int64 [S + 1], are the first value of each key, then n; `limits` uint64 [S]. Returns (segment,
     position) of the first one, or None. If all is well this costs one pass over the values.
     """
-    starts, ends = value_starts[:-1], value_starts[1:]
-    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
-    limits = _as_unsigned_limits(values, limits)
-    filled = starts < ends
-    if not filled.all():
-        # reduceat gives an element, not a neutral value, for an empty segment: such keys are left out.
-        starts, limits = starts[filled], limits[filled]
-        if not starts.size:
-            return None
-    elif not values.size:
+    if not values.size:
         return None
-    unsigned = _as_unsigned(values)
+    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
+    narrow = values.dtype == _INT32
+    unsigned = values.view(np.uint32 if narrow else np.uint64)
+    limits = np.minimum(limits, _INT32_ROWS) if narrow else limits
+    if (limits == limits[0]).all() and np.maximum.reduce(unsigned) < limits[0]:
+        return None
+    # reduceat gives an element, not a neutral value, for an empty segment: such keys are left out.
+    filled = np.flatnonzero(value_starts[:-1] < value_starts[1:])
+    starts, limits = value_starts[filled], limits[filled]
     wrong = np.maximum.reduceat(unsigned, starts) >= limits
     if not wrong.any():
         return None
     which = int(wrong.argmax())
-    start, end = int(starts[which]), int(ends[filled][which])
-    return int(np.flatnonzero(filled)[which]), start + int((unsigned[start:end] >= limits[which]).argmax())
-
-
-def _as_unsigned(values: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.unsignedinteger[Any]]:
-    return values.view(np.uint32 if values.dtype == _INT32 else np.uint64)
-
-
-def _as_unsigned_limits(
-    values: npt.NDArray[np.signedinteger[Any]], limits: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
-    return np.minimum(limits, _INT32_ROWS) if values.dtype == _INT32 else limits
+    start, end = int(starts[which]), int(value_starts[filled[which] + 1])
+    return int(filled[which]), start + int((unsigned[start:end] >= limits[which]).argmax())
 
 
 @dataclass(frozen=True)
@@ -352,17 +342,15 @@ class TableLayout:
                 return
         if tables is not None and tables.size != bags.keys.size:
             raise InvalidBagsError(f"the batch has {bags.keys.size} keys, there must be {tables.size}")
-        if self._is_right(bags, tables):
-            return
         bags.validate()
         if tables is None:
             self._check_keys(bags.keys)
-            tables = bags.keys.astype(np.int64)
-        outside = first_outside(bags.values, bags.value_starts(), self._num_embeddings[tables])
+        numbers = bags.keys if tables is None else tables
+        outside = first_outside(bags.values, bags.value_starts(), self._num_embeddings[numbers])
         if outside is None:
-            raise InvalidBagsError("the arrays do not describe bags of this model's tables")
+            return
         segment, position = outside
-        table = self.tables[int(tables[segment])]
+        table = self.tables[int(numbers[segment])]
         raise InvalidBagsError(
             f"row {int(bags.values[position])} (value {position}) is not in 0..{table.num_embeddings - 1} "
             f"of table {table.name!r}"
@@ -412,31 +400,6 @@ class TableLayout:
         if rows.size and (rows[0] < 0 or rows[-1] >= spec.num_embeddings):
             wrong = rows[0] if rows[0] < 0 else rows[-1]
             raise InvalidBagsError(f"{where}: row {wrong} is not in 0..{spec.num_embeddings - 1}")
-
-    def _is_right(self, bags: KeyedBags, tables: Int64Array | None) -> bool:
-        keys, counts, offsets, weights = bags.keys, bags.bags_per_key, bags.offsets, bags.weights
-        num_keys, num_bags, num_values = keys.size, offsets.size - 1, bags.values.size
-        if counts.size != num_keys or num_bags < 0 or offsets[0] != 0 or offsets[num_bags] != num_values:
-            return False
-        if weights is not None and (weights.size != num_values or not np.isfinite(weights).all()):
-            return False
-        if not num_keys:
-            return num_bags == 0
-        # Each is checked before it is summed or used as an index: counts can't wrap around, offsets stay inside.
-        if int(np.maximum.reduce(counts.view(np.uint64))) > num_bags or (offsets[1:] < offsets[:-1]).any():
-            return False
-        if keys[0] < 0 or (keys[1:] <= keys[:-1]).any():
-            return False
-        if tables is None and keys[-1] >= len(self.tables):
-            return False
-        if bags.bag_starts()[-1] != num_bags:
-            return False
-        limits = self._num_embeddings[keys if tables is None else tables]
-        if limits.size == 1 or (limits == limits[0]).all():
-            # One limit for all: as an unsigned number, a negative value is above it too.
-            limit = _as_unsigned_limits(bags.values, limits[:1])[0]
-            return not num_values or bool(np.maximum.reduce(_as_unsigned(bags.values)) < limit)
-        return first_outside(bags.values, bags.value_starts(), limits) is None
 
     def _check_keys(self, keys: Int32Array) -> None:
         num_tables = len(self.tables)

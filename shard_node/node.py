@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -174,21 +174,21 @@ class DeltaPosition:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTables:
-    """What a shard node's generation serves with; `claim`, on memory, is given back with it."""
+    """What a shard node's generation serves with; `claims`, on memory, are given back with it."""
 
     engine: Engine
     manifest_identity: str
     plan_digest: str
     deltas: DeltaPosition = field(default_factory=DeltaPosition)
-    claim: Claim | None = None
+    claims: Sequence[Claim] = ()
 
     def close(self) -> None:
         """Frees the rows, in pieces. Nobody may be using them."""
         try:
             self.engine.close()
         finally:
-            if self.claim is not None:
-                self.claim.give_back()
+            for claim in self.claims:
+                claim.give_back()
 
 
 class ShardNode:

@@ -1,7 +1,6 @@
 """Spans to an OpenTelemetry collector, over OTLP. The only file that imports OpenTelemetry, and imported only for that.
 
 Spans arrive ended and with ids (docs/decisions/operations.md): of the SDK they need the batch processor and exporters.
-To import it raises ConfigError where OpenTelemetry is not installed.
 """
 
 from __future__ import annotations
@@ -29,24 +28,23 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 
-class OtlpSink:
-    """Sends spans on the thread of the SDK's batch processor. Thread-safe.
+class OtlpSink(SpanExporter):
+    """Sends spans on the thread of the SDK's batch processor, for which it is the exporter. Thread-safe.
 
     `note` is called with outcomes and their numbers of spans. Raises ConfigError for a wrong OTEL_* variable.
     """
 
     def __init__(self, config: TraceConfig, note: Callable[[Outcome, int], None] = lambda outcome, count: None) -> None:
-        # It logs every attempt that fails; `_CountingExporter` logs the first.
+        # It logs every attempt that fails.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
-        resource = Resource.create({"service.name": config.service_name})
-        self._resource = resource.merge(OTELResourceDetector().detect())
+        self._resource = Resource.create({"service.name": config.service_name}).merge(OTELResourceDetector().detect())
+        self._note, self._is_failing, self._flush_timeout_s = note, False, config.flush_timeout_s
         endpoint, protocol = config.resolved()
         try:
-            exporter = GrpcExporter(endpoint) if protocol == "grpc" else HttpExporter(endpoint)
-            self._processor = BatchSpanProcessor(_CountingExporter(exporter, note))
+            self._exporter: SpanExporter = GrpcExporter(endpoint) if protocol == "grpc" else HttpExporter(endpoint)
+            self._processor = BatchSpanProcessor(self)
         except ValueError as error:
             raise ConfigError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}") from error
-        self._flush_timeout_s = config.flush_timeout_s
 
     def put(self, *spans: Span) -> None:
         """Queue spans, and never raise: one that fails is logged and dropped."""
@@ -58,9 +56,22 @@ class OtlpSink:
         except Exception:
             logger.exception("a span can't be handed to OpenTelemetry")
 
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans, count what becomes of them, and log when a collector stops to accept them or does again."""
+        result = self._exporter.export(spans)
+        is_failing = result is not SpanExportResult.SUCCESS
+        self._note("failed" if is_failing else "exported", len(spans))
+        if is_failing != self._is_failing:
+            self._is_failing = is_failing
+            logger.warning("the collector %s spans", "does not answer, or refuses" if is_failing else "accepts again")
+        return result
+
+    def shutdown(self) -> None:
+        """End the exporter; the batch processor does this."""
+        self._exporter.shutdown()
+
     def close(self) -> None:
-        """Send what is queued, for at most `flush_timeout_s`. Idempotent."""
-        # The processor alone would wait for 30 s.
+        """Send what is queued, for at most `flush_timeout_s`; the processor alone would wait for 30 s. Idempotent."""
         closing = threading.Thread(target=self._processor.shutdown, name="traces-flush", daemon=True)
         closing.start()
         closing.join(self._flush_timeout_s)
@@ -79,26 +90,6 @@ class OtlpSink:
             end_time=int(span.ended * 1e9) + offset_ns,
             instrumentation_scope=InstrumentationScope("shardrank"),
         )
-
-
-class _CountingExporter(SpanExporter):
-    """Counts what becomes of spans, and logs when a collector stops to accept them and when it does again."""
-
-    def __init__(self, exporter: SpanExporter, note: Callable[[Outcome, int], None]) -> None:
-        self._exporter, self._note = exporter, note
-        self._is_failing = False
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
-        has_failed = result is not SpanExportResult.SUCCESS
-        self._note("failed" if has_failed else "exported", len(spans))
-        if has_failed != self._is_failing:
-            self._is_failing = has_failed
-            logger.warning("the collector %s spans", "does not answer, or refuses" if has_failed else "accepts again")
-        return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
 
 
 def _context(context: tracing.SpanContext, *, is_remote: bool = False) -> SpanContext:

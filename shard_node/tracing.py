@@ -1,7 +1,4 @@
-"""Traces: what a span is, which lookup's shards are asked for theirs, and where spans go (docs/traces.md).
-
-A span is a record of times that are over, made only for calls that are sampled. Nothing here imports OpenTelemetry.
-"""
+"""Traces: spans, made of times that are over, for calls that are sampled; and where they go (docs/traces.md)."""
 
 from __future__ import annotations
 
@@ -17,12 +14,10 @@ from pydantic import Field, HttpUrl
 
 from loader.snapshot.tables import Frozen
 
-Attributes: TypeAlias = Mapping[str, str | int | float]
 Outcome: TypeAlias = Literal["exported", "failed", "refused"]
 
+# Of a `tracestate`; a longer one is not passed on, as W3C's Trace Context allows.
 MAX_STATE_BYTES = 512
-"""Of a `tracestate`; a longer one is not passed on, as W3C's Trace Context allows."""
-MAX_ERROR_CHARACTERS = 512
 
 
 class SpanContext(NamedTuple):
@@ -39,18 +34,11 @@ class SpanContext(NamedTuple):
 
     def child(self) -> SpanContext:
         """Draw another span of the same trace."""
-        return SpanContext(self.trace_id, random.getrandbits(64) or 1, self.state)
+        return self._replace(span_id=random.getrandbits(64) or 1)
 
 
 class Span(NamedTuple):
-    """What was done, from when to when.
-
-    Attributes:
-        kind: `server` has its parent in another process, and `client` its children.
-        began, ended: monotonic seconds.
-        links: related spans, of this trace or another.
-        error: what went wrong; "" if nothing did.
-    """
+    """What was done, in monotonic seconds. A `server` has its parent in another process, a `client` its children."""
 
     name: str
     kind: Literal["server", "client", "internal"]
@@ -58,7 +46,7 @@ class Span(NamedTuple):
     parent: SpanContext | None
     began: float
     ended: float
-    attributes: Attributes
+    attributes: Mapping[str, str | int | float]
     links: Sequence[SpanContext] = ()
     error: str = ""
 
@@ -80,17 +68,17 @@ class TracedLookup(NamedTuple):
     context: SpanContext
 
     @contextmanager
-    def call_span(self, attributes: Attributes) -> Iterator[SpanContext]:
+    def call_span(self, attributes: Mapping[str, str | int | float]) -> Iterator[SpanContext]:
         """Yield the context of a call to a shard node, and send the call's span when the block ends."""
-        context, began, error = self.context.child(), time.monotonic(), ""
+        context, began, text = self.context.child(), time.monotonic(), ""
         try:
             yield context
-        except BaseException as failure:
-            error = error_text(failure)
+        except BaseException as error:
+            text = error_text(error)
             raise
         finally:
-            ended = time.monotonic()
-            self.sink.put(Span("shardrank.ask", "client", context, self.context, began, ended, attributes, (), error))
+            times = began, time.monotonic()
+            self.sink.put(Span("shardrank.ask", "client", context, self.context, *times, attributes, (), text))
 
 
 TRACED_LOOKUP: ContextVar[TracedLookup | None] = ContextVar("TRACED_LOOKUP", default=None)
@@ -99,24 +87,18 @@ TRACED_LOOKUP: ContextVar[TracedLookup | None] = ContextVar("TRACED_LOOKUP", def
 
 def error_text(error: BaseException) -> str:
     """Return the kind and message of an error, for a span."""
-    kind = getattr(error, "kind", type(error).__name__)
-    return f"{kind}: {error}"[:MAX_ERROR_CHARACTERS]
+    return f"{getattr(error, 'kind', type(error).__name__)}: {error}"[:512]
 
 
 def _otlp_variable(name: str) -> str | None:
-    """Return the exporters' variable for traces, else the one for all signals."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or None
 
 
 class TraceConfig(Frozen):
-    """Where spans go, and for which calls they are made.
+    """Where spans go, and for which share of calls without a parent they are made.
 
-    Attributes:
-        endpoint: URL of a collector; None if the exporter reads it from a variable.
-        protocol: OTLP over gRPC or HTTP; default: OTEL_EXPORTER_OTLP_PROTOCOL, else by the port: 4317 is gRPC's.
-        sample_share: fraction of calls without a parent that are traced.
-        service_name: of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
-        flush_timeout_s: how long the end of the process may wait for unsent spans.
+    `endpoint` is a collector's URL, None if the exporter reads it from a variable; `protocol` is by default that of
+    OTEL_EXPORTER_OTLP_PROTOCOL, else by the port: 4317 is gRPC's. OTEL_SERVICE_NAME goes before `service_name`.
     """
 
     endpoint: HttpUrl | None = None

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
@@ -28,7 +28,9 @@ from loadtest.gpu.bench import QUICK, BenchSize, Results, Row, aims_table
 from loadtest.gpu.pooling import measure_pooling
 from loadtest.gpu.ranking import measure_ranking
 from shard_node.cuda.card_set import DeviceChoice, open_cards
-from shard_node.cuda.cards import Cards
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards
 
 PARTS = ("pooling", "ranking")
 PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "triton")

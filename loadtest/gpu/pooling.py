@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,9 +25,11 @@ from loadtest.gpu.rows import (
     RowsOnCard,
     WrongAnswerError,
 )
-from shard_node.cuda.cards import Card, Cards, Stream
 from shard_node.cuda.kernel_params import OUT_BYTES, round_up
 from shard_node.planning.cost_model import INDEX_BYTES, SECTOR_BYTES, sector_bytes
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Card, Cards, Stream
 
 GROUP, MAX_ROUNDS = 5, 200
 MIN_LAUNCHES = 32

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import product
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -30,7 +30,9 @@ from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
 from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.cards import Cards
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards
 
 LOGICAL_CARDS = (1, 4)
 DISTINCT_REQUESTS = 8

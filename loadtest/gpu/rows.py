@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from loader.snapshot.tables import TableSpec
 from serving.models.inputs import padded_width
 from shard_node.bags import TableLayout
 from shard_node.cuda.batch import BatchShapes
-from shard_node.cuda.cards import Card, Cards, Memory, Stream
 from shard_node.cuda.kernel_params import (
     MAX_LANES,
     MAX_OWNERS,
@@ -36,6 +36,9 @@ from shard_node.cuda.kernel_params import (
     TableParams,
     owner_bits,
 )
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Card, Cards, Memory, Stream
 
 WITHOUT_PLACES = 0
 """In place of a number of logical cards: one card has all rows, and the kernel looks up no places."""

@@ -4,7 +4,7 @@ For every table there are a few ways to divide it (`TablePlanner.options`), each
 rows, ids in, sums out. For a bound on the time of a shard, tables are packed onto shards like boxes, the most costly
 first, each in the cheapest way that fits under the bound and into memory; the lowest bound that can be kept is found by
 bisection. Then buckets are dealt to shards, and each shard's to its cards, by counted load
-(`shard_node.planning.balance`). The costs steer; which plan is taken is decided by `router.planning.division`, the
+(`shard_node.planning.card_plan`). The costs steer; which plan is taken is decided by `router.planning.division`, the
 engine's own placement on every shard.
 """
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,11 +30,12 @@ from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts, Scored
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.cards import Graph
-from shard_node.cuda.lane import Lane
+from shard_node.cuda.card_engine import CardEngine, Lane
 from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.node import LocalShard, Shard
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Graph
 
 logger = logging.getLogger(__name__)
 

@@ -161,15 +161,11 @@ class Actions(Protocol):
 
 
 class AgentConfig(Frozen):
-    """How an agent behaves.
+    """How an agent behaves. `models` are the only ones it knows; None for all that the registry names.
 
-    Attributes:
-        poll_s: between two reads of what is wanted; each is up to a quarter earlier or later.
-        heartbeat_s: an announcement that says nothing new is repeated this often.
-        ttl_s: how long an announcement is good for.
-        unannounce_grace_s: from announcing that a version drains to withdrawing it, so that nobody asks for it then.
-        settle_timeout_s: an `Actions.settle` that takes longer is cancelled, and called again; the heartbeat waits.
-        models: only these; None for all that the registry names.
+    What is wanted is read every `poll_s`; an announcement that says nothing new is repeated every `heartbeat_s`, and
+    good for `ttl_s`. A version is withdrawn `unannounce_grace_s` after that was announced, so that nobody asks for it
+    then. An `Actions.settle` that takes longer than `settle_timeout_s` is cancelled, and called again.
     """
 
     poll_s: float = Field(default=0.2, gt=0, le=60)

@@ -33,14 +33,9 @@ _LOOK_S: Final = 0.02
 
 
 class FollowerConfig(Frozen):
-    """How a stream is followed.
+    """How a stream is followed: pauses after a read without deltas, and after a refusal; how much is read at once.
 
-    Attributes:
-        poll_s: pause after a read that found nothing.
-        retry_s: pause after a delta that was refused, or a registry that did not answer.
-        look_at_end_s: how often the stream's bounds are read.
-        max_entries, max_bytes: read at once.
-        busy_share: of the time, at most, that is spent on applying: a long replay leaves lookups their processor.
+    At most `busy_share` of the time is spent on applying: a long replay leaves lookups their processor.
     """
 
     poll_s: float = Field(default=0.05, gt=0)

@@ -43,7 +43,7 @@ from shard_node.planning.hotness import ObservedCounts
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet
-    from shard_node.cuda.cards import Cards
+    from shard_node.cuda.cupy_cards import Cards
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,8 @@ def stage_tables(
     SHA-256 (unless `verify` is False, for a local store that is trusted) of its row files; that it has every table of
     its spec; that each row here decodes to finite values. `progress` is given bytes; the rest is as of `prepare_load`.
 
-    Raises:
-        MemoryBudgetError: there is no room, with the numbers.
-        SnapshotError: as `Snapshot.open`; and for a version of another identity, or with a row that is not finite.
-        PlanError: as `plan_of`.
+    Raises MemoryBudgetError, with the numbers; SnapshotError as `Snapshot.open`, and for a version of another identity,
+    or with a row that is not finite; PlanError as `plan_of`.
     """
     paced = (pace or Pace()).over(progress)
     snapshot = Snapshot.open(folder, verify=False, files="rows")
@@ -89,15 +87,16 @@ def stage_tables(
     load = prepare_load(
         snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set, observed=observed
     )
-    claim = load.take(memory)
+    claims = load.take(memory)
     try:
         # One thread: it is background work, and shares a budget.
         if verify:
             snapshot.check_content("rows", threads=1, progress=paced)
     except BaseException:
-        claim.give_back()
+        for claim in claims:
+            claim.give_back()
         raise
-    return load.run(claim, paced)
+    return load.run(claims, paced)
 
 
 def share_of(tell: Callable[[float], None]) -> Progress:
@@ -112,17 +111,11 @@ def share_of(tell: Callable[[float], None]) -> Progress:
 
 
 class NodeConfig(Frozen):
-    """What a shard node is told of itself.
+    """What a shard node is told of itself: its id, stable over restarts, where routers reach it, and limits.
 
-    Attributes:
-        node_id: stable over restarts.
-        address: where routers reach it.
-        replicate_bytes: tables of at most this many bytes are on every shard.
-        verify: compare SHA-256 of row files.
-        memory_cap_bytes: RAM that the rows of all versions together may take; None for what is available.
-        memory_budget_bytes: of one version; its largest tables beyond that stay in mapped files. None: all in RAM.
-        stage_cpu_share: of one core, for staging.
-        stage_bytes_per_s: read by staging; None for no limit.
+    The rows of all versions together may take `memory_cap_bytes` of RAM, None for what is available; those of one
+    version `memory_budget_bytes`, its largest tables beyond that stay in mapped files. Staging takes `stage_cpu_share`
+    of one core. `verify` compares SHA-256 of row files; tables of up to `replicate_bytes` are on every shard.
     """
 
     node_id: NodeId

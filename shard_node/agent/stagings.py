@@ -26,12 +26,9 @@ NO_ROOM = 507
 class StagingConfig(Frozen):
     """How versions are staged.
 
-    Attributes:
-        jitter_s: each staging begins up to this much later, so that a fleet does not pull a version in one moment.
-        fleet_limit: how many of the fleet's processes stage at a time, for each model one.
-        lock_ttl_s: how long the place of a process that died stays taken.
-        retry_first_s, retry_max_s: after what passes by itself; doubled each time.
-        live_retry_s: after a refusal of the live version, which nothing but another attempt can bring back.
+    Each begins up to `jitter_s` later, so that a fleet does not pull a version in one moment; `fleet_limit` processes
+    stage at a time, for each model one. What passes by itself is tried again after `retry_first_s`, doubled each time,
+    and a live version that was refused after `live_retry_s`.
     """
 
     jitter_s: float = Field(default=0.3, ge=0, le=600)
@@ -57,8 +54,7 @@ class _Attempt:
 class Stagings:
     """What is being staged, waits for that, or was refused.
 
-    `is_room_coming` tells whether memory is being freed, so that a lack of it passes by itself; `owner` is this
-    process, for locks; `stage` is as `Actions.stage`.
+    `is_room_coming` returns whether memory is being freed, so that a lack of it passes by itself; `owner` is for locks.
     """
 
     def __init__(

@@ -46,18 +46,10 @@ GAP_BYTES = 1 << 15
 class OutputRuns:
     """What is pooled of the batches to come: one run for each key, or several, which pool its bags from several tables.
 
-    Bag i of run k's key is written to elements out_offsets[k] + i * out_strides[k] and on, embedding_dim of them. With
-    mode `none` that is said of its values in place of its bags. Several runs may share a table.
-
-    Attributes:
-        tables: int64 [S], numbers in the layout.
-        modes: int64 [S], each of `kernel_params.MODES`.
-        out_offsets: int64 [S].
-        out_strides: int64 [S].
-        out_dtype: of every element.
-        out_elements: of the whole output.
-        keys: int64 [S], the number of each run's key in the batch; every key has a run. None: one run for each key, in
-            order.
+    Bag i of run k's key is written to elements out_offsets[k] + i * out_strides[k] and on, embedding_dim of them, all
+    within the `out_elements` of the output. With mode `none` that is said of its values in place of its bags. Several
+    runs may share a table. Arrays are int64 [S]; `modes` are of `kernel_params.MODES`; `keys` are the number of each
+    run's key in the batch, in which every key has a run, None for one run for each key, in order.
     """
 
     tables: Int64Array
@@ -74,19 +66,15 @@ class OutputRuns:
 
     @property
     def out_bytes(self) -> int:
-        """Of the whole output."""
+        """Bytes of the output."""
         return self.out_elements * OUT_BYTES[self.out_dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSize:
-    """The largest batch that something is made for.
+    """The largest batch that something is made for: bags of each key, int64 [S], and values of all keys together.
 
-    Attributes:
-        bags_per_key: int64 [S].
-        num_values: of all keys together.
-        weighted: whether there may be weights; a batch without any then has all ones.
-        extra_bytes: that the caller sends along with each batch.
+    `weighted`: there may be weights; a batch without any then has all ones. `extra_bytes` the caller sends along.
     """
 
     bags_per_key: Int64Array
@@ -105,18 +93,10 @@ class ArenaShape(NamedTuple):
 
 
 class BatchShapes:
-    """What batches need to know of a layout, in arrays that are made once.
+    """What batches need to know of a layout, in arrays that are made once; arenas are the groups of the layout.
 
-    Args:
-        layout: the tables.
-
-    Attributes:
-        layout: the tables.
-        arenas: one for each group of the layout.
-        arena_of_table: int64 [tables].
-        table_in_arena: uint32 [tables].
-        dim_of_table: int64 [tables].
-        bags_per_block: int64 [arenas].
+    `arena_of_table` and `dim_of_table` are int64 [tables], `table_in_arena` uint32 [tables], `bags_per_block` int64
+    [arenas].
     """
 
     def __init__(self, layout: TableLayout) -> None:
@@ -139,14 +119,10 @@ class BatchShapes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """The thread blocks of a batch, arena by arena.
+    """The thread blocks of a batch, arena by arena; `edges` are where each arena's begin, then how many there are.
 
-    Attributes:
-        first: int64 [S], each run's first bag, or first value with mode `none`.
-        num: int64 [S], how many.
-        run: uint32 [blocks], the run of each block.
-        first_bag: int64 [blocks], the first of its bags, within the run.
-        edges: where each arena's blocks begin, then how many there are.
+    Each run has `num` bags (values with mode `none`) from `first` on, int64 [S]. Each block has its `run`, uint32
+    [blocks], and the `first_bag` of it within the run, int64 [blocks].
     """
 
     first: Int64Array
@@ -164,17 +140,9 @@ class Blocks:
 class RunTable:
     """Output runs, prepared for a layout: what does not change from batch to batch.
 
-    Args:
-        shapes: of the layout.
-        runs: checked.
-
-    Attributes:
-        runs: as given.
-        tables: int64 [keys], the table of each key's first run.
-        further: round by round, the keys that have one more run, bool [keys], and the tables of these runs, int64.
-        arena: int64 [S], of each run.
-        is_none: bool [S], the runs with mode `none`; None if there are none.
-        constant: `RUN_DTYPE` [S], what never changes of the runs.
+    `tables`, int64 [keys], are those of each key's first run; `further` has, round by round, the keys that have another
+    run, bool [keys], and the tables of these runs. `arena` is int64 [S]; `is_none`, bool [S], are the runs with mode
+    `none`, None if there are none; `constant`, `RUN_DTYPE` [S], is what never changes of the runs.
     """
 
     def __init__(self, shapes: BatchShapes, runs: OutputRuns) -> None:
@@ -194,11 +162,6 @@ class RunTable:
         self.constant["mode"] = runs.modes
         self.constant["out_offset"] = runs.out_offsets
         self.constant["out_stride"] = runs.out_strides
-
-    @property
-    def size(self) -> int:
-        """The number of runs, S."""
-        return self.runs.tables.size
 
     def spans(self, bags: KeyedBags) -> tuple[Int64Array, Int64Array]:
         """Each run's first bag and how many it has, int64 [S]; with mode `none`, values."""
@@ -245,15 +208,8 @@ class BatchLayout:
 
     Each has one place for all batches up to a size, as a graph knows addresses. Offsets lie at the end of their part
     and values at the beginning of theirs, with all between that is always sent whole: so one range of bytes is all that
-    a batch takes, however large it is. Only weights, which values push apart, may need a second one.
-
-    Args:
-        num_values: uint32 values, and float32 weights if `weighted`.
-        num_bags: bags; there is one more offset.
-        num_runs: runs.
-        num_blocks: thread blocks, by arena.
-        weighted: whether there are weights.
-        extra_bytes: of the caller's own.
+    a batch takes, however large it is. Only weights, which values push apart, may need a second one. Values are uint32,
+    weights float32; thread blocks are counted by arena; `extra_bytes` are the caller's.
     """
 
     def __init__(
@@ -297,12 +253,7 @@ class BatchLayout:
 
 
 class BatchViews:
-    """The parts of a batch as arrays over its pinned buffer.
-
-    Args:
-        array: uint8 [at least layout.size_bytes], aligned to 16 bytes.
-        layout: where they are.
-    """
+    """The parts of a batch as arrays over its pinned buffer, uint8 [layout.size_bytes or more], aligned to 16 bytes."""
 
     def __init__(self, array: ByteArray, layout: BatchLayout) -> None:
         values, weighted = 4 * layout.num_values, layout.weighted
@@ -344,51 +295,6 @@ def _view(array: ByteArray, first: int, size_bytes: int) -> ByteArray:
     return array[first : first + size_bytes]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-
-
-def check_runs(layout: TableLayout, runs: OutputRuns, size: BatchSize) -> None:
-    """Check that nothing of the largest batch is written outside the output.
-
-    Raises:
-        InvalidBagsError: naming the array or the key, and what is allowed.
-    """
-    shapes = {
-        "tables": runs.tables.shape,
-        "modes": runs.modes.shape,
-        "out_offsets": runs.out_offsets.shape,
-        "out_strides": runs.out_strides.shape,
-        **({"bags_per_key": size.bags_per_key.shape} if runs.keys is None else {"keys": runs.keys.shape}),
-    }
-    if len(set(shapes.values())) != 1 or len(shapes["tables"]) != 1:
-        raise InvalidBagsError(f"these must be flat and of one length: {shapes}")
-    if not 0 <= size.num_values <= MAX_BATCH_VALUES or int(size.bags_per_key.sum()) >= MAX_BATCH_VALUES:
-        raise InvalidBagsError(f"a batch has at most {MAX_BATCH_VALUES} values and fewer bags, got {size}")
-    _check_range("tables", runs.tables, len(layout.tables))
-    _check_range("modes", runs.modes, len(MODES))
-    _check_range("bags_per_key", size.bags_per_key, MAX_BATCH_VALUES)
-    if runs.keys is not None:
-        _check_range("keys", runs.keys, size.bags_per_key.size)
-        if np.unique(runs.keys).size != size.bags_per_key.size:
-            raise InvalidBagsError(f"keys must name each of the {size.bags_per_key.size} keys of bags_per_key")
-    dims = np.array([table.embedding_dim for table in layout.tables], np.int64)[runs.tables]
-    most = np.where(runs.modes == MODES["none"], size.num_values, runs.of_keys(size.bags_per_key))
-    used = most > 0
-    if (runs.out_offsets[used] < 0).any() or ((runs.out_strides < dims) & (most > 1)).any():
-        raise InvalidBagsError("out_offsets must not be negative, out_strides not below the table's embedding_dim")
-    # As Python integers: a product of two int64 could wrap around.
-    for run in np.flatnonzero(used).tolist():
-        end = int(runs.out_offsets[run]) + (int(most[run]) - 1) * int(runs.out_strides[run]) + int(dims[run])
-        if end > runs.out_elements:
-            raise InvalidBagsError(f"run {run}: its last bag ends at element {end} of {runs.out_elements}")
-
-
-def _check_range(name: str, numbers: Int64Array, limit: int) -> None:
-    if ((numbers < 0) | (numbers >= limit)).any():
-        raise InvalidBagsError(f"{name} must be within 0..{limit - 1}, got {numbers.tolist()}")
-
-
 def check_fits(bags: KeyedBags, size: BatchSize) -> None:
     """Raise InvalidBagsError, with the numbers, for a batch that is larger than a size."""
     if bags.num_values > size.num_values:
@@ -407,10 +313,6 @@ class RowChecks:
     """Checks of batches and row writes against a layout and a partition.
 
     A node that holds all rows, which is the usual one, looks no bucket up.
-
-    Args:
-        layout: the tables.
-        partition: -1 for a bucket of another node.
     """
 
     def __init__(self, layout: TableLayout, partition: Partition) -> None:
@@ -422,11 +324,7 @@ class RowChecks:
         self._is_here: BoolArray = self._cells.spread(is_here, 0, np.bool_)
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
-        """Check a batch, as `TableLayout.check`, and that each row is on this node.
-
-        Raises:
-            InvalidBagsError: naming what is wrong, with table and row.
-        """
+        """Check a batch as `TableLayout.check`, and that each row is on this node. Raises InvalidBagsError."""
         self.layout.check(bags, tables)
         if not self._any_divided:
             return

@@ -2,26 +2,296 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
-from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.cuda.batch import (
+    MAX_BATCH_VALUES,
+    BatchLayout,
+    BatchShapes,
+    BatchSize,
+    BatchViews,
+    OutputRuns,
+    RowChecks,
+    RunTable,
+    check_fits,
+)
 from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, WriteOrder
 from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.cards import Cards, Memory
-from shard_node.cuda.lane import HostPool, Lane
-from shard_node.cuda.uploads import RowWriter
+from shard_node.cuda.kernel_params import CHUNK_BYTES, MODES, OUT_DTYPES, BatchParams, OutDtype
+from shard_node.cuda.uploads import RowWriter, Upload, capacity_for
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards, Graph, Memory
+Launch = tuple[str, tuple[int, int], Sequence[ctypes.Structure]]
+"""A kernel, its grid and what it takes."""
+_FLOATS_PER_CHUNK = 4
+
+
+class Lane:
+    """One way through one card: a stream, on which its owner may put more. Made by `CardEngine.lane`.
+
+    It has one user at a time, and is closed before the engine. A slot has fixed addresses and launch shapes for all
+    batches up to a size, so that its launches can be captured in a graph once and replayed.
+    """
+
+    def __init__(self, rows: CardRows, card: int) -> None:
+        self.rows = rows
+        self.card = rows.cards.cards[card]
+        self.stream = self.card.stream()
+        self._slots: set[Slot] = set()
+        self._reader = rows.order.reader(self.stream)
+
+    def prepare(self, runs: OutputRuns, size: BatchSize) -> Slot:
+        """Reserve memory for batches up to a size; `runs` say where the bags of each key go, within their output.
+
+        Raises InvalidBagsError for a size that positions of 32 bits can't tell, MemoryBudgetError if the card or the
+        host has no room.
+        """
+        if size.num_values > MAX_BATCH_VALUES or int(size.bags_per_key.sum()) >= MAX_BATCH_VALUES:
+            raise InvalidBagsError(f"a batch has at most {MAX_BATCH_VALUES} values and fewer bags, got {size}")
+        slot = Slot(self, RunTable(self.rows.shapes, runs), size)
+        self._slots.add(slot)
+        return slot
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Run `work`, in which lookups are put on the stream: `Slot.enqueue`.
+
+        All that one `work` looks up sees every row write in full or not at all. It holds row writes up only while it
+        runs, not while the card works.
+        """
+        self.rows.order.read(self._reader, work)
+
+    def wait(self) -> None:
+        """Blocks until what the last `launch` put on the stream is done, so that pinned memory can be packed again."""
+        if self._reader.last_launch is not None:
+            self._reader.last_launch.synchronize()
+
+    def launches(self, layout: BatchLayout, address: int, out: int, out_dtype: OutDtype) -> list[Launch]:
+        """Make the launches, one for each arena with bags, that pool the batch at `address` into `out`."""
+        number, num_cards = self.card.number, len(self.rows.cards.cards)
+        launches: list[Launch] = []
+        for arena, shape, blocks_at, num_blocks in zip(
+            self.rows.arenas, self.rows.shapes.arenas, layout.blocks_at, layout.num_blocks, strict=True
+        ):
+            if not num_blocks:
+                continue
+            batch = BatchParams(
+                values=address + layout.values_at,
+                weights=address + layout.weights_at if layout.weighted else 0,
+                offsets=address + layout.offsets_at,
+                runs=address + layout.runs_at,
+                blocks=address + blocks_at,
+                out=out,
+                counters=self.rows.counters[number].address,
+                num_blocks=num_blocks,
+                rotation=number * num_blocks // num_cards,
+                out_dtype=OUT_DTYPES[out_dtype],
+                lanes_log2=shape.lanes_log2,
+            )
+            launches.append((shape.kernel, (num_blocks, shape.column_tiles), (arena.params[number], batch)))
+        return launches
+
+    def put(self, launches: Sequence[Launch]) -> None:
+        """Put launches on the stream."""
+        for kernel, grid, params in launches:
+            self.card.launch(kernel, grid, params, self.stream)
+
+    def forget(self, slot: Slot) -> None:
+        """Take a slot back; called by `Slot.close`."""
+        self._slots.discard(slot)
+
+    def close(self) -> None:
+        """Wait for all that is on the stream, and give back what the lane and its slots hold. Idempotent."""
+        self.stream.synchronize()
+        for slot in tuple(self._slots):
+            slot.close()
+        self.rows.order.forget(self._reader)
+
+
+class Slot:
+    """Room for one batch at a time on a lane. Made by `Lane.prepare`.
+
+    `out` has the pooled bags, as the runs say; elements that no bag is written to are left as they are. `extra` goes up
+    with the batch, is to be written after `fill`, and lies on the card at byte `extra_at` of `batch`.
+    """
+
+    def __init__(self, lane: Lane, runs: RunTable, size: BatchSize) -> None:
+        self._lane = lane
+        self._runs = runs
+        self._size = size
+        num_bags = int(size.bags_per_key.sum())
+        layout = BatchLayout(
+            size.num_values, num_bags, runs.runs.tables.size, runs.most_blocks(size), size.weighted, size.extra_bytes
+        )
+        self._layout = layout
+        self._used: tuple[tuple[int, int], ...] = ((0, layout.size_bytes),)
+        self._graph: Graph | None = None
+        self._pinned = lane.rows.cards.allocate_pinned(layout.size_bytes)
+        memories: list[Memory] = []
+        try:
+            for size_bytes in (layout.size_bytes, max(CHUNK_BYTES, runs.runs.out_bytes)):
+                memories.append(lane.card.allocate(size_bytes))
+        except BaseException:
+            for memory in (*memories, self._pinned):
+                memory.free()
+            raise
+        self.batch, self.out = memories
+        self.extra_at = layout.extra_at
+        self._views = BatchViews(self._pinned.array, layout)
+        self._views.write_constant(runs)
+        self._launches = lane.launches(layout, self.batch.address, self.out.address, runs.runs.out_dtype)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether its launches are a graph."""
+        return self._graph is not None
+
+    @property
+    def extra(self) -> npt.NDArray[np.uint8]:
+        """uint8 [size.extra_bytes], pinned."""
+        return self._views.extra
+
+    def fill(self, bags: KeyedBags) -> None:
+        """Pack a batch into pinned memory, after what is still to be read from there has been.
+
+        Its keys are those of the runs. Raises InvalidBagsError: as `RowChecks.check`, or it is larger than the slot.
+        """
+        parts = [(bags, self._runs.tables)]
+        self._lane.rows.checks.check(*parts[0])
+        for keys, tables in self._runs.further:
+            parts.append((bags.of_keys(keys), tables))
+            self._lane.rows.checks.check(*parts[-1])
+        check_fits(bags, self._size)
+        blocks = self._runs.blocks(bags)
+        self._lane.wait()
+        self._views.pack(bags, blocks)
+        self._used = self._layout.used(bags)
+        for part, tables in parts:
+            self._lane.rows.lookups.add(tables, part)
+
+    def enqueue(self) -> None:
+        """Put the copy up of what the batch takes, and the launches, on the stream. Within `Lane.launch`."""
+        card, stream = self._lane.card, self._lane.stream
+        for first, end in self._used:
+            card.copy_to_card(self.batch.address + first, self._pinned, first, end - first, stream)
+        if self._graph is None:
+            self._lane.put(self._launches)
+        else:
+            self._graph.replay(stream)
+
+    def capture(self) -> None:
+        """Record the launches, which have been enqueued once: from then on they are one. Raises as `Card.capture`."""
+        self._graph = self._lane.card.capture(self._lane.stream, partial(self._lane.put, self._launches))
+
+    def close(self) -> None:
+        """Wait for the lane, and give the memory back. Idempotent."""
+        self._lane.stream.synchronize()
+        self._graph = None
+        self._lane.forget(self)
+        for memory in (self.out, self.batch, self._pinned):
+            memory.free()
+
+
+class HostPool:
+    """Pools for callers on the host, batches of any size: a lane of its own, with buffers that grow.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._upload = Upload(lane.rows.cards, [(lane.card, lane.stream)])
+        self._out: Memory | None = None
+        self._down: Memory | None = None
+
+    def pool(self, bags: KeyedBags, tables: Int64Array) -> list[Float32Array]:
+        """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys."""
+        lane, shapes = self._lane, self._lane.rows.shapes
+        runs, group_elements = block_runs(shapes, bags, tables)
+        table = RunTable(shapes, runs)
+        blocks = table.blocks(bags)
+        layout = BatchLayout.tight(bags, blocks)
+        try:
+            views = BatchViews(self._upload.reserve(layout.size_bytes), layout)
+            views.write_constant(table)
+            views.pack(bags, blocks)
+            out, down = self._outputs(runs.out_bytes)
+
+            def put() -> None:
+                address = self._upload.send(0, 0, layout.size_bytes)
+                lane.put(lane.launches(layout, address, out.address, "fp32"))
+
+            lane.launch(put)
+            lane.card.copy_to_host(down, 0, out.address, runs.out_bytes, lane.stream)
+            lane.stream.record().synchronize()
+        except BaseException:
+            # What was put on the stream may still use the buffers that the next batch is packed into.
+            lane.stream.synchronize()
+            raise
+        sums = down.array[: runs.out_bytes].view(np.float32)
+        return [
+            sums[first:end].reshape(-1, group.embedding_dim).copy()
+            for (first, end), group in zip(group_elements, shapes.layout.groups, strict=True)
+        ]
+
+    def _outputs(self, size_bytes: int) -> tuple[Memory, Memory]:
+        # Nothing is under way: every batch before was waited for.
+        if self._out is None or self._down is None or self._down.size_bytes < size_bytes:
+            self._free_outputs()
+            capacity = capacity_for(size_bytes)
+            self._down = self._lane.rows.cards.allocate_pinned(capacity)
+            self._out = self._lane.card.allocate(capacity)
+        return self._out, self._down
+
+    def _free_outputs(self) -> None:
+        out, down, self._out, self._down = self._out, self._down, None, None
+        if out is not None:
+            out.free()
+        if down is not None:
+            down.free()
+
+    def close(self) -> None:
+        """Wait for the lane, and give everything back. Idempotent."""
+        self._lane.close()
+        self._upload.free()
+        self._free_outputs()
+
+
+def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tuple[OutputRuns, list[tuple[int, int]]]:
+    """Return runs that write one block [bags of the group, embedding_dim] for each group, one after the other.
+
+    Also, for each group, the elements [first, end) of its block; blocks are aligned to 16 bytes.
+    """
+    dims = shapes.dim_of_table[tables]
+    elements = bags.bags_per_key * dims
+    ends = np.zeros(tables.size + 1, np.int64)
+    np.cumsum(elements, out=ends[1:])
+    groups = shapes.layout.groups
+    first_keys = np.searchsorted(tables, [*(group.first_table for group in groups), groups[-1].end_table])
+    edges = ends[first_keys]
+    sizes = np.diff(edges)
+    room = -(-sizes // _FLOATS_PER_CHUNK) * _FLOATS_PER_CHUNK
+    starts = np.cumsum(room) - room
+    offsets = ends[:-1] + (starts - edges[:-1])[shapes.arena_of_table[tables]]
+    modes = np.full(tables.size, MODES["sum"], np.int64)
+    runs = OutputRuns(tables, modes, offsets, dims, "fp32", int(room.sum()))
+    return runs, list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
+
 
 _COUNTER_BYTES = 16
 POOLS_PER_CARD = 2
@@ -32,23 +302,16 @@ class CardEngine:
     """Pools bags from rows on cards. Implements `Engine`.
 
     `pool` is for callers on the host: batches take turns on all cards, each of which reads all rows. A ranking replica
-    takes a `lane` of its card in its place, and keeps what it pooled there.
-
-    Args:
-        card_set: the cards of this process.
-        arenas: filled, one for each group of the layout, in its order. They belong to the engine from here on, and
-            are freed by `close`. If making the engine fails they still belong to the caller.
-        plan: where the rows are; its partition says which are here.
-
-    Raises:
-        MemoryBudgetError: a card or the host has no room for the first buffers.
+    takes a `lane` of its card in its place, and keeps what it pooled there. The arenas are filled, one for each group,
+    and are freed by `close`; if making the engine fails they still belong to the caller. Raises MemoryBudgetError if a
+    card or the host has no room for the first buffers.
     """
 
     def __init__(self, card_set: CardSet, arenas: Sequence[ArenaOnCards], plan: CardPlan) -> None:
         cards, layout = card_set.cards, plan.layout
         self.card_set = card_set
         self.plan = plan
-        self._layout = layout
+        self.layout = layout
         self._arenas = tuple(arenas)
         streams = [card.stream() for card in cards.cards]
         self._counters = CardCounters(cards)
@@ -75,17 +338,12 @@ class CardEngine:
         for pool in self._pools:
             self._free_pools.put(pool)
 
-    @property
-    def layout(self) -> TableLayout:
-        """The tables in layout order."""
-        return self._layout
-
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
         bags = bags.wide()
         self._rows.checks.check(bags)
         if not bags.num_bags:
-            return [np.zeros((0, group.embedding_dim), np.float32) for group in self._layout.groups]
+            return [np.zeros((0, group.embedding_dim), np.float32) for group in self.layout.groups]
         if max(bags.num_bags, bags.num_values) >= MAX_BATCH_VALUES:
             raise InvalidBagsError(
                 f"{bags.num_bags} bags of {bags.num_values} values; a batch has fewer than {MAX_BATCH_VALUES} of each"
@@ -110,8 +368,7 @@ class CardEngine:
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. Returns when the rows are on their way: every later `pool` sees them.
 
-        Raises:
-            MemoryBudgetError: more rows than before at a time, and no room for the buffers; nothing was written.
+        Raises MemoryBudgetError for more rows than before, and no room for the buffers; nothing was written.
         """
         if self._writer is None:
             raise ValueError("the engine is closed")
@@ -133,7 +390,7 @@ class CardEngine:
         """Counters by table. Which tier a row came from, only the cards know."""
         counts = self._rows.lookups.read().tolist()
         return tuple(
-            LookupCount(table.name, "card", count) for table, count in zip(self._layout.tables, counts, strict=True)
+            LookupCount(table.name, "card", count) for table, count in zip(self.layout.tables, counts, strict=True)
         )
 
     @property
@@ -141,17 +398,10 @@ class CardEngine:
         """As `Engine.access`: what is pooled by lanes is in it too."""
         return self._rows.lookups.access
 
-    def counters(self) -> tuple[int, int]:
-        """Values that kernels found outside their table, and values whose row is on no card of this node.
-
-        Both are 0 as long as the checks before do what they should; such values pool as zeros.
-        """
-        return self._counters.read()
-
     def cards(self) -> CardsUse | None:
         """Return what they are, and what they counted. Blocks for what it takes to read a few bytes."""
         cards = self.card_set.cards
-        return CardsUse(cards.name, len(cards.cards), cards.peer_access, *self.counters())
+        return CardsUse(cards.name, len(cards.cards), cards.peer_access, *self._counters.read())
 
     def close(self) -> None:
         """Wait for the cards and free everything. No call may be running, and no lane be in use. Idempotent."""
@@ -172,11 +422,7 @@ class CardEngine:
 
 
 class CardCounters:
-    """uint64 [2] on each card, zero at first: values outside their table, and values whose row is not here.
-
-    Attributes:
-        memories: of each card.
-    """
+    """uint64 [2] on each card, zero at first: values outside their table, and values whose row is not here."""
 
     def __init__(self, cards: Cards) -> None:
         self._cards = cards.cards

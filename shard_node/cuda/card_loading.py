@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from loader.progress import PIECE_BYTES, Progress, no_progress
+from loader.progress import PIECE_BYTES, Progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import Partition
 from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
-from shard_node.cuda.card_set import CardClaim, CardSet
-from shard_node.cuda.cards import Cards
+from shard_node.cuda.card_rows import PIECE_ROWS, ArenaOnCards, Placer, finder_bytes
+from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     NOT_HERE,
@@ -32,14 +30,15 @@ from shard_node.cuda.kernel_params import (
     pinned_owner,
     round_up,
 )
-from shard_node.cuda.places import PIECE_ROWS, Placer
 from shard_node.cuda.uploads import NUM_UPLOADS, Uploads
-from shard_node.engine.arena_builder import layout_for, not_finite
-from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
+from shard_node.engine.arena_builder import TableLoad, layout_for, not_finite
+from shard_node.engine.memory import Claim, RowMemory
 from shard_node.errors import InvalidBagsError
-from shard_node.node import DeltaPosition, LoadedTables
 from shard_node.planning.card_plan import BUCKET_BYTES, CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards
 
 logger = logging.getLogger(__name__)
 
@@ -49,52 +48,15 @@ UPLOAD_BYTES = PIECE_BYTES
 NUMBER_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TablesClaim:
-    """What a version's tables take of the cards and of this process's RAM, and of the cards while they are loaded."""
-
-    cards: CardClaim
-    staging: CardClaim
-    ram: MemoryClaim
-
-    def filled(self) -> None:
-        """All is loaded: what loading took is free again."""
-        self.cards.filled()
-        self.ram.filled()
-        self.staging.give_back()
-
-    def give_back(self) -> None:
-        """End all of it. Idempotent."""
-        self.staging.give_back()
-        self.ram.give_back()
-        self.cards.give_back()
-
-
-class CardTableLoad:
+class CardTableLoad(TableLoad):
     """A load onto cards, before it begins: what it will take is known, nothing is taken yet.
 
     The plan depends on the card set's options, not on what other versions hold: a version is never placed worse because
     another one is still there. If there is no room beside that, `take` refuses.
 
-    Args:
-        snapshot: the opened snapshot.
-        partition: the buckets to load, and the card of each.
-        plan_digest: identifies the plan that the partition was cut from.
-        card_set: the cards, and what a version may take of them.
-        memory_budget_bytes: RAM that its pinned rows may take, if that is less than the card set's options say.
-        observed: how often rows of the version before were looked up, by table; counts for another number of rows are
-            left out. What the snapshot says itself goes first. They decide only where rows go: counts of another
-            vocabulary's rows place them no better than chance, and no worse.
-        upload_bytes: of each of the buffers that rows pass through.
-
-    Attributes:
-        plan: which rows go where.
-        card_bytes: by card, what rows and places will take.
-        pinned_bytes: of RAM, what rows will take.
-
-    Raises:
-        InvalidBagsError: the partition is for another model, or another number of cards.
-        MemoryBudgetError: cards and pinned memory do not hold all rows and their places.
+    Arguments and errors are those of `prepare_load`; rows pass through buffers of `upload_bytes`. Counts in `observed`
+    of another number of rows are left out, and what the snapshot says itself goes first. `card_bytes`, by card, and
+    `pinned_bytes` of RAM are what rows and places will take.
     """
 
     def __init__(
@@ -113,14 +75,14 @@ class CardTableLoad:
             raise InvalidBagsError(
                 f"the partition is for {partition.num_cards} cards, but there are {num_cards} ({card_set.cards.name})"
             )
-        self._snapshot = snapshot
-        self._plan_digest = plan_digest
+        super().__init__(snapshot, plan_digest)
         self._card_set = card_set
         self._upload_bytes = upload_bytes
-        options, pinned_bytes = card_set.options, card_set.options.pinned_bytes
+        options, pinned_bytes = card_set.options, int(card_set.options.pinned_memory_gb * 1e9)
         if memory_budget_bytes is not None:
             pinned_bytes = min(pinned_bytes, memory_budget_bytes)
-        budget = CardBudget(card_set.card_bytes, pinned_bytes, options.hot_bytes, card_set.cards.peer_access)
+        hot_bytes = None if options.hot_gb is None else int(options.hot_gb * 1e9)
+        budget = CardBudget(card_set.card_bytes, pinned_bytes, hot_bytes, card_set.cards.peer_access)
         self.plan = CardPlan.make(layout, partition, budget, _hotness(snapshot, layout, observed or {}))
         # The plan counts the entries of buckets as places, which arenas have beside their tables.
         beside = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in layout.groups)
@@ -128,39 +90,22 @@ class CardTableLoad:
         self.card_bytes = tuple(self.plan.bytes(card).total + beside for card in range(partition.num_cards))
         self.pinned_bytes = self.plan.pinned_bytes
 
-    def take(self, memory: RowMemory) -> TablesClaim:
-        """As `PreparedLoad.take`: of the cards, and of this process's RAM."""
-        with ExitStack() as undo:
-            cards = self._card_set.memory.take(self.card_bytes)
-            undo.callback(cards.give_back)
-            staging = self._card_set.memory.take([NUM_UPLOADS * self._upload_bytes] * len(self.card_bytes))
-            undo.callback(staging.give_back)
-            ram = memory.take(self.pinned_bytes)
-            undo.pop_all()
-        return TablesClaim(cards, staging, ram)
-
-    def run(self, claim: Claim, progress: Progress = no_progress) -> LoadedTables:
-        """As `PreparedLoad.run`."""
+    def take(self, memory: RowMemory) -> Sequence[Claim]:
+        """As `TableLoad.take`."""
+        claims: list[Claim] = []
         try:
-            engine = self._load(progress)
+            claims.append(self._card_set.memory.take(self.card_bytes))
+            upload_bytes = [NUM_UPLOADS * self._upload_bytes] * len(self.card_bytes)
+            claims.append(self._card_set.memory.take(upload_bytes, is_temporary=True))
+            claims.append(memory.take(self.pinned_bytes))
         except BaseException:
-            claim.give_back()
+            for claim in claims:
+                claim.give_back()
             raise
-        claim.filled()
-        for use in engine.memory():
-            logger.info(
-                "%s %d: card %d holds %d bytes in tier %s",
-                self._snapshot.spec.model,
-                self._snapshot.version,
-                use.card,
-                use.size_bytes,
-                use.tier,
-            )
-        position = DeltaPosition(*self._snapshot.manifest.delta_start)
-        return LoadedTables(engine, self._snapshot.identity, self._plan_digest, position, claim)
+        return claims
 
-    def _load(self, progress: Progress) -> CardEngine:
-        """Whatever fails, nothing is held afterwards."""
+    def build(self, progress: Progress) -> CardEngine:
+        """As `TableLoad.build`."""
         cards = self._card_set.cards
         placer = Placer(self.plan)
         with ExitStack() as undo:
@@ -176,6 +121,9 @@ class CardTableLoad:
                 fill.finish()
             engine = CardEngine(self._card_set, arenas, self.plan)
             undo.pop_all()
+        name, version = self._snapshot.spec.model, self._snapshot.version
+        for use in engine.memory():
+            logger.info("%s %d: card %d holds %d bytes in tier %s", name, version, use.card, use.size_bytes, use.tier)
         return engine
 
 
@@ -205,14 +153,8 @@ class CardFill:
 
     A piece of a file is packed by owner into a pinned buffer, and each card is sent its own rows and the hot ones;
     pinned rows are written by card 0, over the bus, so that all rows go one way. While cards work on one buffer, the
-    other is packed. Their streams have a low priority: lookups of live versions go first.
-
-    Args:
-        progress: told the bytes, as stored, every few megabytes.
-        upload_bytes: of one buffer; two of them are on the host and on each card.
-
-    Raises:
-        MemoryBudgetError: a card or the host has no room for the buffers.
+    other is packed. Their streams have a low priority: lookups of live versions go first. Raises MemoryBudgetError if a
+    card or the host has no room for the buffers, two of `upload_bytes` on each.
     """
 
     def __init__(
@@ -234,11 +176,7 @@ class CardFill:
         self._uploads = Uploads(cards, list(zip(cards.cards, self._streams, strict=True)), upload_bytes)
 
     def arena(self, arena: ArenaOnCards) -> None:
-        """Send all places and rows of an arena's tables. They may still be on their way when it returns.
-
-        Raises:
-            SnapshotCorruptError: a row decodes to NaN or inf, or a file is not there any more.
-        """
+        """Send all places and rows of an arena's tables, which may still be on their way when it returns."""
         for number in range(arena.group.first_table, arena.group.end_table):
             self._table(arena, number)
 

@@ -9,22 +9,20 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from pydantic import Field
 
 from loader.snapshot.tables import Frozen
-from shard_node.cuda.cards import Card, Cards
 from shard_node.cuda.kernel_params import MAX_CARDS
-from shard_node.errors import (
-    CardsUnavailableError,
-    DeviceChoiceError,
-    MemoryBudgetError,
-)
+from shard_node.engine.memory import Claim
+from shard_node.errors import CardsUnavailableError, DeviceChoiceError, MemoryBudgetError
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Card, Cards
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PINNED_GB = 16.0
 VERSIONS_SIDE_BY_SIDE = 2
 """A version is staged beside the live one, so by itself it takes half of what there is."""
 RESERVE_DIVISOR = 8
@@ -52,34 +50,15 @@ class CardOptions(Frozen):
     """
 
     card_memory_gb: float | None = Field(default=None, gt=0)
-    pinned_memory_gb: float = Field(default=DEFAULT_PINNED_GB, ge=0)
+    pinned_memory_gb: float = Field(default=16.0, ge=0)
     hot_gb: float | None = Field(default=None, ge=0)
     require_peer_access: bool = False
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Of `pinned_memory_gb`."""
-        return int(self.pinned_memory_gb * 1e9)
-
-    @property
-    def hot_bytes(self) -> int | None:
-        """Of `hot_gb`."""
-        return None if self.hot_gb is None else int(self.hot_gb * 1e9)
-
 
 class CardSet:
-    """One per process; versions come and go on it. Thread-safe.
+    """One per process; versions come and go on it, and may take `card_bytes` of each card. Thread-safe.
 
-    Args:
-        cards: the cards.
-        options: what a version may take of them.
-        memory: takes account of them; None for one that knows of no claim yet.
-
-    Attributes:
-        card_bytes: by card, what the rows and places of one version may take.
-
-    Raises:
-        CardsUnavailableError: peer access is required, and not all pairs of cards have it.
+    Raises CardsUnavailableError if peer access is required, and not all pairs of cards have it.
     """
 
     def __init__(self, cards: Cards, options: CardOptions | None = None, memory: CardMemory | None = None) -> None:
@@ -110,28 +89,10 @@ class CardSet:
         return None if cards is None else cls(cards, options)
 
 
-class CardClaim:
-    """The right to so many bytes of each card, until it is given back. Made by `CardMemory.take`."""
-
-    def __init__(self, card_bytes: tuple[int, ...]) -> None:
-        self.card_bytes = card_bytes
-        self.is_filling = self.is_held = True
-
-    def filled(self) -> None:
-        """Tells that it is allocated: the device counts it as used by now."""
-        self.is_filling = False
-
-    def give_back(self) -> None:
-        """End it. Idempotent."""
-        self.is_filling = self.is_held = False
-
-
 class CardMemory:
     """Claims on the memory of devices, of several stagings at once. Thread-safe.
 
-    Args:
-        cards: whose memory. What is free now is what all versions may share.
-        reserve_bytes: of each device, what is left for everything else; None for 1/8 of it.
+    What is free when it is made is what all versions may share, less `reserve_bytes` of each device, None for 1/8.
     """
 
     def __init__(self, cards: Cards, reserve_bytes: int | None = None) -> None:
@@ -145,13 +106,13 @@ class CardMemory:
         }
         self._free_at_first = {device: its[0].free_bytes() for device, its in self._by_device.items()}
         self._lock = threading.Lock()
-        self._claims: list[CardClaim] = []
+        self._claims: list[Claim] = []
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
         """By card, of all claims, filled or not."""
         with self._lock:
-            held = [claim for claim in self._claims if claim.is_held]
+            held = [claim for claim in self._claims if claim.is_active]
         return tuple(_on([card], held) for card in self._cards)
 
     def share_bytes(self, num_versions: int) -> tuple[int, ...]:
@@ -165,18 +126,11 @@ class CardMemory:
         }
         return tuple(shares[card.device_index] for card in self._cards)
 
-    def take(self, card_bytes: Sequence[int]) -> CardClaim:
-        """Claims memory that is about to be allocated.
-
-        Args:
-            card_bytes: by card.
-
-        Raises:
-            MemoryBudgetError: with the numbers, if a device has not as much.
-        """
-        claim = CardClaim(tuple(card_bytes))
+    def take(self, card_bytes: Sequence[int], *, is_temporary: bool = False) -> Claim:
+        """Claim memory of each card that is about to be allocated. Raises MemoryBudgetError, with the numbers."""
+        claim = Claim(card_bytes, is_temporary=is_temporary)
         with self._lock:
-            self._claims = [held for held in self._claims if held.is_held]
+            self._claims = [held for held in self._claims if held.is_active]
             for device, cards in self._by_device.items():
                 wanted = _on(cards, [claim])
                 filling = _on(cards, [held for held in self._claims if held.is_filling])
@@ -197,8 +151,8 @@ class CardMemory:
         return claim
 
 
-def _on(cards: Sequence[Card], claims: Sequence[CardClaim]) -> int:
-    return sum(claim.card_bytes[card.number] for claim in claims for card in cards)
+def _on(cards: Sequence[Card], claims: Sequence[Claim]) -> int:
+    return sum(claim.sizes[card.number] for claim in claims for card in cards)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,12 +161,10 @@ def _on(cards: Sequence[Card], claims: Sequence[CardClaim]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """What was asked for. `str()` gives a form that `parse` takes back.
+    """The devices that were named with `cuda`, in this order; empty for all. `str()` gives what `parse` takes back.
 
-    Attributes:
-        kind: `cpu`: no card. `cuda`: cards, or an error. `auto`: cards if this process can use a GPU for each, else
-            none, and why is logged.
-        devices: with `cuda`, those that were named, each once, in this order; empty for all there are.
+    `cpu`: no card. `cuda`: cards, or an error. `auto`: cards if this process can use a GPU for each, else none, and why
+    is logged.
     """
 
     kind: DeviceKind
@@ -220,11 +172,7 @@ class DeviceChoice:
 
     @classmethod
     def parse(cls, text: str) -> DeviceChoice:
-        """Read `cpu`, `auto`, `cuda`, `cuda:I` or `cuda:I,J,...`.
-
-        Raises:
-            DeviceChoiceError: naming the text and what is allowed.
-        """
+        """Read `cpu`, `auto`, `cuda`, `cuda:I` or `cuda:I,J,...`. Raises DeviceChoiceError."""
         if text in ("cpu", "auto", "cuda"):
             return cls(cast(DeviceKind, text))
         match = _NAMED.fullmatch(text)
@@ -246,15 +194,8 @@ def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: i
     """Return the device of every card.
 
     Named devices take the cards in turn, so that one may hold several (logical cards). Without names there is one
-    card on each device, as many as asked for from device 0 on.
-
-    Args:
-        choice: of kind `cuda` or `auto`.
-        num_cards: 1..64, or None for one a device.
-        num_devices: there are, at least 1.
-
-    Raises:
-        DeviceChoiceError: naming the devices, the number of cards and what is allowed.
+    card on each device, as many as asked for from device 0 on. `num_cards` is 1..64, or None for one a device. Raises
+    DeviceChoiceError.
     """
     if num_cards is not None and not 1 <= num_cards <= MAX_CARDS:
         raise DeviceChoiceError(f"cards {num_cards} is not within 1..{MAX_CARDS}")
@@ -280,16 +221,10 @@ def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: i
 
 
 def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | None:
-    """Open the cards that were chosen; None for the CPU.
+    """Open the cards that were chosen; None for the CPU. `num_cards` is as of `devices_of_cards`.
 
-    Args:
-        choice: of devices.
-        num_cards: as `devices_of_cards`.
-
-    Raises:
-        CardsUnavailableError: if `cuda` was chosen and this process can't use a GPU.
-        DeviceChoiceError: if `cuda` was chosen and the devices do not fit the cards.
-        CardError: if CUDA fails at opening them.
+    Raises CardsUnavailableError if `cuda` was chosen and this process can't use a GPU, DeviceChoiceError if the devices
+    do not fit the cards, CardError if CUDA fails.
     """
     if choice.kind == "cpu":
         return None

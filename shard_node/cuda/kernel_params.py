@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.tables import RowDtype
-from shard_node.errors import InvalidBagsError
 
 ByteArray = npt.NDArray[np.uint8]
 UInt8Array = npt.NDArray[np.uint8]
@@ -236,15 +235,9 @@ class RowFormat:
     | fp16 | D float16 | none | 2D |
     | fp32 | D float32 | none | 4D |
 
-    Attributes:
-        dtype: as stored.
-        embedding_dim: elements of a row.
-        row_bytes: of a stored row, without padding.
-        code_bytes: that codes or elements take.
-        tail_offset: at which byte scale and bias lie; equal to `code_bytes` where there are none.
-        tail_bytes: of scale and bias.
-        stride: bytes from one row to the next, a multiple of 16.
-        chunks: 16-byte chunks with codes or elements in them, the first ones of a row. A tail may share the last.
+    `row_bytes` are of a stored row; `code_bytes` of its codes or elements, `tail_bytes` of scale and bias, which lie at
+    byte `tail_offset`. `stride` is from one row to the next. `chunks` of 16 bytes have codes or elements in them, the
+    first ones of a row; a tail may share the last.
     """
 
     dtype: RowDtype
@@ -276,22 +269,9 @@ class RowFormat:
         )
 
     def relay(self, stored: ByteArray, out: ByteArray | None = None) -> ByteArray:
-        """Lays rows out as on a card.
-
-        Args:
-            stored: uint8 [n, row_bytes].
-            out: uint8 [n, stride], all of which is written; made if it is not given.
-
-        Returns:
-            `out`.
-
-        Raises:
-            InvalidBagsError: an array of another dtype or shape.
-        """
-        _check("stored", stored, (stored.shape[0], self.row_bytes))
+        """Lay rows, uint8 [n, row_bytes], out as on a card, in `out`, uint8 [n, stride], made if it is not given."""
         if out is None:
             out = np.empty((stored.shape[0], self.stride), np.uint8)
-        _check("out", out, (stored.shape[0], self.stride))
         tail_end = self.tail_offset + self.tail_bytes
         out[:, : self.code_bytes] = stored[:, : self.code_bytes]
         out[:, self.code_bytes : self.tail_offset] = 0
@@ -303,8 +283,3 @@ class RowFormat:
 def round_up(size: int, multiple: int = CHUNK_BYTES) -> int:
     """Return the next multiple, of 16 if nothing is said, from `size` on."""
     return -(-size // multiple) * multiple
-
-
-def _check(name: str, array: ByteArray, shape: tuple[int, int]) -> None:
-    if array.dtype != np.uint8 or array.shape != shape:
-        raise InvalidBagsError(f"{name} must be uint8 {list(shape)}, got {array.dtype} {list(array.shape)}")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shard_node.bags import Int64Array
 from shard_node.cuda.card_rows import CardRows
-from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, PinnedMemory, Stream
 from shard_node.cuda.kernel_params import ByteArray, round_up
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Card, Cards, Event, Memory, Stream
 
 SMALLEST_BYTES = 1 << 16
 FIRST_CAPACITY_BYTES = 1 << 20
@@ -38,8 +41,8 @@ class Upload:
     def __init__(self, cards: Cards, on: Sequence[tuple[Card, Stream]], capacity_bytes: int = 0) -> None:
         self._cards = cards
         self._on = tuple(on)
-        self._events: list[CardEvent] = []
-        self._pinned: PinnedMemory | None = None
+        self._events: list[Event] = []
+        self._pinned: Memory | None = None
         self._on_card: list[Memory] = []
         if capacity_bytes:
             self._allocate(capacity_bytes)
@@ -90,7 +93,7 @@ class Upload:
         self._wait()
         self._release()
 
-    def _allocate(self, capacity_bytes: int) -> PinnedMemory:
+    def _allocate(self, capacity_bytes: int) -> Memory:
         pinned = self._pinned = self._cards.allocate_pinned(capacity_bytes)
         try:
             for card, _ in self._on:

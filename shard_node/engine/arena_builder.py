@@ -1,4 +1,4 @@
-"""A partition's arenas, built and filled from a snapshot's row files: the rows of a CPU engine."""
+"""The loading of a partition, and a CPU engine's: tiers, arenas, and filling them from a snapshot's row files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS, Partition
 from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace, allocate_rows
-from shard_node.engine.base import Tier
+from shard_node.engine.base import Engine, Tier
 from shard_node.engine.cpu import CpuEngine
+from shard_node.engine.memory import Claim, RowMemory
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
+from shard_node.node import DeltaPosition, LoadedTables
 
 ByteArray = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
@@ -36,53 +38,86 @@ class _Filling:
     next_slot: int = 0
 
 
-class ArenaBuilder:
-    """Builds the arenas and places of one partition: checks rows, and copies them or brings them into memory.
+class TableLoad:
+    """The loading of a partition's buckets, before it begins: what it will take is known, nothing is taken yet."""
 
-    `table_bytes` are those of the rows of each table, in layout order.
-    """
-
-    def __init__(self, snapshot: Snapshot, layout: TableLayout, partition: Partition) -> None:
+    def __init__(self, snapshot: Snapshot, plan_digest: str) -> None:
         self._snapshot = snapshot
-        self._layout = layout
+        self._plan_digest = plan_digest
+
+    def take(self, memory: RowMemory) -> Sequence[Claim]:
+        """Claim what the tables will take of this process's RAM, and of cards. Raises MemoryBudgetError."""
+        raise NotImplementedError
+
+    def build(self, progress: Progress) -> Engine:
+        """Allocate and fill all that rows take, once; `progress` is given bytes.
+
+        Raises SnapshotCorruptError if a row decodes to NaN or inf, or a file can't be read. Nothing is held then.
+        """
+        raise NotImplementedError
+
+    def run(self, claims: Sequence[Claim], progress: Progress = no_progress) -> LoadedTables:
+        """Load, once; `claims`, of `take`, are given back if there will be no tables. Raises as `build`."""
+        try:
+            engine = self.build(progress)
+        except BaseException:
+            for claim in claims:
+                claim.give_back()
+            raise
+        for claim in claims:
+            claim.filled()
+        position = DeltaPosition(*self._snapshot.manifest.delta_start)
+        return LoadedTables(engine, self._snapshot.identity, self._plan_digest, position, claims)
+
+
+class ArenaLoad(TableLoad):
+    """A load into a CPU engine: checks rows, and copies them or brings them into memory. As `prepare_load`."""
+
+    def __init__(
+        self, snapshot: Snapshot, partition: Partition, plan_digest: str, memory_budget_bytes: int | None = None
+    ) -> None:
+        super().__init__(snapshot, plan_digest)
+        self._layout = layout = layout_for(snapshot, partition)
         self._cards = partition.card_of_bucket
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._buckets = [RowBuckets.of(table) for table in layout.tables]
         self._bucket_rows = [one.rows_per_bucket() for one in self._buckets]
         rows = [int(one[cards >= 0].sum()) for one, cards in zip(self._bucket_rows, self._cards, strict=True)]
         self._row_bytes = [codec_for(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
-        self.table_bytes = [count * size for count, size in zip(rows, self._row_bytes, strict=True)]
+        table_bytes = [count * size for count, size in zip(rows, self._row_bytes, strict=True)]
+        self._tiers = choose_tiers(table_bytes, memory_budget_bytes)
         self._arenas: list[Arena] = []
         self._progress = no_progress
-        self._total_bytes = self._done_bytes = 0
-        self._mapped_bytes = self._populated_bytes = 0
+        self._total_bytes = sum(size for size, tier in zip(table_bytes, self._tiers, strict=True) if tier == "ram")
+        self._mapped_bytes = sum(table_bytes) - self._total_bytes
+        self._done_bytes = self._populated_bytes = 0
 
-    def build(self, tiers: Sequence[Tier], progress: Progress) -> CpuEngine:
-        """Allocate and fill all arenas, once; `tiers` are those of the tables.
+    def take(self, memory: RowMemory) -> Sequence[Claim]:
+        """As `TableLoad.take`."""
+        return [memory.take(self._total_bytes)]
 
-        Raises SnapshotCorruptError if a row decodes to NaN or inf, or a mapped file can't be read.
-        """
+    def build(self, progress: Progress) -> CpuEngine:
+        """As `TableLoad.build`."""
         self._progress = progress
-        self._total_bytes = sum(size for size, tier in zip(self.table_bytes, tiers, strict=True) if tier == "ram")
-        self._mapped_bytes = sum(self.table_bytes) - self._total_bytes
         progress("load", 0, self._total_bytes)
         places: list[TablePlace] = []
         group_arenas: list[range] = []
         for group in self._layout.groups:
             first_arena = len(self._arenas)
-            filling = self._allocate(group.first_table, group.end_table, tiers)
+            filling = self._allocate(group.first_table, group.end_table)
             for number in range(group.first_table, group.end_table):
-                in_ram = tiers[number] == "ram"
+                in_ram = self._tiers[number] == "ram"
                 places.append(self._place_in_ram(number, filling) if in_ram else self._place_mapped(number))
             group_arenas.append(range(first_arena, len(self._arenas)))
-        return CpuEngine(self._layout, self._arenas, group_arenas, Placement(self._layout, places), tiers)
+        placement = Placement(self._layout, places)
+        return CpuEngine(self._layout, self._arenas, group_arenas, placement, self._tiers)
 
-    def _allocate(self, first_table: int, end_table: int, tiers: Sequence[Tier]) -> _Filling:
+    def _allocate(self, first_table: int, end_table: int) -> _Filling:
         """Allocate one arena for a group's rows in RAM, whichever cards they are for: RAM is one memory."""
         table, row_bytes = self._layout.tables[first_table], self._row_bytes[first_table]
         bytes_of_cards: dict[int, int] = {}
         for number in range(first_table, end_table):
-            if tiers[number] != "ram":
+            if self._tiers[number] != "ram":
                 continue
             cards, rows = self._cards[number], self._bucket_rows[number]
             is_here = cards >= 0
@@ -182,6 +217,22 @@ class ArenaBuilder:
 
     def _tell(self) -> None:
         self._progress("load", self._done_bytes, self._total_bytes)
+
+
+def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Tier]:
+    """Choose the tables that stay in the mapped snapshot: the largest, until the others fit the budget.
+
+    The largest tables are looked up the least per byte. Ties go to the later table.
+    """
+    total = sum(table_bytes)
+    tiers: list[Tier] = ["ram"] * len(table_bytes)
+    budget_bytes = total if budget_bytes is None else budget_bytes
+    for number in sorted(range(len(table_bytes)), key=lambda one: (table_bytes[one], one), reverse=True):
+        if total <= budget_bytes:
+            break
+        tiers[number] = "mapped"
+        total -= table_bytes[number]
+    return tiers
 
 
 def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:

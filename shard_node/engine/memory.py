@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from shard_node.errors import MemoryBudgetError
 
@@ -70,35 +69,24 @@ def _read_group(folder: Path, limit_name: str, usage_name: str) -> tuple[int | N
     return (None if limit == "max" else int(limit)), int(usage)
 
 
-class Claim(Protocol):
-    """The right to the memory that a version's tables take."""
+class Claim:
+    """The right to memory of each card, or of the host, until it is given back: `sizes` in bytes.
+
+    A temporary one ends when what it is for has been loaded.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, is_temporary: bool = False) -> None:
+        self.sizes = tuple(sizes)
+        self.is_filling = self.is_active = True
+        self._is_temporary = is_temporary
 
     def filled(self) -> None:
-        """Says that the system counts it as used by now."""
-        ...
+        """Note that the system counts the memory as used by now."""
+        self.is_filling, self.is_active = False, self.is_active and not self._is_temporary
 
     def give_back(self) -> None:
         """End it. Idempotent."""
-        ...
-
-
-class MemoryClaim:
-    """The right to `size_bytes` of rows, until it is given back. Made by `RowMemory.take`."""
-
-    def __init__(self, memory: RowMemory, size_bytes: int) -> None:
-        self._memory = memory
-        self.size_bytes = size_bytes
-
-    def filled(self) -> None:
-        """As `Claim.filled`."""
-        with self._memory.lock:
-            self._memory.filling.discard(self)
-
-    def give_back(self) -> None:
-        """As `Claim.give_back`."""
-        with self._memory.lock:
-            self._memory.claims.discard(self)
-            self._memory.filling.discard(self)
+        self.is_filling = self.is_active = False
 
 
 class RowMemory:
@@ -117,37 +105,33 @@ class RowMemory:
         self._cap_bytes = cap_bytes
         self._available = available
         self._reserve_bytes = reserve_bytes
-        self.lock = threading.Lock()
-        self.claims: set[MemoryClaim] = set()
-        self.filling: set[MemoryClaim] = set()
+        self._lock = threading.Lock()
+        self._claims: list[Claim] = []
 
     @property
     def held_bytes(self) -> int:
         """Of all claims, filled or not."""
-        with self.lock:
-            return _bytes_of(self.claims)
+        with self._lock:
+            return sum(claim.sizes[0] for claim in self._claims if claim.is_active)
 
-    def take(self, size_bytes: int) -> MemoryClaim:
+    def take(self, size_bytes: int) -> Claim:
         """Claim memory that is about to be allocated. Raises MemoryBudgetError, with the numbers."""
-        claim = MemoryClaim(self, size_bytes)
-        with self.lock:
-            held, filling, available = _bytes_of(self.claims), _bytes_of(self.filling), self._available()
-            if self._cap_bytes is not None and held + size_bytes > self._cap_bytes:
+        with self._lock:
+            self._claims = [claim for claim in self._claims if claim.is_active]
+            claimed = sum(claim.sizes[0] for claim in self._claims)
+            filling = sum(claim.sizes[0] for claim in self._claims if claim.is_filling)
+            available = self._available()
+            if self._cap_bytes is not None and claimed + size_bytes > self._cap_bytes:
                 raise MemoryBudgetError(
-                    f"rows take {size_bytes} bytes beside {held} of the versions that are here, "
-                    f"which is {held + size_bytes}, but at most {self._cap_bytes} are allowed"
+                    f"rows take {size_bytes} bytes beside {claimed} of the versions that are here, "
+                    f"which is {claimed + size_bytes}, but at most {self._cap_bytes} are allowed"
                 )
             if size_bytes and size_bytes + filling > available - self._reserve_bytes:
                 raise MemoryBudgetError(
                     f"rows take {size_bytes} bytes, but {available} are available and {self._reserve_bytes} are kept "
-                    f"free; versions that are here take {held - filling}, others that are being staged {filling}. "
+                    f"free; versions that are here take {claimed - filling}, others that are being staged {filling}. "
                     "Give a (smaller) memory budget to leave the largest tables in the mapped snapshot, "
                     "or roll replica by replica"
                 )
-            self.claims.add(claim)
-            self.filling.add(claim)
+            self._claims.append(claim := Claim((size_bytes,)))
         return claim
-
-
-def _bytes_of(claims: set[MemoryClaim]) -> int:
-    return sum(claim.size_bytes for claim in claims)

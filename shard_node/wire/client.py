@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -16,14 +17,20 @@ from loader.errors import DeadlineExceededError, OverloadedError
 from loader.snapshot.tables import Frozen
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, WireError
+from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, TlsHandshakeError, WireError
 from shard_node.node import NodeInfo
 from shard_node.tracing import TRACED_LOOKUP, SpanContext
 from shard_node.wire.address import Address
-from shard_node.wire.connection import FrameConnection
-from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, MAX_BODY_BYTES, MAX_BUDGET_US, Frame, FrameType
-from shard_node.wire.messages import (
+from shard_node.wire.frame import (
+    DEFAULT_MAX_FRAME_BYTES,
+    MAX_BODY_BYTES,
+    MAX_BUDGET_US,
     Buffer,
+    Frame,
+    FrameConnection,
+    FrameType,
+)
+from shard_node.wire.messages import (
     decode_answer,
     decode_counts_answer,
     decode_error,
@@ -32,8 +39,7 @@ from shard_node.wire.messages import (
     encode_info,
     encode_pool,
 )
-from shard_node.wire.roles import NODES, CertificateRoles
-from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, FileBacked, TlsContext, connection_failure
+from shard_node.wire.tls import NODES, SHUTDOWN_TIMEOUT_S, FileBacked, TlsContext, TlsPeers, tls_error
 
 logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
@@ -46,13 +52,9 @@ MAX_DOUBLINGS = 32
 
 
 class ClientLimits(Frozen):
-    """What a client sends and takes.
+    """What a client sends and takes: frames, and requests without an answer, of which more fail at once.
 
-    Attributes:
-        max_frame_bytes: longest frame, request or answer.
-        max_in_flight: requests without an answer; more fail at once.
-        max_unsent_bytes: requests that the node leaves unread before new ones wait.
-        max_backoff_ms: longest pause between two attempts to connect.
+    With `max_unsent_bytes` that the node leaves unread new requests wait.
     """
 
     max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
@@ -75,11 +77,11 @@ class ClientConnection(FrameConnection):
         limits: ClientLimits,
         going_away: Callable[[ClientConnection], None],
         ended: Callable[[ClientConnection, NodeUnavailableError], None],
-        roles: CertificateRoles | None,
+        peers: TlsPeers | None,
     ) -> None:
         super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
         self._address = address
-        self._roles = roles
+        self._peers = peers
         self._going_away = going_away
         self._ended = ended
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
@@ -132,9 +134,9 @@ class ClientConnection(FrameConnection):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_TIMEOUT_MS)
-        if self._roles is not None and self.certificate:
+        if self._peers is not None and self.certificate:
             try:
-                self._roles.check(self.certificate, str(self._address), NODES)
+                self._peers.roles(self.certificate, str(self._address), NODES)
             except CertificateRoleError as error:
                 self._refusal = error
                 self.abort()
@@ -182,7 +184,7 @@ class ClientConnection(FrameConnection):
 
     def connection_ended(self, error: Exception | None) -> None:
         """Fails everything that waits."""
-        failure = connection_failure(self._refusal or error or ConnectionError("closed by the node"))
+        failure = _unavailable(self._refusal or error or ConnectionError("closed by the node"))
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(_prefixed(f"{self._address}: connection lost before the answer came", failure))
@@ -208,11 +210,8 @@ class ShardClient:
     first, then twice as long each time. A call that fails with NodeUnavailableError may be repeated anywhere: lookups
     change nothing.
 
-    Deadlines are on `clock`, monotonic seconds. `tls` is spoken to a TCP address, None for plain text.
-
-    Attributes:
-        in_flight: calls that have not returned.
-        connections: connections made so far. A change means that another process may answer now.
+    Deadlines are on `clock`, monotonic seconds. `tls` is spoken to a TCP address, None for plain text. When the number
+    of `connections` made so far changes, another process may answer.
     """
 
     def __init__(
@@ -256,16 +255,10 @@ class ShardClient:
     ) -> Answer:
         """As `Shard.pool`, but whether the answer fits the bags is not checked. It is views into the received frame.
 
-        The arrays of `bags` must not be changed afterwards, not even when the call has failed: they may still be on
-        their way out.
-
-        Raises:
-            DeadlineExceededError: the deadline passed, wherever the request was then.
-            NodeUnavailableError: there is no connection, or it was lost; a TlsHandshakeError if TLS is why.
-            OverloadedError: the node, or this client, has too many requests in flight.
-            WireError: request or answer is longer than `max_frame_bytes`.
-            RemoteError: the node failed, or its answer is malformed.
-            ShardrankError: whatever else the node answered, as the class of its kind.
+        The arrays of `bags` must not be changed afterwards: they may still be on their way out. Raises
+        DeadlineExceededError; NodeUnavailableError without a connection, or if it was lost; OverloadedError for too
+        many requests in flight, in the node or here; WireError for a frame longer than `max_frame_bytes`; RemoteError
+        if the node failed or its answer is malformed; and whatever else it answered, as the class of its kind.
         """
         lookup = TRACED_LOOKUP.get()
         if lookup is None:
@@ -420,8 +413,8 @@ class ShardClient:
 
         def make() -> ClientConnection:
             nonlocal made
-            roles = None if context is None else context.roles
-            made = ClientConnection(self.address, self._limits, self._going_away, self._ended, roles)
+            peers = None if context is None else context.peers
+            made = ClientConnection(self.address, self._limits, self._going_away, self._ended, peers)
             self._open.add(made)
             return made
 
@@ -439,7 +432,7 @@ class ShardClient:
         except TimeoutError:
             self._failure = NodeUnavailableError(f"no connection within {self._connect_timeout_s} s")
         except OSError as error:
-            self._failure = connection_failure(error)
+            self._failure = _unavailable(error)
         except Exception as error:
             # Not the network's doing, so not expected here: the log says where it came from.
             logger.exception("connecting to %s failed", self.address)
@@ -487,6 +480,12 @@ class ShardClient:
         if self._first_attempt is not None:
             self._first_attempt.set_result(None)
             self._first_attempt = None
+
+
+def _unavailable(error: BaseException) -> NodeUnavailableError:
+    if isinstance(error, ssl.SSLError):
+        return tls_error(error)
+    return error if isinstance(error, TlsHandshakeError) else NodeUnavailableError(str(error) or type(error).__name__)
 
 
 def _prefixed(text: str, failure: NodeUnavailableError) -> NodeUnavailableError:

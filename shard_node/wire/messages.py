@@ -25,9 +25,8 @@ from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, WireError
 from shard_node.node import NodeInfo
 from shard_node.tracing import MAX_STATE_BYTES, SpanContext
-from shard_node.wire.frame import MAX_BUDGET_US, Body, Frame, FrameType, pack_header
+from shard_node.wire.frame import MAX_BUDGET_US, Body, Buffer, Frame, FrameType, pack_header
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 Array: TypeAlias = npt.NDArray[Any]
 Scalar = TypeVar("Scalar", bound=np.generic)
 

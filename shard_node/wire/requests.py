@@ -17,12 +17,11 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_FILE_BYTES
 from shard_node.byte_budget import ByteAccount, Cause, check_buffer_bytes, default_buffer_bytes
-from shard_node.errors import InvalidBagsError, RemoteError, WireError
+from shard_node.errors import CertificateRoleError, InvalidBagsError, RemoteError, WireError
 from shard_node.node import ShardNode
 from shard_node.tracing import Span, error_text
-from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
+from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Buffer, Frame, FrameType
 from shard_node.wire.messages import (
-    Buffer,
     PoolRequest,
     array_section_bytes,
     decode_counts,
@@ -32,7 +31,7 @@ from shard_node.wire.messages import (
     encode_error,
     encode_info_answer,
 )
-from shard_node.wire.roles import CLIENTS, Role, check_frame
+from shard_node.wire.tls import CLIENTS, SCHEME, Role
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +46,17 @@ class ServerLimits(Frozen):
 
     Attributes:
         max_frame_bytes: longest frame, request or answer.
-        max_in_flight: requests waiting for a thread or being pooled, over all connections. Once half of the places are
-            taken, a connection may have its equal share of all.
+        max_in_flight: requests waiting for a thread or being pooled. Once half of these places are taken, a connection
+            may have its equal share of all.
         max_buffered_bytes: of frames, from their first byte, and of answers, until they are sent; see `ByteBudget`.
         max_connections: more are answered with an ERROR frame and closed.
-        max_values_per_request: rows in one request.
         max_unsent_bytes: answers that a peer leaves unread before no more of its requests are taken.
         max_inline_bytes: requests whose frame and answer are both at most this long are pooled by the event loop
-            itself, which saves handing them to a thread and back. 0 for rows that may have to be read from disk:
-            then the loop pools nothing.
+            itself. 0 for rows that may have to be read from disk: then the loop pools nothing.
         max_spare_inline_bytes: the same for longer ones, while that takes no more than half of the loop's time.
         receive_timeout_ms: from the first byte of a frame to its last.
         idle_timeout_ms: without a request, after which a peer is asked to go; it is cut off after as long again.
         send_timeout_ms: how long a peer may leave `max_unsent_bytes` unread.
-        threads: that pool. More than there are cores does not help.
     """
 
     max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
@@ -88,18 +84,16 @@ class SpareTime:
     """A share of the event loop's time, for pooling that a thread could do as well.
 
     Handing work to a thread and back takes longer than a small batch's rows; under a load that would take more than
-    this `share` of the loop's time, work goes to the threads. At most `saved_s` is saved up for after a pause.
+    `SPARE_SHARE` of the loop's time, work goes to the threads. At most `SPARE_SAVED_S` is saved up for after a pause.
     """
 
-    def __init__(self, share: float, saved_s: float, now: float) -> None:
-        self._share = share
-        self._most_s = saved_s
-        self._saved_s = saved_s
+    def __init__(self, now: float) -> None:
+        self._saved_s = SPARE_SAVED_S
         self._as_of = now
 
     def is_left(self, now: float) -> bool:
         """Whether any is left at this time, in monotonic seconds."""
-        self._saved_s = min(self._most_s, self._saved_s + (now - self._as_of) * self._share)
+        self._saved_s = min(SPARE_SAVED_S, self._saved_s + (now - self._as_of) * SPARE_SHARE)
         self._as_of = now
         return self._saved_s > 0
 
@@ -149,7 +143,7 @@ class RequestHandler:
         self._watch = watch
         self._executor = ThreadPoolExecutor(limits.threads, thread_name_prefix="pool")
         self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
-        self._spare_time = SpareTime(SPARE_SHARE, SPARE_SAVED_S, clock())
+        self._spare_time = SpareTime(clock())
         self.in_flight = 0
         self._busy_peers: set[Peer] = set()
 
@@ -160,17 +154,21 @@ class RequestHandler:
         """
         request_id = frame.header.request_id
         try:
-            check_frame(peer.roles, frame.header.frame_type)
-            if frame.header.frame_type == FrameType.POOL:
+            frame_type = frame.header.frame_type
+            if "router" not in peer.roles and frame_type not in (FrameType.INFO, FrameType.COUNTS):
+                raise CertificateRoleError(
+                    f"frame type {frame_type} is for {SCHEME}router; allowed here are INFO and COUNTS"
+                )
+            if frame_type == FrameType.POOL:
                 self._handle_pool(frame, deadline, answer, peer)
-            elif frame.header.frame_type == FrameType.INFO:
+            elif frame_type == FrameType.INFO:
                 answer(self._fitting(encode_info_answer(request_id, self._node.info())))
-            elif frame.header.frame_type == FrameType.COUNTS:
+            elif frame_type == FrameType.COUNTS:
                 work = partial(self._counts, request_id, *decode_counts(frame))
                 self._in_thread(request_id, work, min(MAX_FILE_BYTES, self._limits.max_frame_bytes), answer, peer)
             else:
                 raise WireError(
-                    f"frame type {frame.header.frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
+                    f"frame type {frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
                     f"{FrameType.INFO:d} (INFO) and {FrameType.COUNTS:d} (COUNTS)"
                 )
         except Exception as error:

@@ -15,12 +15,10 @@ from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import CertificateRoleError, WireError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address, Listener, listen
-from shard_node.wire.connection import FrameConnection
-from shard_node.wire.frame import HEADER, Frame
+from shard_node.wire.frame import HEADER, Frame, FrameConnection
 from shard_node.wire.messages import encode_goaway
 from shard_node.wire.requests import Answer, Peer, RequestHandler, RequestWatch, ServerLimits
-from shard_node.wire.roles import CLIENTS
-from shard_node.wire.tls import TlsContext
+from shard_node.wire.tls import CLIENTS, TlsContext
 
 logger = logging.getLogger(__name__)
 
@@ -281,9 +279,9 @@ class NodeServer:
         if self._tls is not None and connection.certificate:
             host = connection.peer.rpartition(":")[0]
             try:
-                connection.peer_load.roles = self._tls.roles.check(connection.certificate, host, CLIENTS)
+                connection.peer_load.roles = self._tls.peers.roles(connection.certificate, host, CLIENTS)
             except CertificateRoleError as error:
-                self._tls.refusals.add(host, error)
+                self._tls.peers.refuse(host, error)
                 connection.refuse(self._handler.failure(0, error))
                 return
         if self._is_draining:

@@ -1,8 +1,8 @@
-"""TLS for everything that listens or connects: contexts that follow their files, and what a failed handshake means.
+"""TLS for everything that listens or connects: contexts that follow their files, failed handshakes, and roles.
 
-A live `ssl.SSLContext` keeps certificates of other key types and CAs that it has loaded once, so new files make a new
-one: a server's handshakes are switched to it by the callback for SNI, a client asks for it before it connects. Open
-connections keep the context that made them.
+New files make a new context, since a live one keeps certificates of other key types and CAs: a server's handshakes are
+switched to it by the callback for SNI, a client asks for it before it connects. What a peer may do on the wire is said
+by URIs in its certificate (its subjectAltName); what a certificate shows stands in no message and no log line.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, Generic, Self, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import model_validator
+from pydantic import StringConstraints, model_validator
 
 from loader.errors import ShardrankError
 from loader.snapshot.tables import Frozen
-from shard_node.errors import NodeUnavailableError, TlsConfigError, TlsHandshakeError
-from shard_node.wire.roles import CertificateRoles, RoleUris
+from shard_node.errors import CertificateRoleError, TlsConfigError, TlsHandshakeError
 
 logger = logging.getLogger(__name__)
 
@@ -82,32 +82,32 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-logger = logging.getLogger(__name__)
-
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 SHUTDOWN_TIMEOUT_S: Final = 1.0
-LOG_INTERVAL_S: Final = 60.0
 
 PLAIN_TEXT: Final = "tls_plain_text"
 UNTRUSTED: Final = "tls_untrusted_certificate"
 EXPIRED: Final = "tls_expired_certificate"
 MISSING: Final = "tls_missing_certificate"
-# X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
-_OUTSIDE_ITS_TIME = frozenset({9, 10})
-# What OpenSSL's reasons mean; all but the first five are alerts of the other side.
-_KINDS = {
-    "HTTP_REQUEST": PLAIN_TEXT,
-    "HTTPS_PROXY_REQUEST": PLAIN_TEXT,
-    "WRONG_VERSION_NUMBER": PLAIN_TEXT,
-    "UNKNOWN_PROTOCOL": PLAIN_TEXT,
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": MISSING,
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": MISSING,
+# What OpenSSL's reasons mean; alerts are those of the other side.
+_KINDS: Final = {
+    **dict.fromkeys(("HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL"), PLAIN_TEXT),
+    **dict.fromkeys(("PEER_DID_NOT_RETURN_A_CERTIFICATE", "TLSV13_ALERT_CERTIFICATE_REQUIRED"), MISSING),
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": EXPIRED,
     "TLSV1_ALERT_UNKNOWN_CA": UNTRUSTED,
-    "SSLV3_ALERT_BAD_CERTIFICATE": UNTRUSTED,
+    **dict.fromkeys(("SSLV3_ALERT_BAD_CERTIFICATE", "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE"), UNTRUSTED),
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": UNTRUSTED,
-    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": UNTRUSTED,
 }
+
+Role: TypeAlias = Literal["router", "node", "operator"]
+RoleUris: TypeAlias = tuple[
+    tuple[Role, Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9+.\-]*:\S+$")]], ...
+]
+"""URIs that stand for a role in addition to `shardrank:<role>`."""
+SCHEME: Final = "shardrank:"
+# A router may send whatever there is. No node connects to another, so a node's role opens nothing.
+CLIENTS: Final[frozenset[Role]] = frozenset({"router", "operator"})
+NODES: Final[frozenset[Role]] = frozenset({"node"})
 
 
 @dataclass(slots=True)
@@ -119,18 +119,11 @@ class Handshake:
 
 
 handshake: ContextVar[Handshake | None] = ContextVar("handshake", default=None)
-"""The one that begins, set by who accepts connections: event loops do not tell a context whose connection it is."""
+"""The one that starts, set by who accepts connections: event loops do not tell a context whose connection it is."""
 
 
 class TlsConfig(Frozen):
-    """What a server shows, and whom it lets in.
-
-    Attributes:
-        cert: its certificate and those between it and its CA, PEM.
-        key: the certificate's private key, PEM, not encrypted.
-        client_ca: CAs of which every client has to show a certificate, PEM; None to ask for none.
-        role_uris: in certificates of clients on the wire.
-    """
+    """A server's certificate chain and its key, and the CAs of one of which clients have to show a certificate; PEM."""
 
     cert: Path
     key: Path
@@ -139,13 +132,7 @@ class TlsConfig(Frozen):
 
 
 class TlsClientConfig(Frozen):
-    """Whom a client believes, and what it shows.
-
-    Attributes:
-        ca: CAs of servers, PEM. A server's certificate must be for the host that was connected to.
-        cert, key: shown to servers that ask for a certificate, PEM; both or none.
-        role_uris: in certificates of nodes.
-    """
+    """The CAs of servers, whose certificates must be for the host, and what is shown to servers that ask; all PEM."""
 
     ca: Path
     cert: Path | None = None
@@ -159,37 +146,56 @@ class TlsClientConfig(Frozen):
         return self
 
 
-class Refusals:
-    """Failed handshakes, counted by kind; of each kind one a minute is logged."""
+class TlsPeers:
+    """The peers of a process: how many were refused, by kind, and the roles in their certificates."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, role_uris: RoleUris = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self.refusals: Counter[str] = Counter()
+        self._role_uris = {*((role, f"{SCHEME}{role}") for role in CLIENTS | NODES), *role_uris}
         self._clock = clock
         self._logged_at: dict[str, float] = {}
+        self._warned: set[str] = set()
 
-    def add(self, address: str, error: TlsHandshakeError) -> None:
-        """Count one; `address` is empty if it is not known."""
-        self.counts[error.kind] += 1
+    def refuse(self, address: str, error: TlsHandshakeError) -> None:
+        """Count a peer that was refused; one a minute of each kind is logged. `address` is "" if it is not known."""
+        self.refusals[error.kind] += 1
         now = self._clock()
-        if now - self._logged_at.get(error.kind, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
+        if now - self._logged_at.get(error.kind, -60.0) >= 60.0:
             self._logged_at[error.kind] = now
-            source, count = f" from {address}" if address else "", self.counts[error.kind]
+            source, count = f" from {address}" if address else "", self.refusals[error.kind]
             logger.warning("refused a connection%s: %s: %s (%d so far)", source, error.kind, error, count)
+
+    def roles(self, certificate: Mapping[str, Any], address: str, allowed: frozenset[Role]) -> frozenset[Role]:
+        """Return which of the allowed roles a verified certificate, as of `ssl.SSLSocket.getpeercert`, gives its owner.
+
+        One without any has all of them, for this release, with a warning. Raises CertificateRoleError: others only.
+        """
+        uris = {name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI"}
+        roles = {role for role, uri in self._role_uris if uri in uris}
+        expected = " or ".join(f"{SCHEME}{role}" for role in sorted(allowed))
+        if roles & allowed:
+            return allowed & roles
+        if roles or any(uri.lower().startswith(SCHEME) for uri in uris):
+            shown = f"of a {' and '.join(sorted(roles))}" if roles else "not known on the wire"
+            raise CertificateRoleError(f"the role in the certificate's URI is {shown}; allowed here is {expected}")
+        if address not in self._warned and len(self._warned) < 256:
+            self._warned.add(address)
+            says = "the certificate of %s has no role: the next release lets in only one with a URI (subjectAltName) %s"
+            logger.warning(says, address, expected)
+        return allowed
 
 
 class TlsContext(ssl.SSLContext):
-    """A context, the refusals of its handshakes, if it is a server's, and the roles in its peers' certificates."""
+    """A context, and what is known of its peers."""
 
-    refusals: Refusals
-    roles: CertificateRoles
+    peers: TlsPeers
 
 
 class _ServerHandshake(ssl.SSLObject):
     """Counts a handshake that fails, and lets its alert out.
 
-    Event loops close a connection at once when the handshake fails and drop the alert that is ready then, so that a
-    client could never tell that its certificate was refused from a broken connection. So the loop is first told that
-    the handshake waits for more, whereupon it sends what is ready; the client closes, or the handshake's time ends.
+    Event loops drop the alert that is ready when a handshake fails, and clients see a broken connection. So the loop is
+    first told that the handshake waits for more, whereupon it sends what is ready; the client closes, or time ends it.
     """
 
     _handshake: Handshake
@@ -210,14 +216,13 @@ class _ServerHandshake(ssl.SSLObject):
         except ssl.SSLError as error:
             refused = self._handshake.refused = tls_error(error)
             assert isinstance(self.context, TlsContext)
-            self.context.refusals.add(self._handshake.address, refused)
+            self.context.peers.refuse(self._handshake.address, refused)
             # A peer that speaks another protocol does not read alerts.
             if refused.kind == PLAIN_TEXT:
                 raise
             # Without the traceback, whose frames hold this object.
             self._failure = error.with_traceback(None)
-        if self._failure is not None:
-            raise ssl.SSLWantReadError
+            raise ssl.SSLWantReadError from None
 
 
 def server_context(
@@ -228,17 +233,17 @@ def server_context(
 ) -> TlsContext:
     """Return a server's context, TLS 1.2 and later, which offers `alpn` and follows its files.
 
-    With CERT_OPTIONAL in `verify` a client that shows no certificate is let in too, and has to be told apart.
-    The files are checked at most every `interval_s`. Raises TlsConfigError, naming a file that can't be read or used.
+    With CERT_OPTIONAL in `verify` a client without a certificate is let in too. The files are checked at most every
+    `interval_s`. Raises TlsConfigError, naming a file that can't be read or used.
     """
-    refusals, roles, files = Refusals(), CertificateRoles(config.role_uris), (config.client_ca, config.cert, config.key)
+    peers, files = TlsPeers(config.role_uris), (config.client_ca, config.cert, config.key)
 
     def make() -> TlsContext:
-        context = _new_context(ssl.PROTOCOL_TLS_SERVER, *files)
-        context.refusals, context.roles, context.sslobject_class = refusals, roles, _ServerHandshake
+        context = _load(ssl.PROTOCOL_TLS_SERVER, peers, *files)
+        context.sslobject_class = _ServerHandshake
         if config.client_ca is not None:
             context.verify_mode = verify
-            # A ticket would let a client in again without its certificate being looked at.
+            # A ticket would let a client in again without its certificate being checked.
             context.num_tickets = 0
             context.options |= ssl.OP_NO_TICKET
         if alpn:
@@ -248,73 +253,43 @@ def server_context(
     def switch(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = current.get()
 
-    current = FileBacked([path for path in files if path is not None], make, interval_s=interval_s)
+    current = FileBacked(list(filter(None, files)), make, interval_s=interval_s)
     first = current.get()
     first.sni_callback = switch
     return first
 
 
 def client_context(config: TlsClientConfig, interval_s: float = LOOK_INTERVAL_S) -> FileBacked[TlsContext]:
-    """Return what gives a client's context for each connection; servers are verified, their host names too.
+    """Return what gives a client's context for each connection, as `server_context`; host names are verified too."""
+    peers, files = TlsPeers(config.role_uris), (config.ca, config.cert, config.key)
+    make = partial(_load, ssl.PROTOCOL_TLS_CLIENT, peers, *files)
+    return FileBacked(list(filter(None, files)), make, interval_s=interval_s)
 
-    The files are checked at most every `interval_s`. Raises TlsConfigError, naming a file that can't be read or used.
-    """
-    roles, files = CertificateRoles(config.role_uris), (config.ca, config.cert, config.key)
 
-    def make() -> TlsContext:
-        context = _new_context(ssl.PROTOCOL_TLS_CLIENT, *files)
-        context.roles = roles
-        return context
-
-    return FileBacked([path for path in files if path is not None], make, interval_s=interval_s)
+def _load(protocol: int, peers: TlsPeers, ca: Path | None, cert: Path | None, key: Path | None) -> TlsContext:
+    context = TlsContext(protocol)
+    context.peers, context.minimum_version = peers, ssl.TLSVersion.TLSv1_2
+    files, content = f"{cert}, {key}", "a certificate and its private key"
+    try:
+        if cert is not None:
+            # With a password, so that OpenSSL asks no person for one.
+            context.load_cert_chain(cert, key, password="")
+        if ca is not None:
+            files, content = f"{ca}", "certificates of CAs"
+            context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise TlsConfigError(f"{files}: must be {content}, in PEM, not encrypted ({error.reason or error})") from None
+    except OSError as error:
+        raise TlsConfigError(f"{files}: {error.strerror or error}") from None
+    if ca is not None and not context.cert_store_stats()["x509_ca"]:
+        raise TlsConfigError(f"{ca}: none of its certificates is of a CA")
+    return context
 
 
 def tls_error(error: ssl.SSLError) -> TlsHandshakeError:
     """Return what a failed handshake, or the alert that ended a connection, means."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        kind = EXPIRED if error.verify_code in _OUTSIDE_ITS_TIME else UNTRUSTED
+        # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
+        kind = EXPIRED if error.verify_code in (9, 10) else UNTRUSTED
         return TlsHandshakeError(f"the other side's certificate is refused: {error.verify_message}", kind=kind)
-    reason = error.reason or str(error)
-    if reason not in _KINDS:
-        return TlsHandshakeError(reason)
-    texts = {PLAIN_TEXT: "the other side does not speak TLS", MISSING: "no certificate is shown"}
-    text = texts.get(_KINDS[reason], "the other side refuses this one's certificate")
-    return TlsHandshakeError(f"{text} ({reason})", kind=_KINDS[reason])
-
-
-def connection_failure(error: BaseException) -> NodeUnavailableError:
-    """Return what ended a connection, or kept it from being made, as an error for callers."""
-    if isinstance(error, ssl.SSLError):
-        return tls_error(error)
-    return error if isinstance(error, TlsHandshakeError) else NodeUnavailableError(str(error) or type(error).__name__)
-
-
-def _new_context(protocol: int, ca: Path | None, cert: Path | None, key: Path | None) -> TlsContext:
-    context = TlsContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if cert is not None and key is not None:
-        # Alone at first, so that what fails afterwards is the key's fault.
-        _load(cert, "certificate", ssl.SSLContext(protocol).load_verify_locations)
-
-        def no_password() -> str:
-            raise TlsConfigError(f"{key}: the key is encrypted; allowed is a PEM file without a password")
-
-        _load(key, "private key", lambda path: context.load_cert_chain(cert, path, no_password))
-    if ca is not None:
-        _load(ca, "certificate", context.load_verify_locations)
-        if not context.cert_store_stats()["x509_ca"]:
-            raise TlsConfigError(f"{ca}: none of its certificates is of a CA")
-    return context
-
-
-def _load(path: Path, content: str, load: Callable[[Path], None]) -> None:
-    """Load a PEM file; raise TlsConfigError, naming it."""
-    try:
-        path.open("rb").close()
-        load(path)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise TlsConfigError(f"{path}: the key does not belong to the certificate") from None
-        raise TlsConfigError(f"{path}: no usable {content} in PEM ({error.reason or error})") from None
-    except OSError as error:
-        raise TlsConfigError(f"{path}: {error.strerror or error}") from None
+    return TlsHandshakeError(f"the handshake failed: {error.reason or error}", kind=_KINDS.get(error.reason))

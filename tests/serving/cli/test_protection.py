@@ -158,7 +158,7 @@ def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_
 def test_a_file_that_can_t_be_used_is_named(store: Path, node: Pair, router: Pair, ca: Authority, command: str) -> None:
     more = ("--shard", "0/1", "--listen", "127.0.0.1:0") if command == "shard-node" else ANY_PORTS
     done = shardrank(command, "--store", store, *more, *tls_flags(Pair(node.cert, router.key), ca), code=1)
-    assert f"error: {router.key}: the key does not belong to the certificate" in done.output
+    assert f"{router.key}: must be a certificate and its private key" in done.output
 
 
 @needs_openssl

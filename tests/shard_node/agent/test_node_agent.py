@@ -401,7 +401,7 @@ def test_a_version_that_does_not_fit_is_refused_unread(pristine):
 
 
 def test_staging_memory_counts_before_the_system_sees_it():
-    assert RowMemory(available=lambda: 0).take(0).size_bytes == 0
+    assert RowMemory(available=lambda: 0).take(0).sizes == (0,)
     memory = RowMemory(available=lambda: 10 * GIB, reserve_bytes=GIB)
     first = memory.take(5 * GIB)
     with pytest.raises(MemoryBudgetError, match=f"rows take {5 * GIB} bytes, but {10 * GIB} are available and {GIB} "):

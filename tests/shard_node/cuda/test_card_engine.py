@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
-from shard_node.cuda.cards import PinnedMemory
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, engine_params, options_for
@@ -29,6 +29,9 @@ from shardrank_testing.kernel_arena import expected_output, feature_bags, load_p
 from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import random_rows, random_tables
 from shardrank_testing.topologies import decoded_tables
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Memory
 
 SPEC = delta_spec(rows=700)
 TIMEOUT_S = 60.0
@@ -58,7 +61,8 @@ def test_more_threads_than_lanes_pool_at_once(engine, stored):
     with ThreadPoolExecutor(num_threads) as threads:
         for future in [threads.submit(pool, seed) for seed in range(num_threads)]:
             future.result(TIMEOUT_S)
-    assert engine.counters() == (0, 0)
+    use = engine.cards()
+    assert (use.outside_table, use.not_here) == (0, 0)
 
 
 def test_a_batch_too_large_for_a_card_leaves_lanes_usable(stored):
@@ -106,7 +110,8 @@ def test_values_outside_their_table_are_counted_and_not_read(engine):
     slot._views.values[[1, 3]] = 0xFFFFFFF0, engine.layout.tables[0].num_embeddings
     lane.launch(slot.enqueue)
     lane.stream.synchronize()
-    assert engine.counters() == (2, 0)
+    use = engine.cards()
+    assert (use.outside_table, use.not_here) == (2, 0)
     lane.close()
 
 
@@ -196,7 +201,7 @@ class World:
         self.runs: OutputRuns = runs_in_columns(layout, [1, 0, 1], ["sum", "mean", "sum"], WRITTEN_SIZE)
         self.lanes = [self.engine.lane(number % where.num_cards) for number in range(4)]
         self.slots = [[lane.prepare(self.runs, WRITTEN_SIZE) for _ in range(2)] for lane in self.lanes]
-        self.looked_up: list[tuple[PinnedMemory, np.ndarray]] = []
+        self.looked_up: list[tuple[Memory, np.ndarray]] = []
 
     def look_up(self, lane_number: int, slot_number: int, seed: int) -> None:
         lane, slot = self.lanes[lane_number], self.slots[lane_number][slot_number]

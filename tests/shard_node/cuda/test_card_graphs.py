@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shard_node.cuda.cards import DeferredFrees
+from shard_node.cuda.deferred_frees import DeferredFrees
 from shard_node.errors import CardError
 from shardrank_testing.card_bytes import KernelCopy, numbers
 from shardrank_testing.emulated_memory import EmulationError
@@ -194,7 +194,7 @@ def test_frees_within_a_capture_are_done_after_it_in_order(caplog):
         frees.free(fail)
         frees.free(first)
         frees.free(lambda: done.append(2))
-        frees.settle()
+        frees.flush()
         assert done == [0]
     assert done == [0, 1, 2, 3]
     assert "cudaErrorIllegalAddress" in caplog.text

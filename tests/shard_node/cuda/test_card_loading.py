@@ -20,8 +20,9 @@ from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.bags import TableLayout
 from shard_node.buckets import NodeIdentity, Partition
-from shard_node.cuda import places as placer_module
+from shard_node.cuda import card_rows as placer_module
 from shard_node.cuda.card_loading import UPLOAD_BYTES, CardTableLoad
+from shard_node.cuda.card_rows import Placer
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.cuda.kernel_params import (
     MAX_CARDS,
@@ -33,7 +34,6 @@ from shard_node.cuda.kernel_params import (
     pinned_owner,
     slots_of,
 )
-from shard_node.cuda.places import Placer
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
 from shard_node.errors import InvalidBagsError, MemoryBudgetError

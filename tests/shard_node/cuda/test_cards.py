@@ -33,9 +33,7 @@ def test_bytes_come_back_as_they_went_up(cards):
         card.copy_to_card(memory.address + 100, pinned, 8, 16, stream)
         card.zero(memory.address + 109, 2, stream)
         card.copy_to_host(pinned, 32, memory.address + 104, 8, stream)
-        event = stream.record()
-        event.synchronize()
-        assert event.done
+        stream.record().synchronize()
         assert pinned.array[32:40].tolist() == [12, 13, 14, 15, 16, 0, 0, 19]
         assert pinned.array[40:].tolist() == list(range(40, 64))
     nothing, pinned = card.allocate(0), made.allocate_pinned(0)
@@ -133,20 +131,6 @@ def test_a_tensor_is_a_view_of_memory(cards, dtype):
         expected[16 : 16 + 6 * dtype.itemsize] = torch.arange(1, 7, dtype=dtype).view(torch.uint8).numpy()
         np.testing.assert_array_equal(fetch(made, card, memory, stream).view(np.uint8), expected)
     assert card.tensor(memory, 256, (0, 5), dtype).shape == (0, 5)
-
-
-def test_views_and_copies_outside_of_memory_are_refused(cards):
-    made = cards(1)
-    card, stream = made.cards[0], made.cards[0].stream()
-    memory, pinned = card.allocate(64), made.allocate_pinned(32)
-    for first, count in ((0, 17), (64, 1), (-4, 1), (2, 4)):
-        with pytest.raises(Exception, match="byte"):
-            card.tensor(memory, first, (count,), torch.float32)
-    for first, size in ((0, 33), (32, 1), (-1, 4)):
-        with pytest.raises(Exception, match="bytes"):
-            card.copy_to_card(memory.address, pinned, first, size, stream)
-        with pytest.raises(Exception, match="bytes"):
-            card.copy_to_host(pinned, first, memory.address, size, stream)
 
 
 def test_memory_that_torch_caches_can_be_allocated(cards):

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shard_node.buckets import Partition
+from shard_node.cuda.card_rows import Placer
 from shard_node.cuda.kernel_params import hot_owner, owners_of
-from shard_node.cuda.places import Placer
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, Owners, TableSplit, deal

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shard_node.cuda
+from shard_node.cuda.card_rows import Placer
 from shard_node.cuda.kernel_params import RowFormat, hot_owner, owners_of, pinned_owner
-from shard_node.cuda.places import Placer
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import (
     ROWS_IN_FLIGHT,

@@ -18,8 +18,8 @@ from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError, RemoteError, WireError
 from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup
 from shard_node.wire.client import ShardClient
-from shard_node.wire.frame import FrameType, pack_header
-from shard_node.wire.messages import Buffer, decode_answer, decode_error, encode_answer, encode_pool
+from shard_node.wire.frame import Buffer, FrameType, pack_header
+from shard_node.wire.messages import decode_answer, decode_error, encode_answer, encode_pool
 from shard_node.wire.requests import SPARE_SAVED_S, SPARE_SHARE, Peer, RequestHandler, ServerLimits
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.errors import raises_kind

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.card_rows import ArenaOnCards
-from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
+from shard_node.cuda.card_rows import ArenaOnCards, Placer
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     NOT_HERE,
@@ -24,14 +23,16 @@ from shard_node.cuda.kernel_params import (
     owners_of,
     slots_of,
 )
-from shard_node.cuda.places import Placer
 from shard_node.planning.card_plan import CardPlan
 from shardrank_testing.snapshots import plain_buckets
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Card, Cards, Memory, Stream
 
 ByteArray = npt.NDArray[np.uint8]
 
 
-def pinned_with(cards: Cards, array: npt.NDArray[Any]) -> PinnedMemory:
+def pinned_with(cards: Cards, array: npt.NDArray[Any]) -> Memory:
     """Pinned memory that holds the bytes of an array."""
     content = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
     pinned = cards.allocate_pinned(content.nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import pytest
 
@@ -14,7 +14,6 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet, DeviceChoice, open_cards
-from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
@@ -23,10 +22,13 @@ from shard_node.node import LoadedTables
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.snapshots import sharding_of
 
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards
+
 Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
 """Emulated cards, which work at once, only when somebody waits for it, or without access to each other's memory; or
 real ones: logical cards of device 0, or devices of their own."""
-CardFactory = Callable[[int], Cards]
+CardFactory: TypeAlias = "Callable[[int], Cards]"
 """Makes so many cards, or skips the test if there are none such here."""
 
 

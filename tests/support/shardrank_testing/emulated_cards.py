@@ -1,4 +1,4 @@
-"""Cards emulated in host memory: the same kernels, compiled by g++, behind the protocols of `shard_node.cuda.cards`.
+"""Cards emulated in host memory: the same kernels, compiled by g++, with the methods of `shard_node.cuda.cupy_cards`.
 
 Work on a stream runs at once, or, with `deferred=True`, as late as a real card may run it: only when somebody waits for
 it. Then a host that overwrites what a copy has yet to read, or a stream that does not wait for another's row writes,
@@ -42,10 +42,6 @@ class EmulatedEvent:
     def run(self) -> None:
         """Lets the work before it happen; what a stream that waits for it does."""
         self.stream.run_up_to(self._position)
-
-    @property
-    def done(self) -> bool:
-        return self.stream.done >= self._position
 
 
 class EmulatedStream:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.cuda.cards import DeferredFrees
+from shard_node.cuda.deferred_frees import DeferredFrees
 from shard_node.errors import MemoryBudgetError
 
 # cudaMalloc aligns to it.
@@ -66,7 +66,7 @@ class AddressSpace:
             raise ValueError(f"size_bytes must be at least 0, got {size_bytes}")
         if size_bytes == 0:
             return 0
-        self.frees.settle()
+        self.frees.flush()
         with self._lock:
             left = self.totals[device] - self._used[device]
             if size_bytes > left:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,8 @@ from shard_node.buckets import Partition
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import CardTableLoad
+from shard_node.cuda.card_rows import Placer
 from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import (
     MAX_LANES,
     MODES,
@@ -37,13 +38,15 @@ from shard_node.cuda.kernel_params import (
     RunParams,
     owners_of,
 )
-from shard_node.cuda.places import Placer
 from shard_node.engine.memory import RowMemory
 from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
 from shardrank_testing.card_bytes import fetch, fetch_at, send
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.deltas import export_state
 from shardrank_testing.snapshots import model_of, num_buckets, table_of
+
+if TYPE_CHECKING:
+    from shard_node.cuda.cupy_cards import Cards
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]

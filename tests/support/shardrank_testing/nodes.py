@@ -22,8 +22,7 @@ from shard_node.buckets import NodeIdentity
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
-from shard_node.wire.messages import Buffer
+from shard_node.wire.frame import HEADER, Buffer, Frame, FrameReceiver, unpack_header
 from shard_node.wire.requests import ServerLimits
 from shard_node.wire.server import NodeServer
 from shardrank_testing.bags import bags_of
