@@ -18,12 +18,11 @@ from pydantic import Field
 from loader.memory import settle_heap
 from loader.registry.registry import Registry
 from loader.snapshot.tables import Frozen
-from serving.api.dealing import Place
 from serving.api.grpc.services import GrpcServer
-from serving.api.http import HttpApp
-from serving.api.http_server import HttpServer, running_admin
+from serving.api.http import HttpApp, HttpServer, running_admin
+from serving.api.listening import Place
 from serving.api.tokens import Tokens
-from serving.dashboard.sources import FleetSource, ProcessSource, Source
+from serving.dashboard.board import FleetSource, ProcessSource, Source
 from serving.fleet.process import StopRequestedError, notify_ready, run_until_signalled
 from serving.rank.service import RankingService
 from shard_node.wire.tls import TlsConfig, TlsContext, server_context

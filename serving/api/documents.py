@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
 from serving.api.access_counts import encode_counts, requested_version
-from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
+from serving.api.http_messages import OPEN_INFERENCE, defect_reply, error_reply, read_body
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
-from serving.api.http_framing import (
+from serving.api.http_messages import (
     ChunkReader,
     Refuse,
     body_buffer,

@@ -16,9 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api.bodies import error_reply
-from serving.api.http import answer_whole
-from serving.api.http_server import Answering, listening_beside
+from serving.api.http import Answering, answer_whole, listening_beside
+from serving.api.http_messages import error_reply
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
 from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, check_library, make_observations

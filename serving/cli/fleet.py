@@ -321,9 +321,9 @@ def dashboard(url: str, **options: Any) -> None:
       shardrank dashboard --registry redis://10.0.0.9:6379/0 --port 8090 --tokens tokens.json
     """
     from loader.registry import open_registry
-    from serving.api.http_server import running_admin
+    from serving.api.http import running_admin
     from serving.api.tokens import Tokens
-    from serving.dashboard.sources import FleetSource
+    from serving.dashboard.board import FleetSource
     from serving.rank.service import RankingService
     from shard_node.wire.tls import server_context
 

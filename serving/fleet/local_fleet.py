@@ -43,7 +43,7 @@ from loader.stores.place import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile
-from serving.api.dealing import WORKER_VARIABLE, Place
+from serving.api.listening import WORKER_VARIABLE, Place
 from serving.errors import FleetError
 from serving.fleet.supervisor import (
     ChildSpec,

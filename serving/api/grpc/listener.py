@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias, cast
 
 from loader.errors import OverloadedError
-from serving.api.dealing import Place
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import TURN_S, Accepted, Front, forget_unsent
+from serving.api.listening import TURN_S, Accepted, Front, Place, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
 
 TURN_OF_ALL_S = 0.01

@@ -18,11 +18,10 @@ from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionReport, VersionStats, delta_stream
 from loader.rollout.guards import percentile_ms
 from loader.rollout.requests import start_rollout
-from serving.api.http_server import running_admin
+from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board
+from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board, FleetSource, ProcessSource
 from serving.dashboard.history import QUANTILES, History, percentiles_ms
-from serving.dashboard.sources import FleetSource, ProcessSource
 from serving.rank.service import RankingService
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode
