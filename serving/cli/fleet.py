@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 _ON_RAY = ("address", "cpus", "detached")
-_MEMORY = ("memory_budget_gb", "max_memory_gb")
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
     "everything, metrics too."
@@ -63,9 +62,8 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     from serving.demo import DemoConfig, run_demo
 
     settings.hot_rows(options, all_here=options["local"])
-    serve_arguments = tuple(settings.hot_rows_arguments(options))
     more = {"shards": 1} if options["local"] else {}
-    config = config_of(DemoConfig, options, serve_arguments=serve_arguments, **more)
+    config = config_of(DemoConfig, options, serve_arguments=settings.arguments(options, settings.HOT_ROWS), **more)
     ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
 
 
@@ -133,12 +131,9 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         FleetConfig,
         options,
         **_what(options),
-        shard_node_arguments=settings.arguments(options, [*_MEMORY, *settings.TRACES])
+        shard_node_arguments=settings.arguments(options, ["memory_budget_gb", "max_memory_gb", *settings.TRACES])
         + settings.device_arguments(options),
-        serve_arguments=settings.arguments(options, settings.RANKING)
-        + settings.hot_rows_arguments(options)
-        + (["--trust-exported"] if options["trust_exported"] else [])
-        + settings.front_arguments(options),
+        serve_arguments=settings.serving_arguments(options),
         log_level=ctx.find_root().params.get("log_level", "info"),
     )
     if ray is None:
@@ -193,15 +188,20 @@ def _what(options: Options) -> dict[str, Any]:
 
 def _run(config: FleetConfig, scheme: str) -> None:
     from serving.fleet.local_fleet import running_fleet
-    from serving.fleet.process import StopRequestedError, run_until_signalled
 
     async def program() -> None:
-        async with running_fleet(config, lambda name: click.echo(f"{name} is ready"), on_begin=_tell) as fleet:
+        async with running_fleet(config, _ready, on_begin=_tell) as fleet:
             click.echo(f"logs: {fleet.supervisor.run_directory}")
             click.echo(f"registry: {fleet.registry.name}")
             click.echo(f"HTTP: {scheme}://{fleet.host}:{fleet.http_port}/docs")
             click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
             await asyncio.Event().wait()
+
+    _until_stopped(program)
+
+
+def _until_stopped(program: Callable[[], Awaitable[None]]) -> None:
+    from serving.fleet.process import StopRequestedError, run_until_signalled
 
     try:
         run_until_signalled(program)
@@ -209,12 +209,15 @@ def _run(config: FleetConfig, scheme: str) -> None:
         click.echo("stopped")
 
 
+def _ready(name: str) -> None:
+    click.echo(f"{name} is ready")
+
+
 def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
-    from serving.fleet.process import StopRequestedError, run_until_signalled
     from serving.fleet.ray_fleet import fleet_on_ray
 
     async def program() -> None:
-        async with fleet_on_ray(config, ray, lambda name: click.echo(f"{name} is ready"), on_begin=_tell) as fleet:
+        async with fleet_on_ray(config, ray, _ready, on_begin=_tell) as fleet:
             click.echo(f"registry: {fleet.registry.name}")
             for address in fleet.addresses:
                 click.echo(f"HTTP: {address}/docs")
@@ -228,10 +231,7 @@ def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
             if not ray.detached:
                 await asyncio.Event().wait()
 
-    try:
-        run_until_signalled(program)
-    except StopRequestedError:
-        click.echo("stopped")
+    _until_stopped(program)
 
 
 @click.command(cls=WithExamples)

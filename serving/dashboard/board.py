@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -24,7 +24,6 @@ from serving.dashboard.history import MAX_TEXT, Changes, History, told_events
 from serving.rank.service import RankingService
 from shard_node.node import NodeInfo
 
-
 MAX_MODELS = 32
 MAX_NODES = 400
 MAX_VERSIONS = 12
@@ -32,6 +31,13 @@ MAX_VERSIONS = 12
 MAX_EVENTS = 60
 Document = dict[str, Any]
 _Version: TypeAlias = tuple[str, int]
+_REPORTED: Any = {
+    **dict.fromkeys(("model", "version", "state", "progress", "memory_tiers", "leases", "delta_published_at"), True),
+    "dense_step": True,
+    "golden_difference": True,
+    "hot": {"rows", "size_bytes"},
+}
+"""Fields of a `VersionReport` that the page shows as they are."""
 logger = logging.getLogger(__name__)
 WATCHED_S = 0.5
 """Between two looks while somebody watches."""
@@ -117,7 +123,27 @@ class ProcessSource:
             choice = self._service.canary(model)
             canary = None if choice is None else Canary(version=choice.version, share=choice.share)
             wanted[model] = WantedModel(model=model, epoch=1, live=version, hold=(version,), canary=canary)
-        return FleetState(nodes=(self._itself(), *self._shards()), wanted=wanted)
+        versions = tuple(
+            VersionReport(
+                model=generation.model,
+                version=generation.version,
+                state="draining" if generation.state == "draining" else "ready",
+                leases=generation.leases,
+                golden_difference=generation.payload.checked.difference,
+                dense_step=generation.payload.dense_step,
+                stats=generation.payload.counter.stats(),
+            )
+            for generation in self._service.generations.all()
+        )
+        itself = NodeRecord(
+            node_id=f"process-{os.getpid()}",
+            kind="serving",
+            process_id=os.getpid(),
+            address="",
+            live=self._service.generations.live_versions(),
+            versions=versions,
+        )
+        return FleetState(nodes=(itself, *self._shards()), wanted=wanted)
 
     async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
         """As `Source.roll_back`."""
@@ -125,30 +151,6 @@ class ProcessSource:
 
     async def close(self) -> None:
         """As `Source.close`."""
-
-    def _itself(self) -> NodeRecord:
-        versions = [
-            VersionReport(
-                model=one.model,
-                version=one.version,
-                state="draining" if one.state == "draining" else "ready",
-                progress=1.0,
-                leases=one.leases,
-                golden_difference=one.payload.checked.difference,
-                golden_tolerance=one.payload.checked.tolerance,
-                dense_step=one.payload.dense_step,
-                stats=one.payload.counter.stats(),
-            )
-            for one in self._service.generations.all()
-        ]
-        return NodeRecord(
-            node_id=f"process-{os.getpid()}",
-            kind="serving",
-            process_id=os.getpid(),
-            address="",
-            live=self._service.generations.live_versions(),
-            versions=tuple(versions),
-        )
 
     def _shards(self) -> Iterator[NodeRecord]:
         # A node that holds several models is told by each of them.
@@ -161,7 +163,6 @@ class ProcessSource:
                 address=address,
                 shard_index=info.identity.shard_index,
                 num_shards=info.identity.num_shards,
-                num_cards=info.identity.num_cards,
                 versions=tuple(_reports(info)),
             )
 
@@ -176,9 +177,7 @@ def _reports(info: NodeInfo) -> Iterator[VersionReport]:
             model=one.model,
             version=one.version,
             state="draining" if one.state == "draining" else "ready",
-            progress=1.0,
             plan_digest=one.plan_digest,
-            memory_bytes=sum(tiers.values()) - tiers.get("mapped", 0),
             memory_tiers=tiers,
             delta_sequence=one.delta_sequence,
             delta_published_at=one.delta_published_at,
@@ -186,13 +185,7 @@ def _reports(info: NodeInfo) -> Iterator[VersionReport]:
 
 
 class _Held(NamedTuple):
-    """What all nodes tell of each model and version, gathered once: there may be hundreds of them.
-
-    Attributes:
-        reports: of a version, and whose they are.
-        answering: how many serving processes answer with a version.
-        last_deltas: as `FleetState.last_deltas`.
-    """
+    """What nodes report of each version, how many serving processes answer with it, and `FleetState.last_deltas`."""
 
     reports: Mapping[_Version, Sequence[tuple[NodeRecord, VersionReport]]]
     answering: Mapping[_Version, int]
@@ -214,7 +207,7 @@ def told_state(state: FleetState, changes: Changes, history: History) -> Documen
     """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
     models, held = state.models(), _Held.of(state)
     nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
-    nodes += [(one.node, one.at) for one in changes.gone.values()]
+    nodes += changes.gone.values()
     nodes.sort(key=lambda one: (one[0].kind != "shard", one[0].shard_index or 0, one[0].node_id))
     return {
         "coordinator": state.coordinator,
@@ -228,17 +221,11 @@ def told_state(state: FleetState, changes: Changes, history: History) -> Documen
 
 
 def _node(held: _Held, node: NodeRecord, gone_at: float | None) -> Document:
-    return {
-        "id": node.node_id,
-        "kind": node.kind,
-        "shard": node.shard_index,
+    return node.model_dump(include={"node_id", "kind", "shard_index", "memory_available_bytes", "live"}) | {
         "address": node.address[:MAX_TEXT],
         "state": "gone" if gone_at is not None else "ending" if node.draining else "up",
         "gone_at": gone_at,
-        "memory_total": node.memory_total_bytes,
-        "memory_available": node.memory_available_bytes,
-        "live": node.live,
-        "versions": [_report(held, one) for one in node.versions[-MAX_VERSIONS:]],
+        "versions": [_report(held, report) for report in node.versions[-MAX_VERSIONS:]],
     }
 
 
@@ -246,21 +233,10 @@ def _report(held: _Held, report: VersionReport) -> Document:
     # Only who holds rows applies deltas.
     has_rows = bool(report.plan_digest or report.memory_tiers)
     last_delta = held.last_deltas.get((report.model, report.version)) if has_rows else None
-    return {
-        "model": report.model,
-        "version": report.version,
-        "state": report.state,
-        "progress": report.progress,
+    return report.model_dump(include=_REPORTED) | {
         "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
-        "tiers": report.memory_tiers,
-        "leases": report.leases,
-        "sequence": report.delta_sequence if has_rows else None,
+        "delta_sequence": report.delta_sequence if has_rows else None,
         "lag": None if last_delta is None else max(0, last_delta - report.delta_sequence),
-        "applied_at": report.delta_published_at,
-        "dense_step": report.dense_step,
-        "golden": report.golden_difference,
-        "golden_tolerance": report.golden_tolerance,
-        "hot": None if report.hot is None else {"rows": report.hot.rows, "bytes": report.hot.size_bytes},
     }
 
 
@@ -346,34 +322,28 @@ def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Documen
 
 
 class Watcher:
-    """One page that is open: what its stream of events has still to be told."""
+    """One page that is open: the messages that its stream of events has still to be sent, at most MAX_WAITING."""
 
     def __init__(self) -> None:
-        self._waiting: deque[bytes] = deque()
-        self._news = asyncio.Event()
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
         self.is_ended = False
 
-    def tell(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Put a message in its queue; a watcher whose queue is full is ended."""
-        if len(self._waiting) >= MAX_WAITING:
+        if self._waiting.qsize() >= MAX_WAITING:
             self.end()
         else:
-            self._waiting.append(message)
-            self._news.set()
+            self._waiting.put_nowait(message)
 
     def end(self) -> None:
         """End its stream, without what still waits."""
         self.is_ended = True
-        self._waiting.clear()
-        self._news.set()
+        self._waiting.put_nowait(b"")
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Give the messages until it is ended."""
-        while not self.is_ended:
-            await self._news.wait()
-            self._news.clear()
-            while self._waiting:
-                yield self._waiting.popleft()
+        """Yield the messages until it is ended."""
+        while (message := await self._waiting.get()) and not self.is_ended:
+            yield message
 
 
 class Board:
@@ -408,7 +378,7 @@ class Board:
             if self._is_closed:
                 raise UnavailableError("the process is shutting down", kind="shutting_down")
             for message in (history, self._read_event(), self._told):
-                watcher.tell(message)
+                watcher.send(message)
             self._watchers.add(watcher)
         self._wake.set()
         return watcher
@@ -453,7 +423,7 @@ class Board:
             messages = await asyncio.to_thread(self._keep, state, problem)
             for watcher in list(self._watchers):
                 for message in messages:
-                    watcher.tell(message)
+                    watcher.send(message)
                 if watcher.is_ended:
                     logger.info("a page that took nothing was ended")
                     self._watchers.discard(watcher)
@@ -462,7 +432,7 @@ class Board:
         """Keep what a look found, or why it found nothing; returns what watchers are told."""
         now, has_closed = self._clock(), False
         if bool(problem) != bool(self._problem) and self._read_at is not None:
-            self._changes.registry(problem or "the registry answers again", now)
+            self._changes.add(now, "registry", problem or "the registry answers again")
         self._problem = problem
         if state is not None:
             self._read_at, self._state = now, state
@@ -476,7 +446,7 @@ class Board:
         return [self._read_event(), *([] if self._told == before else [self._told]), *slot]
 
     def _read_event(self) -> bytes:
-        # It changes with every look, and all else seldom does.
+        # It changes each time, and all else seldom does.
         return _event("read", {"read_at": self._read_at})
 
     def _state_event(self) -> bytes:

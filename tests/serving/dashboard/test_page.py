@@ -119,7 +119,7 @@ def texts(state: dict[str, Any]) -> list[str]:
 
 
 def node_of(state: dict[str, Any], node_id: str) -> dict[str, Any]:
-    return next(one for one in state["nodes"] if one["id"] == node_id)
+    return next(one for one in state["nodes"] if one["node_id"] == node_id)
 
 
 def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
@@ -340,10 +340,10 @@ async def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
         assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
         assert [one["kind"] for one in state["nodes"]] == ["shard", "serving"]
         (rows,) = state["nodes"][0]["versions"]
-        assert rows["tiers"]["ram"] > 0
+        assert rows["memory_tiers"]["ram"] > 0
         (own,) = state["nodes"][1]["versions"]
         assert state["nodes"][1]["live"] == {API_MODEL: 1}
-        assert own["golden"] is None
+        assert own["golden_difference"] is None
 
 
 SLOT_S = 5.0
