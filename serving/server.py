@@ -23,7 +23,7 @@ from serving.api.http import HttpApp, HttpServer, running_admin
 from serving.api.listening import Place
 from serving.api.tokens import Tokens
 from serving.dashboard.board import FleetSource, ProcessSource, Source
-from serving.fleet.process import StopRequestedError, notify_ready, run_until_signalled
+from serving.fleet.process import notify_ready, run_until_stopped
 from serving.rank.service import RankingService
 from shard_node.wire.tls import TlsConfig, TlsContext, server_context
 
@@ -174,7 +174,4 @@ def serve_until_signalled(*args: Any, **kwargs: Any) -> None:
     """Serve as `serve` does, with its arguments and errors, until the process receives SIGTERM or SIGINT."""
     # A second signal ends the process with status 1: a load that is under way can't be interrupted, and whoever asks
     # twice does not want to wait for it.
-    try:
-        run_until_signalled(lambda: serve(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+    run_until_stopped(lambda: serve(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)

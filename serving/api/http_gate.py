@@ -31,14 +31,7 @@ from serving.api.http_messages import (
     whole_answer,
     without_upgrade,
 )
-from serving.api.listening import (
-    TURN_S,
-    Accepted,
-    CountFailure,
-    Front,
-    forget_unsent,
-    poll_socket,
-)
+from serving.api.listening import TURN_S, Accepted, CountFailure, Front, forget_unsent
 from serving.errors import InvalidRequestError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
@@ -60,8 +53,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
 
     Attributes:
         is_feeding: whether the protocol behind reads, so that what it wants is no answer.
-        owes: whether the protocol behind has a request that is not answered.
-        bytes: of the request that is not answered yet, and of its answer.
+        owes: whether the protocol behind has a request that is not answered; `bytes` has its bytes and its answer's.
         has_begun: whether some of a request has come, but not all of it.
     """
 
@@ -81,7 +73,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._untaken: list[Callable[[], None]] = []
         self._idle_work_s = 0.0
         self._account = ByteAccount(gates.buffers, self._give_way)
-        self.bytes = MessageBytes(self._account)  # of the request that is not answered yet
+        self.bytes = MessageBytes(self._account)
         self._transport: asyncio.Transport
         self._protocol: HttpToolsProtocol | None = None
 
@@ -247,8 +239,12 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         return self._protocol is None or bool(self.poll(select.POLLIN) & select.POLLIN)
 
     def poll(self, events: int) -> int:
-        """Ask the kernel for `events` of the socket, and for its end."""
-        return poll_socket(self._transport.get_extra_info("socket"), events)
+        """Return which of `events`, or the end, the kernel has of the socket; nobody sees it while nothing is read."""
+        if (connected := self._transport.get_extra_info("socket")) is None:
+            return select.POLLHUP
+        poller = select.poll()
+        poller.register(connected.fileno(), events)
+        return sum(ready for _, ready in poller.poll(0))
 
     def end(self) -> None:
         """Close the connection, once all that was written is sent."""

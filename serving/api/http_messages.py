@@ -18,11 +18,10 @@ from starlette.types import Receive
 from loader.errors import ShardrankError
 from serving.errors import InvalidRequestError, limit_exceeded, printable
 from serving.formats.json_text import MAX_MESSAGE_CHARS, RETRY_AFTER_S, encode, error_document
+from serving.formats.requests import Buffer
 from shard_node.byte_budget import MessageBytes
 
 logger = logging.getLogger(__name__)
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 JSON = "application/json"
 OPEN_INFERENCE = "/v2"

@@ -11,7 +11,6 @@ import abc
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import ssl as tls
 import struct
@@ -157,15 +156,6 @@ CountFailure: TypeAlias = Callable[[str, str, str], object]
 def forget_unsent(connection: socket.socket) -> None:
     """Have a close reset the connection: the kernel throws away what the peer has not taken, and does not keep it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-
-
-def poll_socket(connection: socket.socket | None, events: int) -> int:
-    """Ask the kernel for `events` of a socket, and for its end, which nobody sees while nothing is read."""
-    if connection is None:
-        return select.POLLHUP
-    poller = select.poll()
-    poller.register(connection.fileno(), events)
-    return sum(ready for _, ready in poller.poll(0))
 
 
 class Accepted(asyncio.BaseProtocol):

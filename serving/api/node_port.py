@@ -20,7 +20,7 @@ from serving.api.http import Answering, answer_whole, listening_beside
 from serving.api.http_messages import error_reply
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
-from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, check_library, make_observations
+from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, make_observations
 from serving.observe.watch import NODE_FAMILIES, Sample, StateCollector, node_samples, version_samples
 from shard_node.engine.base import CardsUse
 from shard_node.errors import CardError, TlsHandshakeError
@@ -41,7 +41,6 @@ class NodeMetrics:
     """Counts and times of one shard node, at the address `replica`. Implements `RequestWatch`; thread-safe."""
 
     def __init__(self, node: ShardNode) -> None:
-        check_library()
         self.replica = ""
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -90,7 +89,7 @@ class NodeMetrics:
         self._errors.labels(api, kind).inc()
 
     def of(self, server: NodeServer, replica: str) -> None:
-        """Tell of a server's requests and connections; `replica` is where routers reach it."""
+        """Report a server's requests and connections; `replica` is where routers reach it."""
         self.replica = replica
         self._in_flight.set_function(lambda: server.in_flight)
         self._connections.set_function(lambda: server.num_connections)
@@ -104,11 +103,11 @@ class NodeMetrics:
     def _samples(self) -> Iterator[Sample]:
         failed: list[Generation[LoadedTables]] = []
 
-        def cards_of(one: Generation[LoadedTables]) -> CardsUse | None:
+        def cards_of(generation: Generation[LoadedTables]) -> CardsUse | None:
             try:
-                return one.payload.engine.cards()
+                return generation.payload.engine.cards()
             except CardError:
-                failed.append(one)
+                failed.append(generation)
                 return None
 
         info, now = self._node.info(cards_of), time.time()

@@ -17,6 +17,7 @@ from serving.cli import GroupWithExamples, WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.output import stdout_console
 from serving.cli.settings import Options, Protection, config_of, opened_registry
+from serving.fleet.process import StopRequestedError, run_until_signalled, run_until_stopped
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning, FleetConfig
@@ -201,8 +202,6 @@ def _run(config: FleetConfig, scheme: str) -> None:
 
 
 def _until_stopped(program: Callable[[], Awaitable[None]]) -> None:
-    from serving.fleet.process import StopRequestedError, run_until_signalled
-
     try:
         run_until_signalled(program)
     except StopRequestedError:
@@ -300,7 +299,7 @@ def coordinator(url: str, owner: str | None, **times: float | None) -> None:
             click.echo(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
 
-    settings.run_until_stopped(program)
+    run_until_stopped(program)
 
 
 @click.command(cls=WithExamples)
@@ -340,7 +339,7 @@ def dashboard(url: str, **options: Any) -> None:
             click.echo(f"dashboard: {settings.scheme(options)}://{options['host']}:{port}/")
             await asyncio.Event().wait()
 
-    settings.run_until_stopped(program)
+    run_until_stopped(program)
 
 
 @click.group(cls=GroupWithExamples)

@@ -18,7 +18,7 @@ import click
 from serving.cli import WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.settings import Options, Protection, config_of
-from serving.fleet.process import notify_once_ready, notify_ready
+from serving.fleet.process import notify_once_ready, notify_ready, run_until_stopped
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRecord, FleetRegistry
@@ -280,7 +280,7 @@ def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
                 notify_ready()
                 await asyncio.Event().wait()
 
-    settings.run_until_stopped(program)
+    run_until_stopped(program)
 
 
 def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> list[str]:
@@ -418,7 +418,7 @@ def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
     # processes on one machine a lookup of 1 ms takes 15 ms and more.
     torch.set_num_threads(1)
     try:
-        settings.run_until_stopped(program, loop_factory=uvloop.new_event_loop)
+        run_until_stopped(program, loop_factory=uvloop.new_event_loop)
     finally:
         node.close()
 

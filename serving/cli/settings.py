@@ -532,15 +532,3 @@ def node_config(options: Options, node_id: str, address: str = "", **more: Any) 
         "memory_budget_bytes": to_bytes(options["memory_budget_gb"]),
     }
     return config_of(NodeConfig, options, node_id=node_id, address=address, **memory, **more)
-
-
-def run_until_stopped(
-    program: Callable[[], Awaitable[None]], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-) -> None:
-    """Run a program until SIGTERM or SIGINT, which is how it should end."""
-    from serving.fleet.process import StopRequestedError, run_until_signalled
-
-    try:
-        run_until_signalled(program, loop_factory=loop_factory)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)

@@ -119,22 +119,13 @@ class FleetConfig(Frozen):
 
     @property
     def registry_url(self) -> str:
-        """Returns the registry that was named, or the store's own."""
-        if not isinstance(self.store, Path):
-            return self.registry or ""
-        return str(self.store.resolve() / STORE_REGISTRY) if self.registry is None else self.registry
+        """The registry that was named, or the store's own."""
+        return self.registry or str(Path(str(self.store)).resolve() / STORE_REGISTRY)
 
     @property
     def plan_arguments(self) -> list[str]:
         """The flag by which children find the plan file."""
         return [] if self.plan_file is None else ["--plan", str(self.plan_file.resolve())]
-
-    def read_plan(self) -> PlanFile | None:
-        """Read the plan file. Raises PlanError if it can't be read, or is of a model that is not served."""
-        file = None if self.plan_file is None else PlanFile.read(self.plan_file)
-        if file is not None and file.model not in self.models:
-            raise PlanError(f"{self.plan_file}: model is {file.model!r}, allowed here are {list(self.models)}")
-        return file
 
     @property
     def shard_nodes(self) -> dict[str, int]:
@@ -256,10 +247,11 @@ def _planned(store: Store, config: FleetConfig, model: str, version: int) -> tup
     with store.hold(model, version, with_rows=False, verify=False) as held:
         rows_here = isinstance(config.store, Path)
         snapshot = Snapshot.open(held.path, verify=False, rows_here=rows_here)
-        plan = Plan.of_snapshot(
-            snapshot, config.shards, config.sharding, config.cards, config.replicate_bytes, config.read_plan()
-        )
-        return snapshot, plan
+        file = None if config.plan_file is None else PlanFile.read(config.plan_file)
+        if file is not None and file.model not in config.models:
+            raise PlanError(f"{config.plan_file}: model is {file.model!r}, allowed here are {list(config.models)}")
+        division = config.shards, config.sharding, config.cards, config.replicate_bytes
+        return snapshot, Plan.of_snapshot(snapshot, *division, file)
 
 
 async def _choose(
@@ -346,10 +338,10 @@ def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
         raise NotYetError(f"version {version} of {model!r} is not live yet")
 
 
-async def ask_lock(fleet: FleetRegistry, key: str, process_id: int) -> None:
-    """Find out whether anybody holds a lock: a process that stands by is as good as the one that has it."""
-    if await fleet.registry.holder(key) is None:
-        raise NotYetError(f"nobody holds {key} yet")
+async def ask_coordinator(fleet: FleetRegistry, process_id: int) -> None:
+    """Find out whether anybody coordinates: a process that stands by is as good as the one that does. A `Probe`."""
+    if await fleet.registry.holder(COORDINATOR_LOCK) is None:
+        raise NotYetError(f"nobody holds {COORDINATOR_LOCK} yet")
 
 
 @contextlib.contextmanager
@@ -503,7 +495,7 @@ def _node_specs(
     """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
     owner = config.coordinator_command(f"{COORDINATOR}-{run_directory.name}")
-    specs = [ChildSpec(COORDINATOR, shardrank_command(*owner), partial(ask_lock, fleet, COORDINATOR_LOCK), environment)]
+    specs = [ChildSpec(COORDINATOR, shardrank_command(*owner), partial(ask_coordinator, fleet), environment)]
     for name in config.shard_nodes:
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
         command = shardrank_command(*config.shard_node_command(name, str(listen)))

@@ -20,7 +20,6 @@ from prometheus_client.registry import Collector
 
 from router.hot_keeper import HotStatus
 from router.outliers import ReplicaEvents
-from serving.errors import InternalError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 from shard_node.answer import WIRE_FORMS
 from shard_node.tracing import Outcome as TraceOutcome
@@ -40,7 +39,6 @@ _SECONDS = (
 )
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-_LOOK = (0.5, 1.0, 1.5, 4.0)
 Kept: TypeAlias = deque[tuple[tuple[Histogram, ...], tuple[float, ...]]]
 
 
@@ -113,7 +111,6 @@ class ServingMetrics:
     """Counts and times of one service; `state` is read when they are. Thread-safe."""
 
     def __init__(self, state: Collector | None = None) -> None:
-        check_library()
         self._state = state
         # A registry of its own, so that several services in one process don't share names.
         registry = self._registry = CollectorRegistry()
@@ -302,31 +299,12 @@ def make_observations(kept: Kept) -> None:
 
 
 def observe_all(histogram: Histogram, values: list[float]) -> None:
-    """Observe many values at once, none NaN: the library's own way looks for the bucket of one after the other."""
+    """Observe many values at once, none NaN: the library's own way looks for the bucket of one after the other.
+
+    It fills the library's private fields; a test compares them with what the library makes of the same values.
+    """
     buckets = np.searchsorted(histogram._upper_bounds, values)
     for bucket, count in enumerate(np.bincount(buckets).tolist()):
         if count:
             histogram._buckets[bucket].inc(count)
     histogram._sum.inc(sum(values))
-
-
-def check_library() -> None:
-    """Refuse a library whose histograms are kept in another way than `observe_all` fills them."""
-    # In files that processes share, what is made for a look would stay and be told.
-    if MULTIPROCESS_VARIABLE in os.environ:
-        return
-    together, one_by_one = (
-        Histogram("checked", "Made for a look.", buckets=(1.0, 2.0), registry=None) for _ in range(2)
-    )
-    try:
-        observe_all(together, list(_LOOK))
-        for value in _LOOK:
-            one_by_one.observe(value)
-        told, expected = (
-            [one for one in next(iter(histogram.collect())).samples if not one.name.endswith("_created")]
-            for histogram in (together, one_by_one)
-        )
-    except (AttributeError, IndexError, TypeError) as error:
-        raise InternalError(f"a Histogram of prometheus_client has other fields: {error}") from error
-    if told != expected:
-        raise InternalError(f"a Histogram of prometheus_client tells {told}; observed one by one, {expected}")

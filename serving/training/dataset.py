@@ -8,7 +8,6 @@ history then tells its label. At test time they come from the whole training par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,8 +38,6 @@ PRIOR_RATINGS = 5.0
 NOT_A_US_ZIP_CODE = 1000
 
 RankingKind = Literal["target_attention", "dlrm", "dcn_v2", "mlp"]
-
-
 CROSSES: dict[str, tuple[str, str]] = {
     "user_genre": ("user_id", "genre"),
     "occupation_film": ("occupation", "film_id"),
@@ -132,9 +129,8 @@ def _film_tables(interactions: Interactions, options: FilmsOptions) -> dict[str,
         found["zip_codes"] = {"num_embeddings": NUM_ZIP_ROWS, "id_mapping": {"kind": "hash", "seed": 1}}
         found["zip_codes"] |= {"feature_names": ("zip_code",)}
     if options.crosses:
-        crossed = _Crosses(interactions)
         for name in CROSSES:
-            ids, _ = crossed.ids(name, interactions.user_index, interactions.film_index)
+            ids, _ = _cross_ids(interactions, name, interactions.user_index, interactions.film_index)
             found[name] = {"num_embeddings": np.unique(ids).size, "feature_names": (name,)}
             found[name] |= {"id_mapping": {"kind": "hash", "salt": "per_feature"}}
     return found
@@ -163,27 +159,25 @@ def _described_tables(tables: dict[str, dict[str, Any]], options: FilmsOptions) 
     return tuple(found)
 
 
-class _Crosses:
-    """Ids of pairs: the user's number times how many numbers films have, plus the film's; all below 2^63."""
+def _cross_ids(
+    data: Interactions, name: str, user_index: Int64Array, film_index: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Return of pairs of a user and a film, int64 [n] positions each, the ids, and int64 [n] how many each has.
 
-    def __init__(self, interactions: Interactions) -> None:
-        self._data = interactions
-        words = {word: number for number, word in enumerate(sorted(set(interactions.users.occupations)))}
-        self._of_user: Mapping[str, Int64Array] = {
-            "user_id": interactions.users.ids,
-            "occupation": np.array([words[word] for word in interactions.users.occupations], np.int64),
-            "age": _age_buckets(interactions),
-            "zip_code": _zip_areas(interactions),
-        }
-
-    def ids(self, name: str, user_index: Int64Array, film_index: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return of pairs of a user and a film, int64 [n] positions each, the ids, and int64 [n] how many each has."""
-        of_user, of_film = CROSSES[name]
-        films, users = self._data.films, self._of_user[of_user][user_index]
-        if of_film == "film_id":
-            return users * int(films.ids[-1] + 1) + films.ids[film_index], np.ones(film_index.size, np.int64)
-        lengths, positions = positions_in(films.genre_offsets, film_index)
-        return np.repeat(users, lengths) * len(films.genre_names) + films.genre_ids[positions], lengths
+    An id is the user's number times how many numbers films have, plus the film's; all are below 2^63.
+    """
+    of_user, of_film = CROSSES[name]
+    if of_user == "user_id":
+        numbers = data.users.ids
+    elif of_user == "occupation":
+        numbers = np.unique(np.array(data.users.occupations), return_inverse=True)[1]
+    else:
+        numbers = _age_buckets(data) if of_user == "age" else _zip_areas(data)
+    users = numbers[user_index]
+    if of_film == "film_id":
+        return users * int(data.films.ids[-1] + 1) + data.films.ids[film_index], np.ones(film_index.size, np.int64)
+    lengths, positions = positions_in(data.films.genre_offsets, film_index)
+    return np.repeat(users, lengths) * len(data.films.genre_names) + data.films.genre_ids[positions], lengths
 
 
 def films_vocabularies(interactions: Interactions, spec: ModelSpec) -> dict[str, Vocabulary]:
@@ -315,9 +309,8 @@ def _grouped(
     }
     lengths |= {"history": history_lengths, "film_id": np.ones(films.size, np.int32), "genre": genre_lengths}
     if any(feature.name in CROSSES for feature in spec.features):
-        crossed, user_of = _Crosses(data), data.user_index[samples]
         for name in CROSSES:
-            values[name], lengths[name] = crossed.ids(name, user_of, films)
+            values[name], lengths[name] = _cross_ids(data, name, data.user_index[samples], films)
     statistics = dataset.film_statistics(films, left_out)[:, : spec.dense_inputs.candidate]
     requests = GoldenRequests(
         num_candidates=counts.astype(np.int32),

@@ -159,8 +159,7 @@ class RankingNetwork(nn.Module):
 
     def parameter(self, table: str) -> nn.Parameter:
         """Return the rows of a stored table, to be trained."""
-        found: nn.Parameter = self.tables[_key(table)]
-        return found
+        return self.tables.get_parameter(_key(table))
 
     def rows(self) -> dict[str, Float32Array]:
         """Return the rows of every stored table."""
