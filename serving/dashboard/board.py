@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -50,37 +50,14 @@ MAX_WAITING = 8
 _encode = msgspec.json.Encoder().encode
 
 
-class Source(Protocol):
-    """What the page shows. Belongs to one event loop.
+class FleetSource:
+    """A fleet, by its registry, which `open_registry` opens and `close` closes. Belongs to one event loop.
 
     Attributes:
         name: for people, without secrets.
         note: what the page must say of its numbers; "" for nothing.
         fixed: why nothing can be changed here; "" if it can.
     """
-
-    name: str
-    note: str
-    fixed: str
-
-    async def look(self) -> FleetState:
-        """Read it. Raises RegistryError."""
-        ...
-
-    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """Do as `shardrank rollback`, if nothing that was seen has changed.
-
-        Raises RolloutError if it has, or can't be rolled back; RegistryError.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End connections."""
-        ...
-
-
-class FleetSource:
-    """A fleet, by its registry, which `open_registry` opens and `close` closes."""
 
     note = fixed = ""
 
@@ -89,15 +66,15 @@ class FleetSource:
         self.name = self._fleet.name
 
     async def look(self) -> FleetState:
-        """As `Source.look`."""
+        """Read it. Raises RegistryError."""
         return await read_fleet(self._fleet)
 
     async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """As `Source.roll_back`."""
+        """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
         return await roll_back(self._fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
 
     async def close(self) -> None:
-        """As `Source.close`."""
+        """End connections."""
         await self._fleet.registry.close()
 
 
@@ -117,7 +94,7 @@ class ProcessSource:
             )
 
     async def look(self) -> FleetState:
-        """As `Source.look`."""
+        """Read it."""
         wanted = {}
         for model, version in self._service.generations.live_versions().items():
             choice = self._service.canary(model)
@@ -146,11 +123,11 @@ class ProcessSource:
         return FleetState(nodes=(itself, *self._shards()), wanted=wanted)
 
     async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """As `Source.roll_back`."""
+        """Raise RolloutError."""
         raise RolloutError(f"{model}: {self.fixed}")
 
     async def close(self) -> None:
-        """As `Source.close`."""
+        """Do nothing: it has no connections."""
 
     def _shards(self) -> Iterator[NodeRecord]:
         # A node that holds several models is told by each of them.
@@ -165,6 +142,9 @@ class ProcessSource:
                 num_shards=info.identity.num_shards,
                 versions=tuple(_reports(info)),
             )
+
+
+Source: TypeAlias = FleetSource | ProcessSource
 
 
 def _reports(info: NodeInfo) -> Iterator[VersionReport]:

@@ -213,31 +213,19 @@ class ServingMetrics:
             out=lambda shard, more: ejected.labels(model, str(shard)).inc(more),
         )
 
-    def card_batch(self, model: str, *, is_graph: bool) -> None:
-        """Count a batch that was ranked on a card."""
-        self._counters["card_batches"].labels(model, "graph" if is_graph else "launches").inc()
+    def count(self, name: str, *labels: object, by: float = 1) -> None:
+        """Count by one of the names of `_COUNTERS`, and its labels."""
+        self._counters[name].labels(*map(str, labels)).inc(by)
 
-    def dtype_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
-        """Say whether a version serves in another dtype than was asked for."""
-        self._gauges["dtype_fallback"].labels(model, str(version)).set(float(fell_back))
-
-    def wire_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
-        """Say whether shards answer with other sums than were asked for."""
-        self._gauges["wire_fallback"].labels(model, str(version)).set(float(fell_back))
-
-    def dense_step(self, model: str, version: int, step: int) -> None:
-        """Say which set of dense weights a version has."""
-        self._gauges["dense_step"].labels(model, str(version)).set(step)
-
-    def dense_refused(self, model: str, version: int) -> None:
-        """Count a set of dense weights that was refused."""
-        self._counters["dense_steps_refused"].labels(model, str(version)).inc()
+    def set_version(self, name: str, model: str, version: int, value: float) -> None:
+        """Set one of the gauges that have a value for each version."""
+        self._gauges[name].labels(model, str(version)).set(value)
 
     def hot_rows(self, status: HotStatus) -> None:
         """Say what a version's tier of hot rows holds, and count what it counted since it told last."""
         values = {"hot_rows": status.rows, "hot_bytes": status.size_bytes, "hot_sequence": status.sequence}
         for name, value in values.items():
-            self._gauges[name].labels(status.model, str(status.version)).set(value)
+            self.set_version(name, status.model, status.version, value)
         for table, lookups, hits in zip(status.tables, status.lookups.tolist(), status.hits.tolist(), strict=True):
             if lookups:
                 self._counters["hot_lookups"].labels(status.model, table).inc(lookups)
@@ -247,10 +235,6 @@ class ServingMetrics:
         """Count requests that were chosen to be recorded: `written`, with their bytes on disk, or `dropped`."""
         self._counters["recorded_requests"].labels(outcome).inc(requests)
         self._counters["recorded_bytes"].inc(size_bytes)
-
-    def warmed(self, model: str, version: int, requests: int) -> None:
-        """Count recorded requests that a version ranked before it was ready."""
-        self._counters["warmed_requests"].labels(model, str(version)).inc(requests)
 
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""

@@ -33,14 +33,17 @@ from serving.training.dataset import (
     CROSSES,
     FilmsDataset,
     FilmsOptions,
+    Interactions,
     LabelledRequests,
+    TrainingError,
     evaluation_requests,
     films_description,
     films_vocabularies,
+    generate_interactions,
+    read_movielens,
     training_requests,
     with_bucketing,
 )
-from serving.training.interactions import Interactions, TrainingError, generate_interactions, read_movielens
 from serving.training.network import RankingNetwork, RequestBatches, TrainedModel, float32_scores, undivided
 from shard_node.bags import Float32Array, Int64Array
 
