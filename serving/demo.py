@@ -81,13 +81,9 @@ class DemoConfig(Frozen):
 class DemoReport(Frozen):
     """What `--json` writes. Latencies are with one request in flight, after a warm-up, over every test request.
 
-    Attributes:
-        auc_fp32: of the float32 model in-process, over the test part; `auc_served` of the scores that came over HTTP.
-        auc_item_mean: of scoring each film by its mean training label.
-        max_score_diff: largest difference of a served score from the float32 model's.
-        scores_identical: whether HTTP and gRPC gave the same bits for every candidate.
-        requests: sent over both APIs, warm-up included; `errors` were not answered with a score for each candidate.
-        float32_bytes: the snapshot's rows unquantised.
+    The AUCs over the test part are of the float32 model in-process, of the scores that came over HTTP, and of scoring
+    each film by its mean training label. `errors` were not answered with a score for each candidate; `float32_bytes`
+    are the snapshot's rows unquantised.
     """
 
     source: str

@@ -37,8 +37,7 @@ class ServerConfig(Frozen):
 
     Attributes:
         http_port, grpc_port: 0 takes a free one.
-        admin_port: for probes, metrics and the status page, which a thread of its own answers; 0 takes a free one, None
-            has none.
+        admin_port: for probes, metrics and the status page; 0 takes a free one, None has none.
         shutdown_delay_s: how long it goes on to take requests after SIGTERM, not ready any more and closing each
             connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
         drain_timeout_s: how long requests in flight may take after that.

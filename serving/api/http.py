@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, TypeAlias
 
 import uvicorn
 import uvloop
@@ -319,11 +319,8 @@ class HttpServer:
             await asyncio.sleep(period_s)
 
 
-class Answering(NamedTuple):
-    """An application, and what ends its endless streams."""
-
-    app: ASGIApp
-    end_streams: Callable[[], None] = lambda: None
+Answering: TypeAlias = tuple[ASGIApp, Callable[[], object]]
+"""An application, and what ends its endless streams."""
 
 
 @contextlib.asynccontextmanager
@@ -343,8 +340,7 @@ async def running_admin(
         async with contextlib.AsyncExitStack() as stack:
             board = None if page is None else await stack.enter_async_context(run_board(page))
             app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
-            answer = partial(answer_whole, app)
-            yield Answering(answer) if board is None else Answering(answer, board.close)
+            yield partial(answer_whole, app), (lambda: None) if board is None else board.close
 
     async with listening_beside(
         service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl
@@ -373,11 +369,11 @@ async def listening_beside(
 
     async def listen() -> None:
         try:
-            async with opening as answering:
-                server = HttpServer(limits, clock, failed, ADMIN_DRAIN_TIMEOUT_S, answering.app, ssl=ssl)
+            async with opening as (app, end_streams):
+                server = HttpServer(limits, clock, failed, ADMIN_DRAIN_TIMEOUT_S, app, ssl=ssl)
                 bound.set_result(await server.start(host, port))
                 await stop.wait()
-                answering.end_streams()
+                end_streams()
                 await server.stop()
         except Exception as error:
             if bound.done():

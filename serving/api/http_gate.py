@@ -499,12 +499,9 @@ class Gates(Front[Gate]):
 
     Attributes:
         is_draining: whether each answer is its connection's last.
-        idle, receiving: connections between two requests; with one that is not complete.
         lingering: connections that have their answer and send the rest of a body all the same.
         unread: connections whose peer does not take its answer.
-        closing: connections that have something still to be written.
         ahead: connections that are not read from, because a request was sent ahead of an answer.
-        read_buffer: what comes is read into it, for one connection after the other.
     """
 
     def __init__(

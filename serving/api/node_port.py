@@ -7,7 +7,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -130,7 +130,7 @@ async def running_node_port(
     metrics = NodeMetrics(node)
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
     app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
-    answering = nullcontext(Answering(partial(answer_whole, app)))
+    answering: AbstractAsyncContextManager[Answering] = nullcontext((partial(answer_whole, app), lambda: None))
     async with listening_beside(
         RequestLimits(), time.monotonic, metrics.failed, answering, address.host, address.port, context
     ) as port:

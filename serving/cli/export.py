@@ -172,9 +172,9 @@ class Pruned(NamedTuple):
         """Compile a description (of the file `path`) with counts.
 
         `counts` and `keep` are files that `read_access_counts` takes, of lookups, added up, and of rows that stay;
-        `ids` traces of raw ids that `read_traces` takes, which size tables and count as well. With `prune`, rows with the
-        fraction `keep_share` of the lookups stay, if it is None all that were looked up; `blocks` are tables that
-        training divided.
+        `ids` traces of raw ids that `read_traces` takes, which size tables and count as well. With `prune`, the rows of
+        `keep_share` of the lookups stay, if it is None all that were looked up; `blocks` are tables that training
+        divided.
 
         Raises:
             ExportError: counts are missing or do not fit, nothing would be left of a table, or as `compiled`.

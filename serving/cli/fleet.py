@@ -170,10 +170,9 @@ def _what(options: Options) -> dict[str, Any]:
 
     store, models, version = options["store"], options["models"], options["version"]
     if options["snapshot"] is not None:
-        if store is not None or models or version is not None:
-            raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
+        folder = settings.snapshot_folder(store, next(iter(models), None), version, options["snapshot"])
         # Only the manifest and the headers: each child checks the files that it loads.
-        snapshot = Snapshot.open(options["snapshot"].resolve(), verify=False)
+        snapshot = Snapshot.open(folder.resolve(), verify=False)
         name = snapshot.spec.model
         return {"store": snapshot.path.parent.parent, "models": (name,), "versions": {name: snapshot.version}}
     if store is None:

@@ -76,10 +76,7 @@ class FleetConfig(Frozen):
         versions: what a model begins with, by model. One that is not named goes on with the version that the registry
             has live; the first time, with the store's latest.
         registry: its URL or folder; None for the folder `.registry` in the store.
-        replicas, cards: nodes of each shard, and cards of each node.
         plan_file: says how its model's rows are divided, in place of sharding and of what the snapshot carries.
-        workers: serving processes on one HTTP and one gRPC port; port 0 is any free one.
-        environment: of every child, added to that of this process.
         on: `here`, or on the hosts of a Ray cluster: then several numbers of shards may be there at a time, and names
             of shard nodes say which one is theirs.
     """
@@ -123,11 +120,6 @@ class FleetConfig(Frozen):
         return self.registry or str(Path(str(self.store)).resolve() / STORE_REGISTRY)
 
     @property
-    def plan_arguments(self) -> list[str]:
-        """The flag by which children find the plan file."""
-        return [] if self.plan_file is None else ["--plan", str(self.plan_file.resolve())]
-
-    @property
     def shard_nodes(self) -> dict[str, int]:
         """The shard of each node, by name; children and nodes have the same names."""
         of = f"of-{self.shards}-" if self.on == "ray" else ""
@@ -139,11 +131,12 @@ class FleetConfig(Frozen):
         return [f"serve-{worker}" for worker in range(self.workers)]
 
     @property
-    def store_arguments(self) -> list[str]:
-        """Flags by which every child finds what it serves, and checks it whenever it loads it."""
+    def common_arguments(self) -> list[str]:
+        """Flags by which every child finds what it serves, and how that is divided; it checks whatever it loads."""
         models = [argument for model in self.models for argument in ("--model", model)]
         store = ["--store", str(self.store.resolve())] if isinstance(self.store, Path) else self.store.arguments
-        return [*store, *models, "--verify" if self.verify else "--no-verify"]
+        plan = [] if self.plan_file is None else ["--plan", str(self.plan_file.resolve())]
+        return [*store, *models, "--verify" if self.verify else "--no-verify", *plan]
 
     def coordinator_command(self, owner: str) -> list[str]:
         """Return the arguments of `shardrank` for a coordinator: one that comes after another is the same owner."""
@@ -153,13 +146,13 @@ class FleetConfig(Frozen):
         """Return the arguments of `shardrank` for one of `shard_nodes`, but the registry."""
         shard = f"{self.shard_nodes[name]}/{self.shards}"
         own = ["--log-level", self.log_level, "shard-node", "--node-id", name, "--shard", shard, "--listen", listen]
-        divided = ["--cards", str(self.cards), "--sharding", self.sharding, *self.plan_arguments]
+        divided = ["--cards", str(self.cards), "--sharding", self.sharding]
         divided += ["--replicate-bytes", str(self.replicate_bytes)]
-        return [*own, *self.store_arguments, *divided, *self.shard_node_arguments]
+        return [*own, *self.common_arguments, *divided, *self.shard_node_arguments]
 
     def worker_flags(self, name: str) -> list[str]:
         """Return the flags of `shardrank serve` for one of `worker_names`, but ports and the registry."""
-        return [*self.store_arguments, *self.plan_arguments, *self.serve_arguments, "--node-id", name]
+        return [*self.common_arguments, *self.serve_arguments, "--node-id", name]
 
 
 @dataclass(frozen=True, slots=True)

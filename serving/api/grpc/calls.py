@@ -154,9 +154,9 @@ class MessageReader:
         self.missing = 0
 
     @property
-    def is_between(self) -> bool:
-        """Whether no message is under way."""
-        return not self._prefix and not self.missing
+    def is_amid_message(self) -> bool:
+        """Whether some of a message has come, but not all of it."""
+        return bool(self._prefix or self.missing)
 
     def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
         """Read up to the end of a message.
@@ -343,7 +343,7 @@ class GrpcCall:
     def ended(self) -> None:
         """Note that no further message comes."""
         self._has_all = True
-        if not self._ignores_more and not self._reader.is_between:
+        if not self._ignores_more and self._reader.is_amid_message:
             self._end_with(InvalidRequestError("", "the call ends before its request message does", kind="malformed"))
         self._wake()
 
