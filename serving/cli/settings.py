@@ -346,12 +346,9 @@ def recording(options: Options, service: RankingService) -> Iterator[None]:
 
     max_bytes = options["record_max_mb"] * 1_000_000
     config = RecordingConfig(folder=options["record"], share=options["record_share"], max_bytes=max_bytes)
-    recorder = RequestRecorder(config, service.metrics.recorded, clock=service.clock)
-    service.on_ranked += (recorder.offer,)
-    try:
+    with contextlib.closing(RequestRecorder(config, service.metrics.recorded, clock=service.clock)) as recorder:
+        service.on_ranked += (recorder.offer,)
         yield
-    finally:
-        recorder.close()
 
 
 def warming(options: Options) -> Warming | None:
