@@ -77,8 +77,8 @@ class _IndexBody(msgspec.Struct):
 
 def _drop_defaults(schema: dict[str, Any]) -> None:
     # None stands for what is absent; null itself is refused but for weights.
-    for one in schema["properties"].values():
-        one.pop("default", None)
+    for field in schema["properties"].values():
+        field.pop("default", None)
 
 
 class _RequestBody(BaseModel):

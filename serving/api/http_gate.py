@@ -14,6 +14,7 @@ import socket
 import ssl as tls
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain, takewhile
 from typing import Literal, TypeAlias, cast
 
@@ -515,6 +516,7 @@ class Gates(Front[Gate]):
         refuse: Refuse = lambda head: None,
     ) -> None:
         super().__init__(buffers, limits.max_connections, limits.receive_timeout_s, ssl)
+        self.new_connection = partial(Gate, self)
         self.limits, self.clock, self.refuse = limits, clock, refuse
         self.new_protocol, self._failed = new_protocol, failed
         self.is_draining = False
@@ -524,10 +526,6 @@ class Gates(Front[Gate]):
         self.ahead: set[Gate] = set()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
         self._ended: Counter[str] = Counter()
-
-    def new_connection(self, address: str) -> Gate:
-        """See `Front`."""
-        return Gate(self, address)
 
     def idle_connections(self) -> Iterable[Gate]:
         """See `Front`: then those of which nothing has come."""

@@ -176,8 +176,11 @@ class Front(abc.ABC, Generic[Made]):
     """Accepts connections as far as limits allow, and shakes hands with each if it speaks TLS.
 
     At most `MAX_HANDSHAKES` are under way; one more ends the oldest: honest ones take milliseconds. One that fails is
-    noted by the kind of its error. Connections are `open` from when they are accepted until they are lost.
+    noted by the kind of its error. Connections are `open` from when they are accepted until they are lost. A subclass
+    sets `new_connection`, which makes the protocol of a connection from its address.
     """
+
+    new_connection: Callable[[str], Made]
 
     def __init__(
         self, buffers: ByteBudget, max_connections: int, handshake_timeout_s: float, ssl: tls.SSLContext | None
@@ -191,10 +194,6 @@ class Front(abc.ABC, Generic[Made]):
         # Connections that are not made yet; those that came first are first.
         self._connecting: dict[asyncio.Task[None], None] = {}
         self._all_closed = asyncio.Event()
-
-    @abc.abstractmethod
-    def new_connection(self, address: str) -> Made:
-        """Make the protocol of a new connection."""
 
     @abc.abstractmethod
     def idle_connections(self) -> Iterable[Made]:

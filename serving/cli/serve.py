@@ -561,14 +561,13 @@ async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
     from loader.errors import RegistryUnavailableError
     from shard_node.agent.node_agent import join_fleet
 
-    told = False
+    level = logging.WARNING
     while True:
         try:
             return await join_fleet(fleet, record)
         except RegistryUnavailableError as error:
-            if not told:
-                logger.warning("waits for the registry: %s", error)
-            told = True
+            logger.log(level, "waits for the registry: %s", error)
+            level = logging.DEBUG
             await asyncio.sleep(_JOIN_RETRY_S)
 
 

@@ -51,19 +51,13 @@ HOT_ROWS = ("hot_rows_gb", "hot_rows")
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
 SERVING = (
-    *("limits_file", "limit", "admin_port", *_TLS, *_NODE_TLS, "tls_role", "tokens", *TRACES, "trace_sample_share"),
+    *("admin_port", *_TLS, *_NODE_TLS, "tls_role", "tokens", *TRACES, "trace_sample_share"),
     *("ranking_replicas", "dtype", "wire_dtype", "replica_policy", *HOT_ROWS, "trust_exported"),
 )
 """Options of a serving process that whoever starts several passes on as they are."""
 _HELD: list[HeldSnapshot] = []
 """Versions that the one command of this process works with."""
-_FLAGS = {
-    "shards": "--shard",
-    "models": "--model",
-    "plan_file": "--plan",
-    "detached": "--detach",
-    "limits_file": "--limits",
-}
+_FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan", "detached": "--detach"}
 
 
 def config_of(schema: type[Config], options: Options, prefix: str = "", /, **more: Any) -> Config:
@@ -401,9 +395,10 @@ def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]
 
 def serving_arguments(options: Options) -> list[str]:
     """Return the flags that give a serving process the same options. Raises UsageError for wrong limits or traces."""
-    read_limits(options)
+    limits = read_limits(options).model_dump(exclude_unset=True)
     trace_config(options, "")
-    return arguments(options, SERVING)
+    passed = [f"--limit={name}={value}" for name, value in limits.items()]
+    return passed + arguments(options, SERVING)
 
 
 def trace_config(options: Options, service_name: str) -> TraceConfig | None:

@@ -302,33 +302,28 @@ async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: 
 
 
 async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], process_id: int) -> None:
-    """Find out from what a node announces whether it has the live version of each model; a `Probe` of `process_id`.
+    """Raise NotYetError or RefusedError unless a node announces that it has the live version of each model.
 
-    A model of which no version is live yet asks for nothing.
+    A `Probe` of `process_id`. A model of which no version is live yet asks for nothing.
     """
     announced = {node.node_id: node for node in await fleet.nodes() if node.process_id == process_id}
     if node_id not in announced:
         raise NotYetError(f"{node_id} has not announced itself yet")
+    record = announced[node_id]
     for model, wanted in (await fleet.wanted()).items():
-        if model in models:
-            _check_live(announced[node_id], wanted)
-
-
-def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
-    """Raise NotYetError or RefusedError unless the node does what is wanted of it for one model."""
-    model, version = wanted.model, wanted.live
-    if record.kind == "shard":
-        version = answering_version(wanted, record.node_id, record.num_shards)
-    if version is None:
-        return
-    report = record.report(model, version)
-    if report is not None and report.state == "refused":
-        raise RefusedError(f"version {version} of {model!r}: {report.reason}")
-    if report is None or report.state != "ready":
-        told = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
-        raise NotYetError(f"version {version} of {model!r} is {told}")
-    if record.kind == "serving" and record.live.get(model) != version:
-        raise NotYetError(f"version {version} of {model!r} is not live yet")
+        version = wanted.live
+        if record.kind == "shard":
+            version = answering_version(wanted, record.node_id, record.num_shards)
+        if model not in models or version is None:
+            continue
+        report = record.report(model, version)
+        if report is not None and report.state == "refused":
+            raise RefusedError(f"version {version} of {model!r}: {report.reason}")
+        if report is None or report.state != "ready":
+            state = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
+            raise NotYetError(f"version {version} of {model!r} is {state}")
+        if record.kind == "serving" and record.live.get(model) != version:
+            raise NotYetError(f"version {version} of {model!r} is not live yet")
 
 
 async def ask_coordinator(fleet: FleetRegistry, process_id: int) -> None:
