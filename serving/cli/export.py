@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from loader.access_counts import AccessCounts
     from loader.description import ModelDescription, TableDescription
-    from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.per_row import Vocabulary
     from loader.snapshot.row_classes import RowClasses
@@ -98,6 +97,8 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
       shardrank export --checkpoint model.safetensors --model films.json --store s3://bucket/models
     """
     from loader.divided_rows import divide_rows
+    from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.tensor_files import load_numpy
     from loader.snapshot.writer import export_snapshot
     from router.plan_file import PlanFile
 
@@ -130,7 +131,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
                 # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
                 access_counts={**{table: counts[table] for table in counts.keys() - seen}, **made.access_counts},
                 row_classes=made.row_classes,
-                golden=None if golden is None else _read_golden(golden),
+                golden=None if golden is None else GoldenRequests.from_tensors(load_numpy(golden)),
                 metadata=dict(options["metadata"]),
                 plan=None if plan is None else plan.to_json().encode(),
                 progress=bars,
@@ -352,15 +353,3 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
         if not (line.isascii() and line.isdecimal() and int(line) < 2**63):
             raise ExportError(f"{path}, line {number}: {line!r:.40} is not a whole number below 2^63")
     return np.array([int(line) for line in lines], dtype=np.int64)
-
-
-def _read_golden(path: Path) -> GoldenRequests:
-    """Raise ExportError for a file that does not hold golden requests."""
-    from loader.errors import ExportError, SnapshotCorruptError
-    from loader.snapshot.golden import GoldenRequests
-    from loader.snapshot.tensor_files import load_numpy
-
-    try:
-        return GoldenRequests.from_tensors(load_numpy(path))
-    except SnapshotCorruptError as error:
-        raise ExportError(str(error)) from error
