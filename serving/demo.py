@@ -13,13 +13,13 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from loader.errors import ShardrankError
-from loader.progress import Progress, no_progress
+from loader.progress import Progress
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
@@ -81,13 +81,9 @@ class DemoConfig(Frozen):
 class DemoReport(Frozen):
     """What `--json` writes. Latencies are with one request in flight, after a warm-up, over every test request.
 
-    Attributes:
-        auc_fp32: of the float32 model in-process, over the test part; `auc_served` of the scores that came over HTTP.
-        auc_item_mean: of scoring each film by its mean training label.
-        max_score_diff: largest difference of a served score from the float32 model's.
-        scores_identical: whether HTTP and gRPC gave the same bits for every candidate.
-        requests: sent over both APIs, warm-up included; `errors` were not answered with a score for each candidate.
-        float32_bytes: the snapshot's rows unquantised.
+    The AUCs over the test part are of the float32 model in-process, of the scores that came over HTTP, and of scoring
+    each film by its mean training label. `errors` were not answered with a score for each candidate; `float32_bytes`
+    are the snapshot's rows unquantised.
     """
 
     source: str
@@ -159,13 +155,11 @@ async def rank_all(
     model: str,
     requests: Sequence[dict[str, Any]],
     num_candidates: list[int],
-    *,
-    warmup_requests: int,
-    progress: Progress = no_progress,
+    progress: Progress,
 ) -> Answers:
     """Rank every request (arguments of `AsyncClient.rank`) once, after a warm-up with the first ones."""
     answers = Answers(np.full(sum(num_candidates), np.nan, np.float32))
-    schedule = [(index % len(num_candidates), False) for index in range(warmup_requests)]
+    schedule = [(index % len(num_candidates), False) for index in range(WARMUP_REQUESTS)]
     schedule += [(index, True) for index in range(len(num_candidates))]
     starts = np.cumsum([0, *num_candidates])
     for done, (index, counts) in enumerate(schedule, start=1):
@@ -225,10 +219,10 @@ class UsersFilms:
             top.append((films.titles[film], genres, float(answer.scores[position])))
         return top
 
-    def request_lines(self, host: str, http_port: int, grpc_port: int, model: str, timeout_ms: int) -> list[str]:
+    def request_lines(self, at: Listening, model: str) -> list[str]:
         """Write a short request as a `curl` and as a `grpcurl` command."""
-        body = {**self.body(_PASTED_IDS), "timeout_ms": timeout_ms}
-        message: dict[str, Any] = {"model": model, "timeout_ms": timeout_ms}
+        body = {**self.body(_PASTED_IDS), "timeout_ms": TIMEOUT_MS}
+        message: dict[str, Any] = {"model": model, "timeout_ms": TIMEOUT_MS}
         for side in ("context", "candidates"):
             sparse = {name: {"ids": ids} for name, ids in body[side]["sparse"].items() if name != "genre"}
             message[side] = {"sparse": sparse}
@@ -238,14 +232,13 @@ class UsersFilms:
             "lengths": [len(bag) for bag in bags],
         }
         return [
-            f"curl -s http://{host}:{http_port}/v1/models/{model}:rank -d {shlex.quote(json.dumps(body))}",
-            f"grpcurl -plaintext -d {shlex.quote(json.dumps(message))} {host}:{grpc_port} "
+            f"curl -s http://{at.host}:{at.http_port}/v1/models/{model}:rank -d {shlex.quote(json.dumps(body))}",
+            f"grpcurl -plaintext -d {shlex.quote(json.dumps(message))} {at.host}:{at.grpc_port} "
             "shardrank.v1.RankingService/Rank",
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(NamedTuple):
     """What came back from the server; `top` is (title, genres, score) of the best of `films`."""
 
     http: Answers
@@ -383,9 +376,7 @@ async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -
         answers = {}
         for api, client in (("http", http), ("grpc", grpc)):
             with progress_bars() as bars:
-                answers[api] = await rank_all(
-                    api, client, model, arguments, num_candidates, warmup_requests=WARMUP_REQUESTS, progress=bars
-                )
+                answers[api] = await rank_all(api, client, model, arguments, num_candidates, bars)
             if answers[api].versions - {int(version.folder.name)}:
                 found = answers[api].versions
                 raise InternalError(f"{api}: versions {found} answered, expected {version.folder.name}")
@@ -444,12 +435,11 @@ def _show(console: Console, ranked: Ranked, report: DemoReport, json_file: Path 
     liked = "; ".join(data.films.titles[film] for film in films.history[:LIKED_SHOWN]) or "nothing yet"
     console.print(f"  liked lately: {liked}\n", markup=False, highlight=False)
     quality = (
-        ("each film's mean label", report.auc_item_mean),
-        ("the float32 model, in this process", report.auc_fp32),
-        ("the running server, int8 rows", report.auc_served),
+        ("each film's mean label", _number(report.auc_item_mean, 4)),
+        ("the float32 model, in this process", _number(report.auc_fp32, 4)),
+        ("the running server, int8 rows", _number(report.auc_served, 4)),
     )
-    cells = [(name, _number(value, 4)) for name, value in quality]
-    console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), cells))
+    console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), quality))
     if report.max_score_diff is not None:
         same = "the same bits" if report.scores_identical else "DIFFERENT scores"
         console.print(f"  largest difference of a score: {report.max_score_diff:.4f}; HTTP and gRPC gave {same}\n")
@@ -475,8 +465,7 @@ def _number(value: float | None, digits: int) -> str:
 
 async def _serve_on(console: Console, version: TrainedVersion, ranked: Ranked, at: Listening) -> None:
     console.print("\nStill serving. Ask it yourself, or press Ctrl-C:\n")
-    model = version.trained.spec.model
-    for line in ranked.films.request_lines(at.host, at.http_port, at.grpc_port, model, TIMEOUT_MS):
+    for line in ranked.films.request_lines(at, version.trained.spec.model):
         console.print(f"{line}\n", soft_wrap=True, markup=False, highlight=False)
     try:
         await asyncio.Event().wait()

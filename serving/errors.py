@@ -10,7 +10,7 @@ ShardrankError
     RecordingDamagedError         422  leave the file of recorded requests out
     FleetError                    500  a fleet can't be started
     Http2Error                         `serving.api.grpc.wire`: ends the connection
-    TrainingError                      `serving.training.interactions`: data or options of the built-in training
+    TrainingError                      `serving.training.dataset`: data or options of the built-in training
 
 Those that all packages raise are in `loader.errors`: a deadline that passes is always DeadlineExceededError, what is
 shed OverloadedError, what is not ready UnavailableError, and what is wrong with the process's own options ConfigError.

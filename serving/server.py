@@ -18,13 +18,12 @@ from pydantic import Field
 from loader.memory import settle_heap
 from loader.registry.registry import Registry
 from loader.snapshot.tables import Frozen
-from serving.api.dealing import Place
 from serving.api.grpc.services import GrpcServer
-from serving.api.http import HttpApp
-from serving.api.http_server import HttpServer, running_admin
+from serving.api.http import HttpApp, HttpServer, running_admin
+from serving.api.listening import Place
 from serving.api.tokens import Tokens
-from serving.dashboard.sources import FleetSource, ProcessSource, Source
-from serving.fleet.process import StopRequestedError, notify_ready, run_until_signalled
+from serving.dashboard.board import FleetSource, ProcessSource, Source
+from serving.fleet.process import notify_ready, run_until_stopped
 from serving.rank.service import RankingService
 from shard_node.wire.tls import TlsConfig, TlsContext, server_context
 
@@ -38,8 +37,7 @@ class ServerConfig(Frozen):
 
     Attributes:
         http_port, grpc_port: 0 takes a free one.
-        admin_port: for probes, metrics and the status page, which a thread of its own answers; 0 takes a free one, None
-            has none.
+        admin_port: for probes, metrics and the status page; 0 takes a free one, None has none.
         shutdown_delay_s: how long it goes on to take requests after SIGTERM, not ready any more and closing each
             connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
         drain_timeout_s: how long requests in flight may take after that.
@@ -175,7 +173,4 @@ def serve_until_signalled(*args: Any, **kwargs: Any) -> None:
     """Serve as `serve` does, with its arguments and errors, until the process receives SIGTERM or SIGINT."""
     # A second signal ends the process with status 1: a load that is under way can't be interrupted, and whoever asks
     # twice does not want to wait for it.
-    try:
-        run_until_signalled(lambda: serve(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+    run_until_stopped(lambda: serve(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)

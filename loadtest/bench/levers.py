@@ -26,8 +26,15 @@ from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.models.inputs import InputAssembler
 from serving.models.ranking_models import build_model
-from serving.training.dataset import CROSSES, FilmsDataset, FilmsOptions, evaluation_requests, films_description
-from serving.training.interactions import Interactions, read_movielens
+from serving.training.dataset import (
+    CROSSES,
+    FilmsDataset,
+    FilmsOptions,
+    Interactions,
+    evaluation_requests,
+    films_description,
+    read_movielens,
+)
 from serving.training.network import TrainedModel, float32_scores
 from serving.training.trainer import Pruning, auc, train_described
 from shard_node.bags import Int64Array, KeyedBags

@@ -29,8 +29,16 @@ from loadtest.workloads.workload import (
 from router.feature_schema import FeatureSchema
 from router.planning.inputs import catalog_model
 from serving.formats.requests import RankRequest
-from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions, evaluation_requests, films_spec
-from serving.training.interactions import Interactions, positions_in, read_movielens
+from serving.training.dataset import (
+    NO_FOLD,
+    FilmsDataset,
+    FilmsOptions,
+    Interactions,
+    evaluation_requests,
+    films_spec,
+    positions_in,
+    read_movielens,
+)
 from shard_node.bags import Float32Array, KeyedBags
 
 MAX_HOTNESS = 1000

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.access_counts import encode_access_counts, merged_by_table
 from loader.errors import ShardrankError
-from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
+from serving.api.http_messages import OPEN_INFERENCE, defect_reply, error_reply, read_body
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
@@ -78,8 +78,8 @@ class _IndexBody(msgspec.Struct):
 
 def _drop_defaults(schema: dict[str, Any]) -> None:
     # None stands for what is absent; null itself is refused but for weights.
-    for one in schema["properties"].values():
-        one.pop("default", None)
+    for field in schema["properties"].values():
+        field.pop("default", None)
 
 
 class _RequestBody(BaseModel):

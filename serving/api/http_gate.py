@@ -14,6 +14,7 @@ import socket
 import ssl as tls
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain, takewhile
 from typing import Literal, TypeAlias, cast
 
@@ -21,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
-from serving.api.http_framing import (
+from serving.api.http_messages import (
     ChunkReader,
     Refuse,
     body_buffer,
@@ -31,14 +32,7 @@ from serving.api.http_framing import (
     whole_answer,
     without_upgrade,
 )
-from serving.api.listening import (
-    TURN_S,
-    Accepted,
-    CountFailure,
-    Front,
-    forget_unsent,
-    poll_socket,
-)
+from serving.api.listening import TURN_S, Accepted, CountFailure, Front, forget_unsent
 from serving.errors import InvalidRequestError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
@@ -60,8 +54,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
 
     Attributes:
         is_feeding: whether the protocol behind reads, so that what it wants is no answer.
-        owes: whether the protocol behind has a request that is not answered.
-        bytes: of the request that is not answered yet, and of its answer.
+        owes: whether the protocol behind has a request that is not answered; `bytes` has its bytes and its answer's.
         has_begun: whether some of a request has come, but not all of it.
     """
 
@@ -81,7 +74,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._untaken: list[Callable[[], None]] = []
         self._idle_work_s = 0.0
         self._account = ByteAccount(gates.buffers, self._give_way)
-        self.bytes = MessageBytes(self._account)  # of the request that is not answered yet
+        self.bytes = MessageBytes(self._account)
         self._transport: asyncio.Transport
         self._protocol: HttpToolsProtocol | None = None
 
@@ -247,8 +240,12 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         return self._protocol is None or bool(self.poll(select.POLLIN) & select.POLLIN)
 
     def poll(self, events: int) -> int:
-        """Ask the kernel for `events` of the socket, and for its end."""
-        return poll_socket(self._transport.get_extra_info("socket"), events)
+        """Return which of `events`, or the end, the kernel has of the socket; nobody sees it while nothing is read."""
+        if (connected := self._transport.get_extra_info("socket")) is None:
+            return select.POLLHUP
+        poller = select.poll()
+        poller.register(connected.fileno(), events)
+        return sum(ready for _, ready in poller.poll(0))
 
     def end(self) -> None:
         """Close the connection, once all that was written is sent."""
@@ -503,12 +500,9 @@ class Gates(Front[Gate]):
 
     Attributes:
         is_draining: whether each answer is its connection's last.
-        idle, receiving: connections between two requests; with one that is not complete.
         lingering: connections that have their answer and send the rest of a body all the same.
         unread: connections whose peer does not take its answer.
-        closing: connections that have something still to be written.
         ahead: connections that are not read from, because a request was sent ahead of an answer.
-        read_buffer: what comes is read into it, for one connection after the other.
     """
 
     def __init__(
@@ -522,6 +516,7 @@ class Gates(Front[Gate]):
         refuse: Refuse = lambda head: None,
     ) -> None:
         super().__init__(buffers, limits.max_connections, limits.receive_timeout_s, ssl)
+        self.new_connection = partial(Gate, self)
         self.limits, self.clock, self.refuse = limits, clock, refuse
         self.new_protocol, self._failed = new_protocol, failed
         self.is_draining = False
@@ -531,10 +526,6 @@ class Gates(Front[Gate]):
         self.ahead: set[Gate] = set()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
         self._ended: Counter[str] = Counter()
-
-    def new_connection(self, address: str) -> Gate:
-        """See `Front`."""
-        return Gate(self, address)
 
     def idle_connections(self) -> Iterable[Gate]:
         """See `Front`: then those of which nothing has come."""

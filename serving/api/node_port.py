@@ -7,7 +7,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -16,12 +16,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api.bodies import error_reply
-from serving.api.http import answer_whole
-from serving.api.http_server import Answering, listening_beside
+from serving.api.http import Answering, answer_whole, listening_beside
+from serving.api.http_messages import error_reply
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
-from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, check_library, make_observations
+from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, make_observations
 from serving.observe.watch import NODE_FAMILIES, Sample, StateCollector, node_samples, version_samples
 from shard_node.engine.base import CardsUse
 from shard_node.errors import CardError, TlsHandshakeError
@@ -42,7 +41,6 @@ class NodeMetrics:
     """Counts and times of one shard node, at the address `replica`. Implements `RequestWatch`; thread-safe."""
 
     def __init__(self, node: ShardNode) -> None:
-        check_library()
         self.replica = ""
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -91,7 +89,7 @@ class NodeMetrics:
         self._errors.labels(api, kind).inc()
 
     def of(self, server: NodeServer, replica: str) -> None:
-        """Tell of a server's requests and connections; `replica` is where routers reach it."""
+        """Report a server's requests and connections; `replica` is where routers reach it."""
         self.replica = replica
         self._in_flight.set_function(lambda: server.in_flight)
         self._connections.set_function(lambda: server.num_connections)
@@ -105,11 +103,11 @@ class NodeMetrics:
     def _samples(self) -> Iterator[Sample]:
         failed: list[Generation[LoadedTables]] = []
 
-        def cards_of(one: Generation[LoadedTables]) -> CardsUse | None:
+        def cards_of(generation: Generation[LoadedTables]) -> CardsUse | None:
             try:
-                return one.payload.engine.cards()
+                return generation.payload.engine.cards()
             except CardError:
-                failed.append(one)
+                failed.append(generation)
                 return None
 
         info, now = self._node.info(cards_of), time.time()
@@ -132,7 +130,7 @@ async def running_node_port(
     metrics = NodeMetrics(node)
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
     app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
-    answering = nullcontext(Answering(partial(answer_whole, app)))
+    answering: AbstractAsyncContextManager[Answering] = nullcontext((partial(answer_whole, app), lambda: None))
     async with listening_beside(
         RequestLimits(), time.monotonic, metrics.failed, answering, address.host, address.port, context
     ) as port:

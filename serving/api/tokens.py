@@ -50,7 +50,7 @@ class TokenEntry(Frozen):
 
 
 class TokenFile(Frozen):
-    """What the file says."""
+    """The contents of the file."""
 
     tokens: tuple[TokenEntry, ...] = Field(max_length=MAX_TOKENS)
 

@@ -45,7 +45,6 @@ COMMANDS = {
 }
 """The module of each command, in the order in which a newcomer meets them."""
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class WithExamples(click.Command):
@@ -120,19 +119,6 @@ def _plugins() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=PLUGIN_GROUP)}
 
 
-def set_up_logging(level: str) -> None:
-    """Send records of `level` and above to stderr; libraries stay at warning unless `level` is debug."""
-    # Handlers are replaced, because the group may run more than once in one process.
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if level == "debug" else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
-    for package in ("loader", "shard_node", "router", "serving", "loadtest"):
-        logging.getLogger(package).setLevel(level.upper())
-
-
 @click.group(
     cls=ShardrankGroup,
     modules={name: f"serving.cli.{file}" for name, file in COMMANDS.items()},
@@ -141,7 +127,7 @@ def set_up_logging(level: str) -> None:
 @click.version_option(package_name="shardrank", prog_name="shardrank")
 @click.option(
     "--log-level",
-    type=click.Choice(LOG_LEVELS),
+    type=click.Choice(["debug", "info", "warning", "error"]),
     default="warning",
     show_default=True,
     envvar="SHARDRANK_LOG_LEVEL",
@@ -160,5 +146,13 @@ def main(log_level: str, debug: bool) -> None:
     del debug  # read from the context, where an error finds it
     # What a command imports stays. Going over it while it comes is a fifth of a server's start: 2.2 s of CPU, not 1.8.
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
-    set_up_logging(log_level)
+    # Handlers are replaced, because the group may run more than once in one process. Libraries stay at warning.
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.DEBUG if log_level == "debug" else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    for package in ("loader", "shard_node", "router", "serving", "loadtest"):
+        logging.getLogger(package).setLevel(log_level.upper())
     die_with_parent(os.environ)

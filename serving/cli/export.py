@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from loader.access_counts import AccessCounts
     from loader.description import ModelDescription, TableDescription
-    from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.per_row import Vocabulary
     from loader.snapshot.row_classes import RowClasses
@@ -98,16 +97,20 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
       shardrank export --checkpoint model.safetensors --model films.json --store s3://bucket/models
     """
     from loader.divided_rows import divide_rows
+    from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.tensor_files import load_numpy
     from loader.snapshot.writer import export_snapshot
     from router.plan_file import PlanFile
 
-    pruned, plan = _pruned(description, options), None
+    levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
+    blocks, plan = dict(options["blocks"]), None
+    pruned = Pruned.of(description, read_description(description), options["counts"], **levers, blocks=blocks)
     spec, counts = pruned.spec, pruned.counts
     if options["plan_file"] is not None:
         plan = PlanFile.read(options["plan_file"])
         spec = plan.sliced(spec)
         plan.check_fits(spec)
-    classes = {table: _row_classes(spec, table, Path(file)) for table, file in options["blocks"]}
+    classes = {table: _row_classes(spec, table, Path(file)) for table, file in blocks.items()}
     given, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"], options["program"])
     _check_blocks(spec, given, classes)
     seen = {table.name for table in spec.logical_tables}
@@ -128,7 +131,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
                 # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
                 access_counts={**{table: counts[table] for table in counts.keys() - seen}, **made.access_counts},
                 row_classes=made.row_classes,
-                golden=None if golden is None else _read_golden(golden),
+                golden=None if golden is None else GoldenRequests.from_tensors(load_numpy(golden)),
                 metadata=dict(options["metadata"]),
                 plan=None if plan is None else plan.to_json().encode(),
                 progress=bars,
@@ -145,12 +148,8 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
 class Pruned(NamedTuple):
     """A model as it is stored, and what is known of its rows.
 
-    Attributes:
-        spec: compiled.
-        counts: how often rows are looked up, [num_embeddings], by table as features see it (or part, by
-            quotient_remainder).
-        kept: of tables that are pruned, which rows stay, bool [num_embeddings].
-        told: a line about every table that was to be pruned.
+    `counts` are lookups of rows, [num_embeddings], by table as features see it (or part, by quotient_remainder); `kept`
+    which rows stay of tables that are pruned, bool [num_embeddings]; `told` a line about every table to be pruned.
     """
 
     spec: ModelSpec
@@ -171,17 +170,12 @@ class Pruned(NamedTuple):
         keep: Sequence[Path] = (),
         blocks: Collection[str] = (),
     ) -> Pruned:
-        """Compile a description with counts.
+        """Compile a description (of the file `path`) with counts.
 
-        Args:
-            path: of the description, named in errors.
-            described: what it says.
-            counts: files that `read_access_counts` takes, added up.
-            ids: traces of raw ids that `read_traces` takes, which size tables and count as well.
-            prune: whether rows are left out.
-            keep_share: of lookups; with None all rows that were looked up stay.
-            keep: files in the same form with rows that stay.
-            blocks: tables that training has divided.
+        `counts` and `keep` are files that `read_access_counts` takes, of lookups, added up, and of rows that stay;
+        `ids` traces of raw ids that `read_traces` takes, which size tables and count as well. With `prune`, the rows of
+        `keep_share` of the lookups stay, if it is None all that were looked up; `blocks` are tables that training
+        divided.
 
         Raises:
             ExportError: counts are missing or do not fit, nothing would be left of a table, or as `compiled`.
@@ -256,12 +250,6 @@ def _rows_kept(
     # What unknown ids get was trained, however few of them came.
     chosen[table.default_row] |= table.unknown_id == "default_row"
     return chosen
-
-
-def _pruned(path: Path, options: Mapping[str, Any]) -> Pruned:
-    blocks = {table for table, _ in options["blocks"]}
-    levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
-    return Pruned.of(path, read_description(path), options["counts"], **levers, blocks=blocks)
 
 
 def _why_whole(table: TableDescription, *, is_trained_so: bool) -> str:
@@ -365,15 +353,3 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
         if not (line.isascii() and line.isdecimal() and int(line) < 2**63):
             raise ExportError(f"{path}, line {number}: {line!r:.40} is not a whole number below 2^63")
     return np.array([int(line) for line in lines], dtype=np.int64)
-
-
-def _read_golden(path: Path) -> GoldenRequests:
-    """Raise ExportError for a file that does not hold golden requests."""
-    from loader.errors import ExportError, SnapshotCorruptError
-    from loader.snapshot.golden import GoldenRequests
-    from loader.snapshot.tensor_files import load_numpy
-
-    try:
-        return GoldenRequests.from_tensors(load_numpy(path))
-    except SnapshotCorruptError as error:
-        raise ExportError(str(error)) from error

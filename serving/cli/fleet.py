@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from serving.cli import GroupWithExamples, WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.output import stdout_console
 from serving.cli.settings import Options, Protection, config_of, opened_registry
+from serving.fleet.process import StopRequestedError, run_until_signalled, run_until_stopped
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning, FleetConfig
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 
 _ON_RAY = ("address", "cpus", "detached")
-_MEMORY = ("memory_budget_gb", "max_memory_gb")
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
     "everything, metrics too."
@@ -63,9 +63,8 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     from serving.demo import DemoConfig, run_demo
 
     settings.hot_rows(options, all_here=options["local"])
-    serve_arguments = tuple(settings.hot_rows_arguments(options))
     more = {"shards": 1} if options["local"] else {}
-    config = config_of(DemoConfig, options, serve_arguments=serve_arguments, **more)
+    config = config_of(DemoConfig, options, serve_arguments=settings.arguments(options, settings.HOT_ROWS), **more)
     ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
 
 
@@ -133,12 +132,9 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         FleetConfig,
         options,
         **_what(options),
-        shard_node_arguments=settings.arguments(options, [*_MEMORY, *settings.TRACES])
+        shard_node_arguments=settings.arguments(options, ["memory_budget_gb", "max_memory_gb", *settings.TRACES])
         + settings.device_arguments(options),
-        serve_arguments=settings.arguments(options, settings.RANKING)
-        + settings.hot_rows_arguments(options)
-        + (["--trust-exported"] if options["trust_exported"] else [])
-        + settings.front_arguments(options),
+        serve_arguments=settings.serving_arguments(options),
         log_level=ctx.find_root().params.get("log_level", "info"),
     )
     if ray is None:
@@ -174,10 +170,9 @@ def _what(options: Options) -> dict[str, Any]:
 
     store, models, version = options["store"], options["models"], options["version"]
     if options["snapshot"] is not None:
-        if store is not None or models or version is not None:
-            raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
+        folder = settings.snapshot_folder(store, next(iter(models), None), version, options["snapshot"])
         # Only the manifest and the headers: each child checks the files that it loads.
-        snapshot = Snapshot.open(options["snapshot"].resolve(), verify=False)
+        snapshot = Snapshot.open(folder.resolve(), verify=False)
         name = snapshot.spec.model
         return {"store": snapshot.path.parent.parent, "models": (name,), "versions": {name: snapshot.version}}
     if store is None:
@@ -193,28 +188,34 @@ def _what(options: Options) -> dict[str, Any]:
 
 def _run(config: FleetConfig, scheme: str) -> None:
     from serving.fleet.local_fleet import running_fleet
-    from serving.fleet.process import StopRequestedError, run_until_signalled
 
     async def program() -> None:
-        async with running_fleet(config, lambda name: click.echo(f"{name} is ready"), on_begin=_tell) as fleet:
+        async with running_fleet(config, _ready, on_begin=_tell) as fleet:
             click.echo(f"logs: {fleet.supervisor.run_directory}")
             click.echo(f"registry: {fleet.registry.name}")
             click.echo(f"HTTP: {scheme}://{fleet.host}:{fleet.http_port}/docs")
             click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
             await asyncio.Event().wait()
 
+    _until_stopped(program)
+
+
+def _until_stopped(program: Callable[[], Awaitable[None]]) -> None:
     try:
         run_until_signalled(program)
     except StopRequestedError:
         click.echo("stopped")
 
 
+def _ready(name: str) -> None:
+    click.echo(f"{name} is ready")
+
+
 def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
-    from serving.fleet.process import StopRequestedError, run_until_signalled
     from serving.fleet.ray_fleet import fleet_on_ray
 
     async def program() -> None:
-        async with fleet_on_ray(config, ray, lambda name: click.echo(f"{name} is ready"), on_begin=_tell) as fleet:
+        async with fleet_on_ray(config, ray, _ready, on_begin=_tell) as fleet:
             click.echo(f"registry: {fleet.registry.name}")
             for address in fleet.addresses:
                 click.echo(f"HTTP: {address}/docs")
@@ -228,10 +229,7 @@ def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
             if not ray.detached:
                 await asyncio.Event().wait()
 
-    try:
-        run_until_signalled(program)
-    except StopRequestedError:
-        click.echo("stopped")
+    _until_stopped(program)
 
 
 @click.command(cls=WithExamples)
@@ -300,7 +298,7 @@ def coordinator(url: str, owner: str | None, **times: float | None) -> None:
             click.echo(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
 
-    settings.run_until_stopped(program)
+    run_until_stopped(program)
 
 
 @click.command(cls=WithExamples)
@@ -321,9 +319,9 @@ def dashboard(url: str, **options: Any) -> None:
       shardrank dashboard --registry redis://10.0.0.9:6379/0 --port 8090 --tokens tokens.json
     """
     from loader.registry import open_registry
-    from serving.api.http_server import running_admin
+    from serving.api.http import running_admin
     from serving.api.tokens import Tokens
-    from serving.dashboard.sources import FleetSource
+    from serving.dashboard.board import FleetSource
     from serving.rank.service import RankingService
     from shard_node.wire.tls import server_context
 
@@ -340,7 +338,7 @@ def dashboard(url: str, **options: Any) -> None:
             click.echo(f"dashboard: {settings.scheme(options)}://{options['host']}:{port}/")
             await asyncio.Event().wait()
 
-    settings.run_until_stopped(program)
+    run_until_stopped(program)
 
 
 @click.group(cls=GroupWithExamples)

@@ -187,19 +187,15 @@ def together(*options: Option) -> Option:
     return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)
 
 
-def pruning_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Declare `--prune` and `--keep-share`, which go with counts."""
-    return together(
-        switch("--prune", "Leave out rows that nobody asked for, of the tables that have --counts."),
-        option(
-            "--keep-share X",
-            "With --prune: keep the hottest rows that have this share of a table's lookups. Default: 1, all that were "
-            "looked up.",
-            FiniteRange(0, 1, min_open=True),
-        ),
-    )(function)
-
-
+pruning_options = together(
+    switch("--prune", "Leave out rows that nobody asked for, of the tables that have --counts."),
+    option(
+        "--keep-share X",
+        "With --prune: keep the hottest rows that have this share of a table's lookups. Default: 1, all that were "
+        "looked up.",
+        PART,
+    ),
+)
 ids_option = option(
     "--ids FILE",
     "A trace of raw ids, as `shardrank fit --trace` takes it: FEATURE=FILE.npy, or a .csv or .parquet file whose "

@@ -32,7 +32,7 @@ from serving.cli.settings import config_of, opened_registry, published_folder, r
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel
-    from loader.rollout.guards import GuardReport, VersionNumbers
+    from loader.rollout.guards import VersionNumbers
     from loader.rollout.plan import Event, Rollout
     from loader.rollout.requests import RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
@@ -132,12 +132,14 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
 
     async def work(fleet: FleetRegistry) -> list[tuple[PublishedVersion, tuple[str, ...], int]]:
         published, wanted, nodes = await fleet.versions(model), await fleet.wanted(), await fleet.nodes()
-        found = []
-        for record in sorted(published, key=lambda one: (one.model, one.version)):
-            reports = [node.report(record.model, record.version) for node in nodes]
-            ready = sum(report is not None and report.state == "ready" for report in reports)
-            found.append((record, _uses(record.version, wanted.get(record.model)), ready))
-        return found
+        return [
+            (
+                record,
+                _uses(record.version, wanted.get(record.model)),
+                sum(node.has(record.model, record.version, "ready") for node in nodes),
+            )
+            for record in sorted(published, key=lambda record: (record.model, record.version))
+        ]
 
     found = with_registry(url, work)
     if as_json:
@@ -163,13 +165,13 @@ def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
     return tuple(uses)
 
 
-def _version_row(one: PublishedVersion, uses: tuple[str, ...], nodes: int) -> tuple[object, ...]:
-    date = f"{datetime.fromtimestamp(one.published_at, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
-    deltas = "own stream" if one.delta_base == one.version else f"stream of {one.delta_base}"
-    if one.last_delta:
-        deltas += f", has {one.last_delta}"
-    rows, use = human_bytes(one.rows_bytes), ", ".join(uses) or "-"
-    return one.model, one.version, use, date, rows, deltas, nodes, one.identity[:12]
+def _version_row(record: PublishedVersion, uses: tuple[str, ...], nodes: int) -> tuple[object, ...]:
+    date = f"{datetime.fromtimestamp(record.published_at, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
+    deltas = "own stream" if record.delta_base == record.version else f"stream of {record.delta_base}"
+    if record.last_delta:
+        deltas += f", has {record.last_delta}"
+    rows, use = human_bytes(record.rows_bytes), ", ".join(uses) or "-"
+    return record.model, record.version, use, date, rows, deltas, nodes, record.identity[:12]
 
 
 @click.group(cls=GroupWithExamples)
@@ -237,7 +239,6 @@ def start(
 
     limits = config_of(GuardLimits, {}, "--guard: ", **dict(guard))
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
-
     if bake_timeout is not None and not bake_s:
         raise click.UsageError("--bake-timeout needs --bake or --canary.")
 
@@ -495,8 +496,12 @@ def _render(status: RolloutStatus, has_coordinator: bool) -> Group:
     parts += [Text(f"waiting for {lag}", style="yellow") for lag in lags]
     if status.nodes:
         parts.append(_nodes_table(status))
-    if status.guards is not None:
-        parts.append(_guards_table(status.guards))
+    if (guards := status.guards) is not None:
+        outcome = "breached" if guards.breached else "kept" if guards.compared else "not compared yet"
+        title = f"guards: {outcome}" + (f", {guards.reason}" if guards.reason else "")
+        rows = [("live version", *_numbers(guards.live)), ("new version", *_numbers(guards.new))]
+        columns = ("since the bake began", "#requests", "#errors", "#p99 ms", "#mean score")
+        parts.append(table_of(title, columns, rows))
     return Group(*parts, *(Text(_event_line(event)) for event in status.events[-SHOWN_EVENTS:]), Text())
 
 
@@ -547,13 +552,6 @@ def _nodes_table(status: RolloutStatus) -> Table:
     numbers = ("#version", "state", "#staged", "#deltas", "#dense", "#leases", "#rows", "#golden")
     columns = ("node", "shard", *numbers, "reason")
     return table_of("", columns, rows, overflow="fold")
-
-
-def _guards_table(verdict: GuardReport) -> Table:
-    outcome = "breached" if verdict.breached else "kept" if verdict.compared else "not compared yet"
-    title = f"guards: {outcome}" + (f", {verdict.reason}" if verdict.reason else "")
-    rows = [("live version", *_numbers(verdict.live)), ("new version", *_numbers(verdict.new))]
-    return table_of(title, ("since the bake began", "#requests", "#errors", "#p99 ms", "#mean score"), rows)
 
 
 def _numbers(numbers: VersionNumbers) -> tuple[str, ...]:

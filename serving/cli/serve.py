@@ -18,16 +18,14 @@ import click
 from serving.cli import WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.settings import Options, Protection, config_of
-from serving.fleet.process import notify_once_ready, notify_ready
+from serving.fleet.process import notify_once_ready, notify_ready, run_until_stopped
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRecord, FleetRegistry
-    from router.plan_file import PlanFile
     from serving.api.node_port import NodeMetrics
     from serving.rank.service import RankingService
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
-    from serving.versions.serving_node import LocalRows
     from shard_node.agent.agent import AgentConfig
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardSet
@@ -43,15 +41,7 @@ DRAIN_TIMEOUT_S = 5.0
 """How long SIGTERM lets requests in flight at a shard node end."""
 _JOIN_RETRY_S = 0.5
 _ROWS = ("cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb")
-_FLEET_ONLY = (
-    "advertise",
-    "node_id",
-    "max_memory_gb",
-    "stage_cpu_share",
-    "stage_mb_per_s",
-    "local",
-    "max_staleness",
-)
+_FLEET_ONLY = ("advertise", "node_id", "max_memory_gb", "stage_cpu_share", "stage_mb_per_s", "local", "max_staleness")
 _ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 _STALENESS = "how far a model's rows may be behind its row updates before /readyz calls it degraded."
 
@@ -141,7 +131,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         _run_workers(options, folder, ctx.find_root().params["log_level"])
         return
     # Only now: a supervisor of workers has no use for a server's modules, which take 1.7 s and 214 MB.
-    from serving.api.dealing import Place
+    from serving.api.listening import Place
     from serving.server import ServerConfig
 
     config = config_of(ServerConfig, options, tls=protection.tls, place=Place.here())
@@ -165,6 +155,7 @@ def _serve_snapshot(options: Options, folder: Path, config: ServerConfig, node_t
 def _answer(options: Options, service: RankingService, config: ServerConfig, **steps: Callable[..., Any]) -> None:
     """Serve until SIGTERM or SIGINT; `steps` are those of `serve_until_signalled`."""
     from serving.fleet.local_fleet import held_ports
+    from serving.observe.traces import running_tracer
     from serving.server import serve_until_signalled
 
     scheme = settings.scheme(options)
@@ -180,8 +171,8 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
         # A process that stands alone shares no port; a worker's are held by its supervisor.
         with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
-    traced, recorded = settings.traced(options, service), settings.recording(options, service)
-    with traced, recorded:
+    traces = settings.trace_config(options, "shardrank-serve")
+    with running_tracer(traces, service.metrics) as service.tracer, settings.recording(options, service):
         serve_until_signalled(service, config, on_ready=say, probe_port=options["probe_port"], **steps)
 
 
@@ -216,8 +207,10 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     from loader.registry import open_registry
     from loader.registry.fleet import FleetRegistry
     from serving.rank.service import RankingService
-    from serving.versions.serving_node import ServingConfig, ServingNode
+    from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
     from shard_node.agent.agent import AgentConfig
+    from shard_node.agent.node_agent import NodeActions
+    from shard_node.node import ShardNode
 
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
@@ -233,7 +226,13 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     named |= {"replica_policy": settings.replica_policy(options), "warming": settings.warming(options)}
     named["hot_rows"] = settings.hot_rows(options, all_here=options["local"])
     serving = config_of(ServingConfig, options, num_replicas=replicas, plan=plan, **named)
-    local = _local_rows(options, plan, fleet, serving.node_id, card_set) if options["local"] else None
+    local = None
+    if options["local"]:
+        # One shard that has all rows, whatever a fleet of shard nodes would say.
+        rows = ShardNode(settings.node_identity(options, 0, 1))
+        partition = partial(settings.partition_of, options, plan, 0, 1)
+        actions = NodeActions(rows, fleet, partition, settings.node_config(options, serving.node_id), card_set=card_set)
+        local = LocalRows(rows, actions, partial(settings.plan_of, options, plan, 1))
     reopen = partial(open_registry, options["registry"])
     node = ServingNode(fleet, service, serving, AgentConfig(models=models), local, reopen)
 
@@ -241,19 +240,6 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
         node.address = options["advertise"] or advertised_url(listening, settings.scheme(options))
 
     _answer(options, service, config, load=node.load, on_listening=on_listening, leave=node.leave, open_registry=reopen)
-
-
-def _local_rows(
-    options: Options, plan: PlanFile | None, fleet: FleetRegistry, node_id: str, card_set: CardSet | None
-) -> LocalRows:
-    """Rows in this process: one shard that has them all, whatever a fleet of shard nodes would say."""
-    from serving.versions.serving_node import LocalRows
-    from shard_node.agent.node_agent import NodeActions
-    from shard_node.node import ShardNode
-
-    node, config = ShardNode(settings.node_identity(options, 0, 1)), settings.node_config(options, node_id)
-    actions = NodeActions(node, fleet, partial(settings.partition_of, options, plan, 0, 1), config, card_set=card_set)
-    return LocalRows(node, actions, partial(settings.plan_of, options, plan, 1))
 
 
 def advertised_url(listening: Listening, scheme: str = "http") -> str:
@@ -294,7 +280,7 @@ def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
                 notify_ready()
                 await asyncio.Event().wait()
 
-    settings.run_until_stopped(program)
+    run_until_stopped(program)
 
 
 def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> list[str]:
@@ -303,20 +289,23 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     Without a snapshot's folder it is one of a fleet. Node ids differ, and so do folders of recorded
     requests: two that write can't share one.
     """
-    told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
-    told += settings.arguments(options, [*settings.RANKING, "shutdown_delay_s", "plan_file"])
-    told += settings.hot_rows_arguments(options)
-    told += ["--trust-exported"] if options["trust_exported"] else []
-    told += settings.record_arguments(options, worker)
     has_rows = options["local"] if folder is None else not options["shards"]
+    names = ["shutdown_delay_s", "plan_file", "warm_from", "warm_requests"]
+    passed = ["--verify" if options["verify"] else "--no-verify", *settings.serving_arguments(options)]
+    if options["record"] is not None:
+        max_mb = max(1, options["record_max_mb"] // options["workers"])
+        passed += ["--record", str((options["record"] / str(worker)).absolute()), "--record-max-mb", str(max_mb)]
+        names.append("record_share")
     if folder is not None:
-        told += ["--snapshot", str(folder), *settings.arguments(options, ["shards", *_ROWS[:-1]])]
+        passed += ["--snapshot", str(folder)]
+        names += ["shards", *_ROWS[:-1]]
     else:
-        node_id = options["node_id"] or serving_node_id(options["http_port"])
-        told += ["--node-id", f"{node_id}-{worker}", *settings.store_arguments(options["store"])]
-        told += settings.arguments(options, ["models", "max_staleness", "advertise", "stage_cpu_share"])
-        told += ["--local", *settings.arguments(options, _ROWS)] if has_rows else []
-    return told + settings.device_arguments(options) if has_rows else told
+        node_id, store = options["node_id"] or serving_node_id(options["http_port"]), options["store"]
+        passed += ["--node-id", f"{node_id}-{worker}"]
+        passed += ["--store", str(store.resolve())] if isinstance(store, Path) else store.arguments
+        names += ["models", "max_staleness", "advertise", "stage_cpu_share", *(("local", *_ROWS) if has_rows else ())]
+    passed += settings.arguments(options, names)
+    return passed + settings.device_arguments(options) if has_rows else passed
 
 
 @click.command("shard-node", cls=WithExamples)
@@ -382,17 +371,17 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     admin = None if options["admin_listen"] is None else Address.parse(options["admin_listen"])
     if admin is not None and admin.is_unix:
         raise click.UsageError(f"--admin-listen {admin}: HOST:PORT is needed.")
-    open_to = (*addresses, *(() if admin is None else (admin,)))
-    sink = settings.span_sink(options)
+    traces, sink = settings.trace_config(options, "shardrank-shard-node"), None
+    if traces is not None:
+        from shard_node.otlp import OtlpSink
+
+        sink = OtlpSink(traces)
     if not in_fleet:
-        folder = settings.member_folder(options)
-        settings.warn_if_node_is_open(open_to, tls)
-        _serve_rows(_load(folder, options, sink), addresses, admin, options["threads"], tls)
+        _serve_rows(_load(settings.member_folder(options), options, sink), options, addresses, tls, admin)
         return
     # What can't be is refused before a card is opened.
     _node_config(options)
     record, agent = _fleet_configs(options)
-    settings.warn_if_node_is_open(open_to, tls)
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     card_set = settings.open_card_set(options)
     node = ShardNode(settings.node_identity(options, *options["shard"]), sink)
@@ -429,7 +418,7 @@ def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
     # processes on one machine a lookup of 1 ms takes 15 ms and more.
     torch.set_num_threads(1)
     try:
-        settings.run_until_stopped(program, loop_factory=uvloop.new_event_loop)
+        run_until_stopped(program, loop_factory=uvloop.new_event_loop)
     finally:
         node.close()
 
@@ -437,13 +426,12 @@ def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
 @asynccontextmanager
 async def _listening(
     node: ShardNode,
+    options: Options,
     addresses: Sequence[Address],
-    threads: int,
     tls: TlsConfig | None,
     admin: Address | None,
     *,
     may_wait: bool,
-    advertise: str | None = None,
 ) -> AsyncIterator[NodeServer]:
     """Listen while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
     from shard_node.wire.address import Address
@@ -451,7 +439,10 @@ async def _listening(
     from shard_node.wire.server import NodeServer
     from shard_node.wire.tls import server_context
 
-    limits = ServerLimits(threads=threads, max_inline_bytes=0) if may_wait else ServerLimits(threads=threads)
+    reachable = [str(address) for address in (*addresses, admin) if address is not None and not address.is_loopback]
+    if reachable and tls is None:
+        logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
+    limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
     metrics: NodeMetrics | None = None
     async with AsyncExitStack() as stack:
         if admin is not None:
@@ -463,7 +454,8 @@ async def _listening(
         stack.push_async_callback(server.close)
         await server.start(addresses)
         if metrics is not None:
-            address = Address.parse(advertise) if advertise else advertised(server.addresses[0])
+            told = options["advertise"]
+            address = Address.parse(told) if told else advertised(server.addresses[0])
             metrics.of(server, str(address))
         for address in server.addresses:
             click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
@@ -471,14 +463,15 @@ async def _listening(
 
 
 def _serve_rows(
-    node: ShardNode, addresses: Sequence[Address], admin: Address | None, threads: int, tls: TlsConfig | None
+    node: ShardNode, options: Options, addresses: Sequence[Address], tls: TlsConfig | None, admin: Address | None
 ) -> None:
-    """Answers routers until SIGTERM or SIGINT; then ends what is in flight. Raises CardError if the cards fail."""
+    """Answer routers until SIGTERM or SIGINT; then end what is in flight. Raises CardError if the cards fail."""
     from loader.memory import settle_heap
     from shard_node.agent.node_agent import watch_cards
 
     async def program() -> None:
-        async with _listening(node, addresses, threads, tls, admin, may_wait=_may_wait(node)) as server:
+        may_wait = any(use.tier != "ram" for use in node.info().memory)
+        async with _listening(node, options, addresses, tls, admin, may_wait=may_wait) as server:
             settle_heap()
             notify_ready()
             try:
@@ -489,10 +482,6 @@ def _serve_rows(
     _run_node(node, program)
 
 
-def _may_wait(node: ShardNode) -> bool:
-    return any(use.tier != "ram" for use in node.info().memory)
-
-
 def _node_config(options: Options, bound: Address | None = None) -> NodeConfig:
     """Return what a shard node of a fleet is told; its address, and an id that was not given, need what is `bound`.
 
@@ -500,12 +489,13 @@ def _node_config(options: Options, bound: Address | None = None) -> NodeConfig:
     """
     from shard_node.wire.address import Address
 
-    rate, told, node_id = options["stage_mb_per_s"], options["advertise"], options["node_id"]
-    address = "" if told is None else str(Address.parse(told))
+    rate, node_id = options["stage_mb_per_s"], options["node_id"]
+    address = "" if options["advertise"] is None else str(Address.parse(options["advertise"]))
     if bound is not None:
-        address, node_id = address or str(advertised(bound)), node_id or default_node_id(options["shard"][0], bound)
-    bytes_per_s = rate and rate * 1e6
-    return settings.node_config(options, node_id or "shard", address=address, stage_bytes_per_s=bytes_per_s)
+        address = address or str(advertised(bound))
+        place = Path(bound.path).stem if bound.is_unix else str(bound.port)
+        node_id = node_id or _node_id(f"shard-{options['shard'][0]}-{socket.gethostname()}-{place}")
+    return settings.node_config(options, node_id or "shard", address=address, stage_bytes_per_s=rate and rate * 1e6)
 
 
 def _fleet_configs(options: Options) -> tuple[FleetRecord, AgentConfig]:
@@ -537,11 +527,10 @@ async def _serve_rows_in_fleet(
 
     (index, num_shards), plan = options["shard"], settings.read_plan(options)
     may_wait = options["memory_budget_gb"] is not None or card_set is not None
-    told = {"may_wait": may_wait, "advertise": options["advertise"]}
     node.problems = lambda: {"": "it has not joined its fleet yet"}
     async with (
         settings.opened_registry(options["registry"]) as fleet,
-        _listening(node, addresses, options["threads"], tls, admin, **told) as server,
+        _listening(node, options, addresses, tls, admin, may_wait=may_wait) as server,
     ):
         await _join(fleet, record)
         config = _node_config(options, server.addresses[0])
@@ -572,14 +561,13 @@ async def _join(fleet: FleetRegistry, record: FleetRecord) -> None:
     from loader.errors import RegistryUnavailableError
     from shard_node.agent.node_agent import join_fleet
 
-    told = False
+    level = logging.WARNING
     while True:
         try:
             return await join_fleet(fleet, record)
         except RegistryUnavailableError as error:
-            if not told:
-                logger.warning("waits for the registry: %s", error)
-            told = True
+            logger.log(level, "waits for the registry: %s", error)
+            level = logging.DEBUG
             await asyncio.sleep(_JOIN_RETRY_S)
 
 
@@ -590,9 +578,3 @@ def advertised(bound: Address) -> Address:
     if bound.is_unix:
         return Address(path=str(Path(bound.path).absolute()))
     return Address(host=socket.gethostname(), port=bound.port) if bound.host in _ANY_HOST else bound
-
-
-def default_node_id(shard_index: int, bound: Address) -> str:
-    """Return `shard-<index>-<host>-<port or name of the socket>`."""
-    place = Path(bound.path).stem if bound.is_unix else str(bound.port)
-    return _node_id(f"shard-{shard_index}-{socket.gethostname()}-{place}")

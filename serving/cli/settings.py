@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from serving.versions.warming import Warming
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.buckets import NodeIdentity, Partition
-    from shard_node.cuda.card_set import CardOptions, CardSet
-    from shard_node.tracing import SpanSink, TraceConfig
-    from shard_node.wire.address import Address
+    from shard_node.cuda.card_set import CardSet
+    from shard_node.tracing import TraceConfig
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
 logger = logging.getLogger(__name__)
@@ -49,13 +48,15 @@ MAX_LIMITS_FILE_BYTES = 1 << 20
 REMOVED_LIMITS = ("max_connections_per_address", "penalty_s", "trusted_proxies")
 """Ignored for one release."""
 DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
-"""Names of the options, for commands that pass them on or allow them only with rows."""
-RANKING = ("ranking_replicas", "dtype", "wire_dtype", "replica_policy")
-"""Names of options of ranking, which are passed on as they are."""
 TRACES = ("trace_endpoint", "trace_protocol")
-_HOT_ROWS = ("hot_rows_gb", "hot_rows")
+HOT_ROWS = ("hot_rows_gb", "hot_rows")
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
+SERVING = (
+    *("admin_port", *_TLS, *_NODE_TLS, "tls_role", "tokens", *TRACES, "trace_sample_share"),
+    *("ranking_replicas", "dtype", "wire_dtype", "replica_policy", *HOT_ROWS, "trust_exported"),
+)
+"""Options of a serving process that whoever starts several passes on as they are."""
 _HELD: list[HeldSnapshot] = []
 """Versions that the one command of this process works with."""
 _FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan", "detached": "--detach"}
@@ -84,15 +85,20 @@ def flags(names: Iterable[str]) -> str:
 
 
 def arguments(options: Options, names: Iterable[str]) -> list[str]:
-    """Return the flags that give a child process the same values, each as often as it was given."""
-    told: list[str] = []
+    """Return the flags that give a child process the same values, each as often as it was given; no switch is off."""
+    passed: list[str] = []
     for name in names:
         value = options.get(name)
-        for one in value if isinstance(value, tuple) else () if value is None else (value,):
+        if isinstance(value, bool):
+            passed += flags([name]).split() if value else []
+            continue
+        for item in value if isinstance(value, tuple) else () if value is None else (value,):
             # A link is kept as it is: setting it anew is how secrets change.
-            text = "=".join(one) if isinstance(one, tuple) else str(one.absolute() if isinstance(one, Path) else one)
-            told += [flags([name]), text]
-    return told
+            text = (
+                "=".join(item) if isinstance(item, tuple) else str(item.absolute() if isinstance(item, Path) else item)
+            )
+            passed += [flags([name]), text]
+    return passed
 
 
 def given_flags(ctx: click.Context) -> set[str]:
@@ -128,11 +134,6 @@ def store_of(
         if wrong := sorted(given & {"store_cache", "store_cache_gb", "store_timeout_s"}):
             raise click.UsageError(f"{flags(wrong)}: only with a --store at a URL.")
     return place
-
-
-def store_arguments(place: StorePlace) -> list[str]:
-    """Return the flags that give a child process the same store."""
-    return ["--store", str(place.resolve())] if isinstance(place, Path) else place.arguments
 
 
 def snapshot_folder(
@@ -277,18 +278,15 @@ def to_bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else int(gigabytes * 1e9)
 
 
-def card_options(options: Options) -> CardOptions:
-    """Return what one version may take of the cards."""
-    from shard_node.cuda.card_set import CardOptions
-
-    return config_of(CardOptions, options, require_peer_access=options["peer_access"] == "required")
-
-
 def open_card_set(options: Options) -> CardSet | None:
-    """Open the cards that the flags choose; None for the CPU. Raises as `CardSet.open`."""
-    from shard_node.cuda.card_set import CardSet
+    """Open the cards that the flags choose, as far as one version may take them; None for the CPU.
 
-    return CardSet.open(options["device"], options["cards"], card_options(options))
+    Raises as `CardSet.open`.
+    """
+    from shard_node.cuda.card_set import CardOptions, CardSet
+
+    limits = config_of(CardOptions, options, require_peer_access=options["peer_access"] == "required")
+    return CardSet.open(options["device"], options["cards"], limits)
 
 
 def device_arguments(options: Options) -> list[str]:
@@ -334,11 +332,6 @@ def replica_policy(options: Options) -> ReplicaPolicy:
     return config_of(ReplicaPolicy, {}, "replica-policy: ", **dict(options["replica_policy"]))
 
 
-def hot_rows_arguments(options: Options) -> list[str]:
-    """Return the flags that give a child process the same hot rows; none if there are none."""
-    return arguments(options, _HOT_ROWS) if options["hot_rows_gb"] else []
-
-
 @contextlib.contextmanager
 def recording(options: Options, service: RankingService) -> Iterator[None]:
     """Record what a service answers while the block runs, as far as it was asked for. Raises ConfigError."""
@@ -349,22 +342,9 @@ def recording(options: Options, service: RankingService) -> Iterator[None]:
 
     max_bytes = options["record_max_mb"] * 1_000_000
     config = RecordingConfig(folder=options["record"], share=options["record_share"], max_bytes=max_bytes)
-    recorder = RequestRecorder(config, service.metrics.recorded, clock=service.clock)
-    service.on_ranked += (recorder.offer,)
-    try:
+    with contextlib.closing(RequestRecorder(config, service.metrics.recorded, clock=service.clock)) as recorder:
+        service.on_ranked += (recorder.offer,)
         yield
-    finally:
-        recorder.close()
-
-
-def record_arguments(options: Options, worker: int) -> list[str]:
-    """Return the flags by which one of several workers records, into a folder of its own, and warms its versions."""
-    told = arguments(options, ["warm_from", "warm_requests"])
-    if options["record"] is None:
-        return told
-    max_mb = max(1, options["record_max_mb"] // options["workers"])
-    own = {"record": options["record"] / str(worker), "record_max_mb": max_mb}
-    return told + arguments({**options, **own}, [*own, "record_share"])
 
 
 def warming(options: Options) -> Warming | None:
@@ -398,8 +378,7 @@ def read_limits(options: Options) -> RequestLimits:
             raise click.UsageError(f"{path}: expected an object of limits by name")
     values |= dict(options["limit"])
     ignored = [name for name in REMOVED_LIMITS if values.pop(name, None) is not None]
-    if options["trusted_proxies"]:
-        ignored.append("--trusted-proxy")
+    ignored += ["--trusted-proxy"] if options.get("trusted_proxies") else []
     if ignored:
         logger.warning("%s: ignored, and refused by the next release: addresses are not judged", ", ".join(ignored))
     return config_of(RequestLimits, {}, "limits: ", **values)
@@ -420,17 +399,12 @@ def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]
     return limits
 
 
-def front_arguments(options: Options) -> list[str]:
-    """Return the limits, TLS files, tokens and admin port that every serving process is given. Raises UsageError."""
-    limits, told = read_limits(options), []
-    for name in type(limits).model_fields:
-        if name in limits.model_fields_set:
-            told += ["--limit", f"{name}={getattr(limits, name)}"]
-    # Wrong values are refused before a child is started.
+def serving_arguments(options: Options) -> list[str]:
+    """Return the flags that give a serving process the same options. Raises UsageError for wrong limits or traces."""
+    limits = read_limits(options).model_dump(exclude_unset=True)
     trace_config(options, "")
-    return told + arguments(
-        options, ["admin_port", *_TLS, *_NODE_TLS, "tls_role", "tokens", *TRACES, "trace_sample_share"]
-    )
+    passed = [f"--limit={name}={value}" for name, value in limits.items()]
+    return passed + arguments(options, SERVING)
 
 
 def trace_config(options: Options, service_name: str) -> TraceConfig | None:
@@ -447,25 +421,6 @@ def trace_config(options: Options, service_name: str) -> TraceConfig | None:
     if os.environ.get("OTEL_TRACES_SAMPLER") and options.get("trace_sample_share", 0) is None:
         raise click.UsageError("OTEL_TRACES_SAMPLER is not read any more: pass --trace-sample-share, or unset it.")
     return config
-
-
-@contextlib.contextmanager
-def traced(options: Options, service: RankingService) -> Iterator[None]:
-    """Trace a service's calls while the block runs, if that is wanted, then send what is left. Raises ConfigError."""
-    from serving.observe.traces import running_tracer
-
-    with running_tracer(trace_config(options, "shardrank-serve"), service.metrics) as service.tracer:
-        yield
-
-
-def span_sink(options: Options) -> SpanSink | None:
-    """Return what takes the spans of a shard node; None if nobody wants them. Raises ConfigError."""
-    config = trace_config(options, "shardrank-shard-node")
-    if config is None:
-        return None
-    from shard_node.otlp import OtlpSink
-
-    return OtlpSink(config)
 
 
 def scheme(options: Options) -> str:
@@ -530,13 +485,6 @@ def warn_if_open(host: str, protection: Protection) -> None:
         logger.warning("listens on %s without %s: for a private network only", host, " and without ".join(missing))
 
 
-def warn_if_node_is_open(addresses: Sequence[Address], tls: TlsConfig | None) -> None:
-    """Log one warning if others than this machine can reach a shard node, which then answers everybody."""
-    reachable = [str(address) for address in addresses if not address.is_loopback]
-    if reachable and tls is None:
-        logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
-
-
 def read_plan(options: Options, models: Collection[str] = ()) -> PlanFile | None:
     """Return the plan file that was named. Raises PlanError if it can't be read or, told models, is of none of them."""
     from router.errors import PlanError
@@ -582,15 +530,3 @@ def node_config(options: Options, node_id: str, address: str = "", **more: Any) 
         "memory_budget_bytes": to_bytes(options["memory_budget_gb"]),
     }
     return config_of(NodeConfig, options, node_id=node_id, address=address, **memory, **more)
-
-
-def run_until_stopped(
-    program: Callable[[], Awaitable[None]], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-) -> None:
-    """Run a program until SIGTERM or SIGINT, which is how it should end."""
-    from serving.fleet.process import StopRequestedError, run_until_signalled
-
-    try:
-        run_until_signalled(program, loop_factory=loop_factory)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)

@@ -215,13 +215,9 @@ def _inspection(snapshot: Snapshot) -> dict[str, Any]:
     spec, manifest = snapshot.spec, snapshot.manifest
     tables = [_table_inspection(snapshot, table) for table in spec.logical_tables]
     features = [
-        {
-            "name": feature.name,
-            "side": feature.side,
-            "table": spec.table_of(feature.name).name,
-            "pooling": spec.pooling_of(feature.name),
-            "weighted": feature.weighted,
-        }
+        feature.model_dump(include={"name", "side"})
+        | {"table": spec.table_of(feature.name).name, "pooling": spec.pooling_of(feature.name)}
+        | {"weighted": feature.weighted}
         for feature in spec.features
     ]
     return {
@@ -248,6 +244,7 @@ def _table_inspection(snapshot: Snapshot, table: AnyTable) -> dict[str, Any]:
     spec, stored = snapshot.spec, {files.table: files for files in snapshot.manifest.tables}
     parts = spec.parts(table)
     files = [stored[one.name] for part in parts for one in part.slices]
+    shown = {"name", "num_embeddings", "embedding_dim", "dtype"}
     found = {
         "name": table.name,
         "num_embeddings": table.num_embeddings,
@@ -263,7 +260,6 @@ def _table_inspection(snapshot: Snapshot, table: AnyTable) -> dict[str, Any]:
         "column_dims": parts[0].column_dims,
     }
     if isinstance(table, DividedTable):
-        shown = {"name", "num_embeddings", "embedding_dim", "dtype"}
         found |= {
             "divided_by": table.by,
             "combine": table.combine,
@@ -311,13 +307,10 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
     )
     click.echo(f"Dense inputs: {spec.dense_inputs.context} of the context, {spec.dense_inputs.candidate} a candidate")
     click.echo(f"Dense model: {spec.dense_model.kind} {spec.dense_model.model_dump(exclude={'kind'})}")
-    if golden is None:
-        click.echo("Golden requests: none")
-    else:
-        click.echo(
-            f"Golden requests: {golden.num_requests} with {golden.num_candidates} candidates, "
-            f"tolerance {golden.tolerance:g}"
-        )
+    requests = "none"
+    if golden is not None:
+        requests = f"{golden.num_requests} with {golden.num_candidates} candidates, tolerance {golden.tolerance:g}"
+    click.echo(f"Golden requests: {requests}")
     counted = [one["name"] for one in tables if one["access_counts"]]
     click.echo(f"Access counts: {', '.join(counted) or 'none'}")
     for key, value in snapshot.manifest.metadata.items():

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from loader.errors import OverloadedError, RegistryError, UnavailableError
-from loader.registry.fleet import NodeRecord, VersionReport, WantedModel
+from loader.errors import OverloadedError, RegistryError, RolloutError, UnavailableError
+from loader.registry.fleet import Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
+from loader.registry.registry import Registry
 from loader.rollout.plan import Rollout
-from loader.rollout.requests import FleetState
-from serving.dashboard.history import Changes, History, told_events
-from serving.dashboard.sources import Source
+from loader.rollout.requests import FleetState, SeenRollout, read_fleet, roll_back
+from serving.dashboard.history import MAX_TEXT, Changes, History, told_events
+from serving.rank.service import RankingService
+from shard_node.node import NodeInfo
 
 MAX_MODELS = 32
 MAX_NODES = 400
 MAX_VERSIONS = 12
 """Of a model; those in use come first, then the newest."""
 MAX_EVENTS = 60
-MAX_TEXT = 400
 Document = dict[str, Any]
 _Version: TypeAlias = tuple[str, int]
+_REPORTED: Any = {
+    **dict.fromkeys(("model", "version", "state", "progress", "memory_tiers", "leases", "delta_published_at"), True),
+    "dense_step": True,
+    "golden_difference": True,
+    "hot": {"rows", "size_bytes"},
+}
+"""Fields of a `VersionReport` that the page shows as they are."""
 logger = logging.getLogger(__name__)
 WATCHED_S = 0.5
 """Between two looks while somebody watches."""
@@ -39,14 +49,122 @@ MAX_WAITING = 8
 _encode = msgspec.json.Encoder().encode
 
 
-class _Held(NamedTuple):
-    """What all nodes tell of each model and version, gathered once: there may be hundreds of them.
+class FleetSource:
+    """A fleet, by its registry, which `open_registry` opens and `close` closes. Belongs to one event loop.
 
     Attributes:
-        reports: of a version, and whose they are.
-        answering: how many serving processes answer with a version.
-        last_deltas: as `FleetState.last_deltas`.
+        name: for people, without secrets.
+        note: what the page must say of its numbers; "" for nothing.
+        fixed: why nothing can be changed here; "" if it can.
     """
+
+    note = fixed = ""
+
+    def __init__(self, open_registry: Callable[[], Registry]) -> None:
+        self._fleet = FleetRegistry(open_registry())
+        self.name = self._fleet.name
+
+    async def look(self) -> FleetState:
+        """Read it. Raises RegistryError."""
+        return await read_fleet(self._fleet)
+
+    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
+        """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
+        return await roll_back(self._fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
+
+    async def close(self) -> None:
+        """End connections."""
+        await self._fleet.registry.close()
+
+
+class ProcessSource:
+    """One serving process without a registry, told in the words of a fleet: itself, and what its shards last said."""
+
+    fixed = "this process belongs to no fleet (no --registry): it serves what it was started with"
+
+    def __init__(self, service: RankingService, num_workers: int = 1) -> None:
+        self._service = service
+        self.name = f"process {os.getpid()}"
+        self.note = ""
+        if num_workers > 1:
+            self.note = (
+                f"{num_workers} worker processes share this port and one of them answers this page: "
+                f"requests and latencies are those of process {os.getpid()} alone; /metrics adds all workers up"
+            )
+
+    async def look(self) -> FleetState:
+        """Read it."""
+        wanted = {}
+        for model, version in self._service.generations.live_versions().items():
+            choice = self._service.canary(model)
+            canary = None if choice is None else Canary(version=choice.version, share=choice.share)
+            wanted[model] = WantedModel(model=model, epoch=1, live=version, hold=(version,), canary=canary)
+        versions = tuple(
+            VersionReport(
+                model=generation.model,
+                version=generation.version,
+                state="draining" if generation.state == "draining" else "ready",
+                leases=generation.leases,
+                golden_difference=generation.payload.checked.difference,
+                dense_step=generation.payload.dense_step,
+                stats=generation.payload.counter.stats(),
+            )
+            for generation in self._service.generations.all()
+        )
+        itself = NodeRecord(
+            node_id=f"process-{os.getpid()}",
+            kind="serving",
+            process_id=os.getpid(),
+            address="",
+            live=self._service.generations.live_versions(),
+            versions=versions,
+        )
+        return FleetState(nodes=(itself, *self._shards()), wanted=wanted)
+
+    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
+        """Raise RolloutError."""
+        raise RolloutError(f"{model}: {self.fixed}")
+
+    async def close(self) -> None:
+        """Do nothing: it has no connections."""
+
+    def _shards(self) -> Iterator[NodeRecord]:
+        # A node that holds several models is told by each of them.
+        nodes: dict[str, NodeInfo] = {address: info for _, address, info in self._service.watch.nodes()}
+        for place, (address, info) in enumerate(sorted(nodes.items())):
+            yield NodeRecord(
+                node_id=f"shard-{info.identity.shard_index}-{place}",
+                kind="shard",
+                process_id=0,
+                address=address,
+                shard_index=info.identity.shard_index,
+                num_shards=info.identity.num_shards,
+                versions=tuple(_reports(info)),
+            )
+
+
+Source: TypeAlias = FleetSource | ProcessSource
+
+
+def _reports(info: NodeInfo) -> Iterator[VersionReport]:
+    for one in info.versions:
+        tiers: dict[str, int] = {}
+        for use in info.memory:
+            if (use.model, use.version) == (one.model, one.version):
+                tiers[use.tier] = tiers.get(use.tier, 0) + use.size_bytes
+        yield VersionReport(
+            model=one.model,
+            version=one.version,
+            state="draining" if one.state == "draining" else "ready",
+            plan_digest=one.plan_digest,
+            memory_tiers=tiers,
+            delta_sequence=one.delta_sequence,
+            delta_published_at=one.delta_published_at,
+        )
+
+
+class _Held(NamedTuple):
+    """What nodes report of each version, how many serving processes answer with it, and `FleetState.last_deltas`."""
 
     reports: Mapping[_Version, Sequence[tuple[NodeRecord, VersionReport]]]
     answering: Mapping[_Version, int]
@@ -68,7 +186,7 @@ def told_state(state: FleetState, changes: Changes, history: History) -> Documen
     """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
     models, held = state.models(), _Held.of(state)
     nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
-    nodes += [(one.node, one.at) for one in changes.gone.values()]
+    nodes += changes.gone.values()
     nodes.sort(key=lambda one: (one[0].kind != "shard", one[0].shard_index or 0, one[0].node_id))
     return {
         "coordinator": state.coordinator,
@@ -82,17 +200,11 @@ def told_state(state: FleetState, changes: Changes, history: History) -> Documen
 
 
 def _node(held: _Held, node: NodeRecord, gone_at: float | None) -> Document:
-    return {
-        "id": node.node_id,
-        "kind": node.kind,
-        "shard": node.shard_index,
+    return node.model_dump(include={"node_id", "kind", "shard_index", "memory_available_bytes", "live"}) | {
         "address": node.address[:MAX_TEXT],
         "state": "gone" if gone_at is not None else "ending" if node.draining else "up",
         "gone_at": gone_at,
-        "memory_total": node.memory_total_bytes,
-        "memory_available": node.memory_available_bytes,
-        "live": node.live,
-        "versions": [_report(held, one) for one in node.versions[-MAX_VERSIONS:]],
+        "versions": [_report(held, report) for report in node.versions[-MAX_VERSIONS:]],
     }
 
 
@@ -100,21 +212,10 @@ def _report(held: _Held, report: VersionReport) -> Document:
     # Only who holds rows applies deltas.
     has_rows = bool(report.plan_digest or report.memory_tiers)
     last_delta = held.last_deltas.get((report.model, report.version)) if has_rows else None
-    return {
-        "model": report.model,
-        "version": report.version,
-        "state": report.state,
-        "progress": report.progress,
+    return report.model_dump(include=_REPORTED) | {
         "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
-        "tiers": report.memory_tiers,
-        "leases": report.leases,
-        "sequence": report.delta_sequence if has_rows else None,
+        "delta_sequence": report.delta_sequence if has_rows else None,
         "lag": None if last_delta is None else max(0, last_delta - report.delta_sequence),
-        "applied_at": report.delta_published_at,
-        "dense_step": report.dense_step,
-        "golden": report.golden_difference,
-        "golden_tolerance": report.golden_tolerance,
-        "hot": None if report.hot is None else {"rows": report.hot.rows, "bytes": report.hot.size_bytes},
     }
 
 
@@ -200,34 +301,28 @@ def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Documen
 
 
 class Watcher:
-    """One page that is open: what its stream of events has still to be told."""
+    """One page that is open: the messages that its stream of events has still to be sent, at most MAX_WAITING."""
 
     def __init__(self) -> None:
-        self._waiting: deque[bytes] = deque()
-        self._news = asyncio.Event()
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
         self.is_ended = False
 
-    def tell(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Put a message in its queue; a watcher whose queue is full is ended."""
-        if len(self._waiting) >= MAX_WAITING:
+        if self._waiting.qsize() >= MAX_WAITING:
             self.end()
         else:
-            self._waiting.append(message)
-            self._news.set()
+            self._waiting.put_nowait(message)
 
     def end(self) -> None:
         """End its stream, without what still waits."""
         self.is_ended = True
-        self._waiting.clear()
-        self._news.set()
+        self._waiting.put_nowait(b"")
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Give the messages until it is ended."""
-        while not self.is_ended:
-            await self._news.wait()
-            self._news.clear()
-            while self._waiting:
-                yield self._waiting.popleft()
+        """Yield the messages until it is ended."""
+        while (message := await self._waiting.get()) and not self.is_ended:
+            yield message
 
 
 class Board:
@@ -262,7 +357,7 @@ class Board:
             if self._is_closed:
                 raise UnavailableError("the process is shutting down", kind="shutting_down")
             for message in (history, self._read_event(), self._told):
-                watcher.tell(message)
+                watcher.send(message)
             self._watchers.add(watcher)
         self._wake.set()
         return watcher
@@ -307,7 +402,7 @@ class Board:
             messages = await asyncio.to_thread(self._keep, state, problem)
             for watcher in list(self._watchers):
                 for message in messages:
-                    watcher.tell(message)
+                    watcher.send(message)
                 if watcher.is_ended:
                     logger.info("a page that took nothing was ended")
                     self._watchers.discard(watcher)
@@ -316,7 +411,7 @@ class Board:
         """Keep what a look found, or why it found nothing; returns what watchers are told."""
         now, has_closed = self._clock(), False
         if bool(problem) != bool(self._problem) and self._read_at is not None:
-            self._changes.registry(problem or "the registry answers again", now)
+            self._changes.add(now, "registry", problem or "the registry answers again")
         self._problem = problem
         if state is not None:
             self._read_at, self._state = now, state
@@ -330,7 +425,7 @@ class Board:
         return [self._read_event(), *([] if self._told == before else [self._told]), *slot]
 
     def _read_event(self) -> bytes:
-        # It changes with every look, and all else seldom does.
+        # It changes each time, and all else seldom does.
         return _event("read", {"read_at": self._read_at})
 
     def _state_event(self) -> bytes:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,13 +39,8 @@ GONE_S = 900.0
 MAX_TEXT = 400
 
 
-class _Source(NamedTuple):
-    """One process's counters of a version; another process of the node counts anew."""
-
-    node_id: str
-    process_id: int
-    model: str
-    version: int
+_Source: TypeAlias = tuple[str, int, str, int]
+"""One process's counters of a version: node, process, model, version; another process of the node counts anew."""
 
 
 class History:
@@ -57,7 +51,7 @@ class History:
     """
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_s: float = SLOT_S, max_tracks: int = MAX_TRACKS) -> None:
-        self.slot_s = slot_s
+        self.slot_s, self.num_slots = slot_s, num_slots
         self._counts: Counts = np.zeros((max_tracks, num_slots, _WIDTH), np.int64)
         self._is_known = np.zeros(num_slots, np.bool_)
         self._tracks: dict[tuple[str, int], int] = {}
@@ -65,16 +59,6 @@ class History:
         self._last: dict[_Source, Counts] = {}
         self._slot = self._whole_from = -1
         self._observed_at = float("-inf")
-
-    @property
-    def num_slots(self) -> int:
-        """How many slots there are; the one that is being filled is told only when it is full."""
-        return self._is_known.size
-
-    @property
-    def closed(self) -> int:
-        """The number of the last slot that is full; it ended at `(closed + 1) * slot_s`."""
-        return self._slot - 1
 
     def observe(self, nodes: Iterable[NodeRecord], now: float) -> bool:
         """Add what nodes have counted since they were observed last. Returns whether a slot has become full."""
@@ -92,7 +76,7 @@ class History:
         for node in nodes:
             for report in node.versions:
                 if report.stats is not None:
-                    source = _Source(node.node_id, node.process_id, report.model, report.version)
+                    source = node.node_id, node.process_id, report.model, report.version
                     self._add(source, _counted(report.stats, report.hot), is_fresh)
         while len(self._last) > MAX_SOURCES:
             del self._last[next(iter(self._last))]
@@ -100,8 +84,11 @@ class History:
         return has_closed
 
     def document(self, *, last_only: bool = False) -> dict[str, Any]:
-        """Tell all full slots, the oldest first, or only the last one: a list for each number, None where unknown."""
-        numbers = np.arange(self.closed if last_only else self._slot - self.num_slots + 1, self._slot)
+        """Return all full slots, the oldest first, or only the last one: a list for each number, None where unknown.
+
+        Slot `slot` is the last one, and ended at `(slot + 1) * slot_s`.
+        """
+        numbers = np.arange(self._slot - 1 if last_only else self._slot - self.num_slots + 1, self._slot)
         places = numbers % self.num_slots
         is_known = (self._is_known[places] & (numbers >= 0)).tolist()
         tracks = []
@@ -114,7 +101,7 @@ class History:
             for quantile, values in zip(QUANTILES, percentiles_ms(counts[:, _LATENCIES:]), strict=True):
                 told[f"p{100 * quantile:g}"] = _where(is_known, values)
             tracks.append(told)
-        return {"slot": self.closed, "slot_s": self.slot_s, "num_slots": self.num_slots, "tracks": tracks}
+        return {"slot": self._slot - 1, "slot_s": self.slot_s, "num_slots": self.num_slots, "tracks": tracks}
 
     def recent(self, model: str, version: int) -> dict[str, float | None] | None:
         """Tell rates (a second), shares and percentiles (ms) over the last minute; None if nothing is known of it."""
@@ -147,7 +134,7 @@ class History:
         news = counts if before is None or (counts < before).any() else counts - before
         if not news.any():
             return
-        key = source.model, source.version
+        key = source[2:]
         track = self._tracks.get(key)
         if track is None:
             track = int(self._active.argmin())
@@ -192,24 +179,16 @@ def _where(is_known: list[bool], values: list[Any]) -> list[Any]:
     return [value if known else None for known, value in zip(is_known, values, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A node that is not announced any more, since `at`, in seconds since the epoch."""
-
-    node: NodeRecord
-    at: float
-
-
 class Changes:
     """What has changed since the first look. Bounded.
 
     Attributes:
-        gone: nodes that went not long ago, by node id.
+        gone: nodes that went not long ago, and when, in seconds since the epoch, by node id.
         events: the last ones, the newest last, as they are shown.
     """
 
     def __init__(self) -> None:
-        self.gone: dict[str, Gone] = {}
+        self.gone: dict[str, tuple[NodeRecord, float]] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._before: FleetState | None = None
 
@@ -217,15 +196,15 @@ class Changes:
         """Compare with the look before."""
         before, self._before = self._before, state
         there = {node.node_id: node for node in state.nodes}
-        self.gone = {key: one for key, one in self.gone.items() if key not in there and now - one.at < GONE_S}
+        self.gone = {key: one for key, one in self.gone.items() if key not in there and now - one[1] < GONE_S}
         if before is None:
             return
-        tell = partial(self._tell, now)
+        tell = partial(self.add, now)
         were = {node.node_id: node for node in before.nodes}
         for node_id in sorted(were.keys() - there.keys()):
             node = were[node_id]
             tell("left", "left the fleet" if node.draining else "is gone: its lease ran out", node=node_id)
-            self.gone[node_id] = Gone(node, now)
+            self.gone[node_id] = node, now
             while len(self.gone) > MAX_GONE:
                 del self.gone[next(iter(self.gone))]
         for node_id in sorted(there.keys() - were.keys()):
@@ -247,11 +226,8 @@ class Changes:
             told = f"the coordinator is {state.coordinator}" if state.coordinator else "no coordinator is running"
             tell("coordinator", told)
 
-    def registry(self, text: str, now: float) -> None:
-        """Note that the registry can't be read, or can be again."""
-        self._tell(now, "registry", text)
-
-    def _tell(self, now: float, kind: str, text: str, *, node: str = "", model: str = "") -> None:
+    def add(self, now: float, kind: str, text: str, *, node: str = "", model: str = "") -> None:
+        """Note that something changed now."""
         self.events.append({"at": now, "kind": kind, "node": node, "model": model, "text": text[:MAX_TEXT]})
 
 

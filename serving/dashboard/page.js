@@ -213,28 +213,28 @@ function perVersion(kind, shared, cells) {
 }
 
 const named = (version) => (version ? `${version.model} ${version.version}` : "–");
-const tiers = (version) => Object.entries(version?.tiers ?? {}).map(([tier, size]) => `${TIERS[tier] ?? tier} ${bytes(size)}`).join(", ") || "–";
+const tiers = (version) => Object.entries(version?.memory_tiers ?? {}).map(([tier, size]) => `${TIERS[tier] ?? tier} ${bytes(size)}`).join(", ") || "–";
 const counted = (value) => (value === null || value === undefined ? "–" : String(value));
 
 function lagOf(version) {
   if (!version || version.lag === null) return "–";
   if (!version.lag) return "0";
-  const age = version.applied_at ? `, last of ${lasts(readTime() - version.applied_at)} ago` : "";
+  const age = version.delta_published_at ? `, last of ${lasts(readTime() - version.delta_published_at)} ago` : "";
   return element("span", { text: `${version.lag} behind${age}`, classes: "warn" });
 }
 
 function showNodes() {
   fill($("shards"), ["node", "#shard", "address", "#memory free", "version", "state", "rows by tier", "#updates", "#lag", "#leases", "remarks"],
     perVersion("shard", [0, 1, 2, 3], (node, version) => [
-      node.id, counted(node.shard), node.address || "–", bytes(node.memory_available), named(version), stateOf(node, version), tiers(version),
-      counted(version?.sequence), lagOf(version), counted(version?.leases), version?.reason ?? ""]),
+      node.node_id, counted(node.shard_index), node.address || "–", bytes(node.memory_available_bytes), named(version), stateOf(node, version), tiers(version),
+      counted(version?.delta_sequence), lagOf(version), counted(version?.leases), version?.reason ?? ""]),
     "No shard nodes: serving processes hold their rows themselves.");
   fill($("serving"), ["node", "address", "#memory free", "version", "state", "answers", "rows by tier", "#hot rows", "#updates", "#lag", "#leases", "#dense step", "#golden off by", "remarks"],
     perVersion("serving", [0, 1, 2], (node, version) => [
-      node.id, node.address || "–", bytes(node.memory_available), named(version), stateOf(node, version),
+      node.node_id, node.address || "–", bytes(node.memory_available_bytes), named(version), stateOf(node, version),
       version && node.state !== "gone" && node.live[version.model] === version.version ? "✓ live" : "–", tiers(version),
-      version?.hot ? `${version.hot.rows} (${bytes(version.hot.bytes)})` : "–", counted(version?.sequence), lagOf(version), counted(version?.leases),
-      counted(version?.dense_step), typeof version?.golden === "number" ? version.golden.toExponential(1) : "–", version?.reason ?? ""]),
+      version?.hot ? `${version.hot.rows} (${bytes(version.hot.size_bytes)})` : "–", counted(version?.delta_sequence), lagOf(version), counted(version?.leases),
+      counted(version?.dense_step), typeof version?.golden_difference === "number" ? version.golden_difference.toExponential(1) : "–", version?.reason ?? ""]),
     "No serving process is announced.");
   fill($("events"), ["time", "what", "of", "details"],
     state.events.map((one) => ({ cells: [clock(one.at), STEPS[one.kind] ?? one.kind, one.node || one.model || "–", one.text] })), "Nothing has changed since this page's server began to look.");

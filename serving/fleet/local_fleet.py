@@ -43,7 +43,7 @@ from loader.stores.cache import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile
-from serving.api.dealing import WORKER_VARIABLE, Place
+from serving.api.listening import WORKER_VARIABLE, Place
 from serving.errors import FleetError
 from serving.fleet.supervisor import (
     ChildSpec,
@@ -76,10 +76,7 @@ class FleetConfig(Frozen):
         versions: what a model begins with, by model. One that is not named goes on with the version that the registry
             has live; the first time, with the store's latest.
         registry: its URL or folder; None for the folder `.registry` in the store.
-        replicas, cards: nodes of each shard, and cards of each node.
         plan_file: says how its model's rows are divided, in place of sharding and of what the snapshot carries.
-        workers: serving processes on one HTTP and one gRPC port; port 0 is any free one.
-        environment: of every child, added to that of this process.
         on: `here`, or on the hosts of a Ray cluster: then several numbers of shards may be there at a time, and names
             of shard nodes say which one is theirs.
     """
@@ -119,22 +116,8 @@ class FleetConfig(Frozen):
 
     @property
     def registry_url(self) -> str:
-        """Returns the registry that was named, or the store's own."""
-        if not isinstance(self.store, Path):
-            return self.registry or ""
-        return str(self.store.resolve() / STORE_REGISTRY) if self.registry is None else self.registry
-
-    @property
-    def plan_arguments(self) -> list[str]:
-        """The flag by which children find the plan file."""
-        return [] if self.plan_file is None else ["--plan", str(self.plan_file.resolve())]
-
-    def read_plan(self) -> PlanFile | None:
-        """Read the plan file. Raises PlanError if it can't be read, or is of a model that is not served."""
-        file = None if self.plan_file is None else PlanFile.read(self.plan_file)
-        if file is not None and file.model not in self.models:
-            raise PlanError(f"{self.plan_file}: model is {file.model!r}, allowed here are {list(self.models)}")
-        return file
+        """The registry that was named, or the store's own."""
+        return self.registry or str(Path(str(self.store)).resolve() / STORE_REGISTRY)
 
     @property
     def shard_nodes(self) -> dict[str, int]:
@@ -148,11 +131,12 @@ class FleetConfig(Frozen):
         return [f"serve-{worker}" for worker in range(self.workers)]
 
     @property
-    def store_arguments(self) -> list[str]:
-        """Flags by which every child finds what it serves, and checks it whenever it loads it."""
+    def common_arguments(self) -> list[str]:
+        """Flags by which every child finds what it serves, and how that is divided; it checks whatever it loads."""
         models = [argument for model in self.models for argument in ("--model", model)]
         store = ["--store", str(self.store.resolve())] if isinstance(self.store, Path) else self.store.arguments
-        return [*store, *models, "--verify" if self.verify else "--no-verify"]
+        plan = [] if self.plan_file is None else ["--plan", str(self.plan_file.resolve())]
+        return [*store, *models, "--verify" if self.verify else "--no-verify", *plan]
 
     def coordinator_command(self, owner: str) -> list[str]:
         """Return the arguments of `shardrank` for a coordinator: one that comes after another is the same owner."""
@@ -162,13 +146,13 @@ class FleetConfig(Frozen):
         """Return the arguments of `shardrank` for one of `shard_nodes`, but the registry."""
         shard = f"{self.shard_nodes[name]}/{self.shards}"
         own = ["--log-level", self.log_level, "shard-node", "--node-id", name, "--shard", shard, "--listen", listen]
-        divided = ["--cards", str(self.cards), "--sharding", self.sharding, *self.plan_arguments]
+        divided = ["--cards", str(self.cards), "--sharding", self.sharding]
         divided += ["--replicate-bytes", str(self.replicate_bytes)]
-        return [*own, *self.store_arguments, *divided, *self.shard_node_arguments]
+        return [*own, *self.common_arguments, *divided, *self.shard_node_arguments]
 
     def worker_flags(self, name: str) -> list[str]:
         """Return the flags of `shardrank serve` for one of `worker_names`, but ports and the registry."""
-        return [*self.store_arguments, *self.plan_arguments, *self.serve_arguments, "--node-id", name]
+        return [*self.common_arguments, *self.serve_arguments, "--node-id", name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +240,11 @@ def _planned(store: Store, config: FleetConfig, model: str, version: int) -> tup
     with store.hold(model, version, with_rows=False, verify=False) as held:
         rows_here = isinstance(config.store, Path)
         snapshot = Snapshot.open(held.path, verify=False, rows_here=rows_here)
-        plan = Plan.of_snapshot(
-            snapshot, config.shards, config.sharding, config.cards, config.replicate_bytes, config.read_plan()
-        )
-        return snapshot, plan
+        file = None if config.plan_file is None else PlanFile.read(config.plan_file)
+        if file is not None and file.model not in config.models:
+            raise PlanError(f"{config.plan_file}: model is {file.model!r}, allowed here are {list(config.models)}")
+        division = config.shards, config.sharding, config.cards, config.replicate_bytes
+        return snapshot, Plan.of_snapshot(snapshot, *division, file)
 
 
 async def _choose(
@@ -317,39 +302,34 @@ async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: 
 
 
 async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], process_id: int) -> None:
-    """Find out from what a node announces whether it has the live version of each model; a `Probe` of `process_id`.
+    """Raise NotYetError or RefusedError unless a node announces that it has the live version of each model.
 
-    A model of which no version is live yet asks for nothing.
+    A `Probe` of `process_id`. A model of which no version is live yet asks for nothing.
     """
     announced = {node.node_id: node for node in await fleet.nodes() if node.process_id == process_id}
     if node_id not in announced:
         raise NotYetError(f"{node_id} has not announced itself yet")
+    record = announced[node_id]
     for model, wanted in (await fleet.wanted()).items():
-        if model in models:
-            _check_live(announced[node_id], wanted)
+        version = wanted.live
+        if record.kind == "shard":
+            version = answering_version(wanted, record.node_id, record.num_shards)
+        if model not in models or version is None:
+            continue
+        report = record.report(model, version)
+        if report is not None and report.state == "refused":
+            raise RefusedError(f"version {version} of {model!r}: {report.reason}")
+        if report is None or report.state != "ready":
+            state = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
+            raise NotYetError(f"version {version} of {model!r} is {state}")
+        if record.kind == "serving" and record.live.get(model) != version:
+            raise NotYetError(f"version {version} of {model!r} is not live yet")
 
 
-def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
-    """Raise NotYetError or RefusedError unless the node does what is wanted of it for one model."""
-    model, version = wanted.model, wanted.live
-    if record.kind == "shard":
-        version = answering_version(wanted, record.node_id, record.num_shards)
-    if version is None:
-        return
-    report = record.report(model, version)
-    if report is not None and report.state == "refused":
-        raise RefusedError(f"version {version} of {model!r}: {report.reason}")
-    if report is None or report.state != "ready":
-        told = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
-        raise NotYetError(f"version {version} of {model!r} is {told}")
-    if record.kind == "serving" and record.live.get(model) != version:
-        raise NotYetError(f"version {version} of {model!r} is not live yet")
-
-
-async def ask_lock(fleet: FleetRegistry, key: str, process_id: int) -> None:
-    """Find out whether anybody holds a lock: a process that stands by is as good as the one that has it."""
-    if await fleet.registry.holder(key) is None:
-        raise NotYetError(f"nobody holds {key} yet")
+async def ask_coordinator(fleet: FleetRegistry, process_id: int) -> None:
+    """Find out whether anybody coordinates: a process that stands by is as good as the one that does. A `Probe`."""
+    if await fleet.registry.holder(COORDINATOR_LOCK) is None:
+        raise NotYetError(f"nobody holds {COORDINATOR_LOCK} yet")
 
 
 @contextlib.contextmanager
@@ -503,7 +483,7 @@ def _node_specs(
     """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
     owner = config.coordinator_command(f"{COORDINATOR}-{run_directory.name}")
-    specs = [ChildSpec(COORDINATOR, shardrank_command(*owner), partial(ask_lock, fleet, COORDINATOR_LOCK), environment)]
+    specs = [ChildSpec(COORDINATOR, shardrank_command(*owner), partial(ask_coordinator, fleet), environment)]
     for name in config.shard_nodes:
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
         command = shardrank_command(*config.shard_node_command(name, str(listen)))

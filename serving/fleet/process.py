@@ -66,6 +66,18 @@ def run_until_signalled(
         raise StopRequestedError(received[0].name) from None
 
 
+def run_until_stopped(
+    program: Callable[[], Awaitable[object]],
+    on_second_signal: Callable[[], None] = lambda: None,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
+    """Run a program as `run_until_signalled` does, where a signal is how it should end."""
+    try:
+        run_until_signalled(program, on_second_signal, loop_factory)
+    except StopRequestedError as stop:
+        logger.info("stopped by %s", stop)
+
+
 PARENT_PID_VARIABLE = "SHARDRANK_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 

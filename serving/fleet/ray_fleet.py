@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pydantic import Field
 
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 HOST: Final = "{host}"
 """Stands in the arguments of a process for the address of the host that Ray places it on."""
 STOP_GRACE_S = 20.0
+READY_TIMEOUT_S = 600.0
 _HEALTHY_AFTER_S = 30.0
 _PAUSE_S = 1.0
 """Before the end of an actor whose child did not live for long: nothing else would slow Ray's restarts down."""
@@ -55,7 +56,6 @@ class RayConfig(Frozen):
         address: `host:port` of the cluster; None for that of RAY_ADDRESS, or the one that runs on this machine.
         cpus, gpus, memory_bytes: what Ray sets aside for each process, each shard node, and each shard node's rows.
         detached: the fleet stays when this process ends.
-        ready_timeout_s: how long a process may take until it serves.
     """
 
     address: str | None = None
@@ -63,7 +63,6 @@ class RayConfig(Frozen):
     gpus: int = Field(default=0, ge=0, le=64)
     memory_bytes: int | None = Field(default=None, ge=1)
     detached: bool = False
-    ready_timeout_s: float = Field(default=600.0, gt=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,59 +74,56 @@ class PlacedProcess:
     claims: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class ActorGroup:
-    """Processes that each need a host of their own, such as the replicas of a shard."""
-
-    name: str
-    processes: tuple[PlacedProcess, ...]
+Groups: TypeAlias = Mapping[str, Sequence[PlacedProcess]]
+"""Processes by group, such as the replicas of a shard; those of one group need a host each."""
 
 
-def groups_of(config: FleetConfig, ray: RayConfig) -> tuple[ActorGroup, ...]:
+def groups_of(config: FleetConfig, ray: RayConfig) -> Groups:
     """Return what runs: a coordinator, a group for each shard, and one of the serving processes."""
     any_host = {"CPU": ray.cpus}
     node = any_host | ({"GPU": float(ray.gpus)} if ray.gpus else {})
     node |= {} if ray.memory_bytes is None else {"memory": float(ray.memory_bytes)}
     coordinator = PlacedProcess("coordinator-0", tuple(config.coordinator_command("coordinator-on-ray")), any_host)
-    groups = [ActorGroup("coordinator", (coordinator,))]
-    by_shard: dict[int, list[PlacedProcess]] = {}
-    for name, shard in config.shard_nodes.items():
+    groups: dict[str, list[PlacedProcess]] = {"coordinator": [coordinator]}
+    for name in config.shard_nodes:
         command = tuple(config.shard_node_command(name, f"{HOST}:0"))
-        by_shard.setdefault(shard, []).append(PlacedProcess(name, command, node))
-    groups += [ActorGroup(_group_of(nodes[0].name), tuple(nodes)) for nodes in by_shard.values()]
+        groups.setdefault(_group_of(name), []).append(PlacedProcess(name, command, node))
     ports = ("--host", config.host, "--http-port", str(config.http_port), "--grpc-port", str(config.grpc_port))
     start = ("--log-level", config.log_level, "serve")
-    serving = [
+    groups["serve"] = [
         PlacedProcess(name, (*start, *config.worker_flags(name), *ports), any_host) for name in config.worker_names
     ]
-    return (*groups, ActorGroup("serve", tuple(serving)))
+    return groups
 
 
-def check_hosts(groups: Sequence[ActorGroup], hosts: Sequence[Mapping[str, float]]) -> None:
+def check_hosts(groups: Groups, hosts: Sequence[Mapping[str, float]]) -> None:
     """Raise FleetError if a group has more processes than there are hosts with what each of them claims."""
-    for group in groups:
-        claims = group.processes[0].claims
-        able = sum(all(host.get(name, 0.0) >= amount for name, amount in claims.items()) for host in hosts)
-        if able < len(group.processes):
-            told = ", ".join(f"{amount:g} {name}" for name, amount in claims.items())
+    for name, processes in groups.items():
+        claims = processes[0].claims
+        able = sum(all(host.get(resource, 0.0) >= amount for resource, amount in claims.items()) for host in hosts)
+        if able < len(processes):
+            needs = ", ".join(f"{amount:g} {resource}" for resource, amount in claims.items())
             raise FleetError(
-                f"{group.name}: {len(group.processes)} processes need as many hosts with {told} each; of the "
-                f"{len(hosts)} hosts of the Ray cluster {able} have that"
+                f"{name}: {len(processes)} processes need as many hosts with {needs} each; of the {len(hosts)} hosts "
+                f"of the Ray cluster {able} have that"
             )
 
 
-def missing_of(groups: Sequence[ActorGroup], running: Collection[str]) -> list[ActorGroup]:
+def missing_of(groups: Groups, running: Collection[str]) -> Groups:
     """Return the groups that do not run. Raises FleetError for one that runs with other processes."""
-    missing = []
-    for group in groups:
-        there = {name for name in running if _group_of(name) == group.name}
-        asked = {one.name for one in group.processes}
-        if there and there != asked:
+    missing = {}
+    for group, processes in groups.items():
+        there, expected = (
+            {name for name in running if _group_of(name) == group},
+            {process.name for process in processes},
+        )
+        if there and there != expected:
             raise FleetError(
-                f"{group.name} runs as {sorted(there)}, asked for is {sorted(asked)}: a group keeps its size while its "
+                f"{group} runs as {sorted(there)}, asked for is {sorted(expected)}: a group keeps its size while its "
                 "fleet runs; see shardrank down"
             )
-        missing += [] if there else [group]
+        if not there:
+            missing[group] = processes
     return missing
 
 
@@ -246,24 +242,25 @@ class RayCluster:
         """Return what each host that is up has in all."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    def start(self, group: ActorGroup, environment: Mapping[str, str]) -> None:
+    def start(self, group: str, processes: Sequence[PlacedProcess], environment: Mapping[str, str]) -> None:
         """Have a group started; that its hosts are found, and its processes run, is not waited for."""
         lifetime = "detached" if self._config.detached else None
-        bundles = [dict(one.claims) for one in group.processes]
-        placement = self._ray.util.placement_group(bundles, "STRICT_SPREAD", name=group.name, lifetime=lifetime)
+        bundles = [dict(process.claims) for process in processes]
+        placement = self._ray.util.placement_group(bundles, "STRICT_SPREAD", name=group, lifetime=lifetime)
         actor = self._ray.remote(RayProcess)
-        for index, one in enumerate(group.processes):
-            place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placement, index)
+        for index, process in enumerate(processes):
             options = actor.options(
-                name=one.name,
+                name=process.name,
                 lifetime=lifetime,
-                num_cpus=one.claims["CPU"],
-                num_gpus=one.claims.get("GPU", 0),
-                memory=one.claims.get("memory"),
+                num_cpus=process.claims["CPU"],
+                num_gpus=process.claims.get("GPU", 0),
+                memory=process.claims.get("memory"),
                 max_restarts=-1,
-                scheduling_strategy=place,
+                scheduling_strategy=self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    placement, index
+                ),
             )
-            self._actors.append(options.remote(one.name, one.arguments, dict(environment)))
+            self._actors.append(options.remote(process.name, process.arguments, dict(environment)))
 
     async def look(self, name: str) -> tuple[int, str | None]:
         """Return `RayProcess.look` of a process that runs, or has just ended. Raises NotYetError."""
@@ -353,11 +350,11 @@ async def fleet_on_ray(
             raise FleetError(f"the fleet of {fleet.name} runs already; --detach adds to it what is missing")
         else:
             await _divide_anew(fleet, config)
-        started = [one.name for group in missing for one in group.processes]
+        started = [process.name for processes in missing.values() for process in processes]
         try:
-            for group in missing:
-                cluster.start(group, {REGISTRY_VARIABLE: config.registry_url})
-            waiting = [_until_ready(cluster, fleet, config, ray, name, on_ready) for name in started]
+            for group, processes in missing.items():
+                cluster.start(group, processes, {REGISTRY_VARIABLE: config.registry_url})
+            waiting = [_until_ready(cluster, fleet, config, name, on_ready) for name in started]
             await all_or_first_error(waiting)
         except BaseException:
             await end_in_order(cluster, started)
@@ -410,22 +407,20 @@ async def _until_ready(
     cluster: RayCluster,
     fleet: FleetRegistry,
     config: FleetConfig,
-    ray: RayConfig,
     name: str,
     on_ready: Callable[[str], None],
 ) -> None:
     """Wait until a process serves. Raises FleetError if it ends before, or in vain."""
-    from loader.registry.fleet import COORDINATOR_LOCK
-    from serving.fleet.local_fleet import ask_lock, ask_node
+    from serving.fleet.local_fleet import ask_coordinator, ask_node
 
-    deadline, reason = time.monotonic() + ray.ready_timeout_s, ""
+    deadline, reason = time.monotonic() + READY_TIMEOUT_S, ""
     while time.monotonic() < deadline:
         try:
             process_id, failure = await cluster.look(name)
             if failure is not None:
                 raise FleetError(failure, kind="child_failed")
             if _group_of(name) == "coordinator":
-                await ask_lock(fleet, COORDINATOR_LOCK, process_id)
+                await ask_coordinator(fleet, process_id)
             else:
                 await ask_node(fleet, name, config.models, process_id)
         except (NotYetError, RegistryError) as not_ready:
@@ -436,4 +431,4 @@ async def _until_ready(
         else:
             on_ready(name)
             return
-    raise FleetError(f"{name} was not ready within {ray.ready_timeout_s:g} s: {reason}", kind="child_failed")
+    raise FleetError(f"{name} was not ready within {READY_TIMEOUT_S:g} s: {reason}", kind="child_failed")

@@ -48,7 +48,7 @@ class RefusedError(Exception):
 class ChildSpec:
     """What to run and how to know that it serves; the name is unique in its fleet, and the log's.
 
-    `environment` is added to the supervisor's own; `on_exit` is told the id of each process that ended by itself.
+    `environment` is added to the supervisor's; `on_exit` is called with the id of each process that ended by itself.
     """
 
     name: str

@@ -47,13 +47,10 @@ class Traced:
 
 @dataclass(slots=True, eq=False)
 class BatchTimes:
-    """Where the time of one batch went, in seconds. Every request in it has waited for all of it.
+    """Where the time of one batch went, in seconds; every request in it has waited for all of it.
 
-    Attributes:
-        num_candidates: in the batch; a lookup has none.
-        merge_s, answer_s: requests joined; scores checked, counted and sorted, answers made.
-        lookup, lookup_s: rows looked up, by part and in all; on cards None, and ids mapped and packed.
-        began, ended: from taking it to when the answers were there, monotonic seconds.
+    On cards `lookup` is None and `lookup_s` has the mapping and packing of ids. `began` and `ended` are monotonic
+    seconds; a lookup has no candidates.
     """
 
     num_requests: int = 1
@@ -85,9 +82,6 @@ class Call:
         model: name of the served model, once it is known; never what a client made up.
         version, counter, generation: of what answers it, once that is chosen: at `leased`.
         pinned: its client named the version, so no guard counts it.
-        received, parsed: when its request had come in full; when it was arrays.
-        queue_s, batch: seconds that it waited for a replica; the batch that it was in, once that is answered.
-        answered, encoded: when the call went on with the answer; when that was bytes.
         admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
     """
 
@@ -137,14 +131,10 @@ def outcome_of(error: BaseException) -> Outcome | None:
 
 @dataclass(slots=True)
 class InferenceTotals:
-    """Sums over rank requests, whatever API they came by.
+    """Sums over rank requests, whatever API they came by; `failed` ones had a version. `last` is monotonic seconds.
 
-    Attributes:
-        succeeded_s: from arrival to answer: `queue_s` waiting for a replica, `input_s` joined with others, `infer_s`
-            looked up and scored, `output_s` checked and sorted.
-        batches: in which they were: each adds its fraction of its batch.
-        failed, failed_s: requests that were not answered, after their version was chosen.
-        last: when the last one ended, monotonic seconds; None if there was none.
+    `succeeded_s` is from arrival to answer, of it `queue_s` before a batch; `batches` adds each one's fraction of its
+    batch.
     """
 
     succeeded: int = 0

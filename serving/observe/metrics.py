@@ -20,7 +20,6 @@ from prometheus_client.registry import Collector
 
 from router.hot_keeper import HotStatus
 from router.outliers import ReplicaEvents
-from serving.errors import InternalError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 from shard_node.answer import WIRE_FORMS
 from shard_node.tracing import Outcome as TraceOutcome
@@ -40,7 +39,6 @@ _SECONDS = (
 )
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-_LOOK = (0.5, 1.0, 1.5, 4.0)
 Kept: TypeAlias = deque[tuple[tuple[Histogram, ...], tuple[float, ...]]]
 
 
@@ -113,7 +111,6 @@ class ServingMetrics:
     """Counts and times of one service; `state` is read when they are. Thread-safe."""
 
     def __init__(self, state: Collector | None = None) -> None:
-        check_library()
         self._state = state
         # A registry of its own, so that several services in one process don't share names.
         registry = self._registry = CollectorRegistry()
@@ -216,31 +213,19 @@ class ServingMetrics:
             out=lambda shard, more: ejected.labels(model, str(shard)).inc(more),
         )
 
-    def card_batch(self, model: str, *, is_graph: bool) -> None:
-        """Count a batch that was ranked on a card."""
-        self._counters["card_batches"].labels(model, "graph" if is_graph else "launches").inc()
+    def count(self, name: str, *labels: object, by: float = 1) -> None:
+        """Count by one of the names of `_COUNTERS`, and its labels."""
+        self._counters[name].labels(*map(str, labels)).inc(by)
 
-    def dtype_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
-        """Say whether a version serves in another dtype than was asked for."""
-        self._gauges["dtype_fallback"].labels(model, str(version)).set(float(fell_back))
-
-    def wire_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
-        """Say whether shards answer with other sums than were asked for."""
-        self._gauges["wire_fallback"].labels(model, str(version)).set(float(fell_back))
-
-    def dense_step(self, model: str, version: int, step: int) -> None:
-        """Say which set of dense weights a version has."""
-        self._gauges["dense_step"].labels(model, str(version)).set(step)
-
-    def dense_refused(self, model: str, version: int) -> None:
-        """Count a set of dense weights that was refused."""
-        self._counters["dense_steps_refused"].labels(model, str(version)).inc()
+    def set_version(self, name: str, model: str, version: int, value: float) -> None:
+        """Set one of the gauges that have a value for each version."""
+        self._gauges[name].labels(model, str(version)).set(value)
 
     def hot_rows(self, status: HotStatus) -> None:
         """Say what a version's tier of hot rows holds, and count what it counted since it told last."""
         values = {"hot_rows": status.rows, "hot_bytes": status.size_bytes, "hot_sequence": status.sequence}
         for name, value in values.items():
-            self._gauges[name].labels(status.model, str(status.version)).set(value)
+            self.set_version(name, status.model, status.version, value)
         for table, lookups, hits in zip(status.tables, status.lookups.tolist(), status.hits.tolist(), strict=True):
             if lookups:
                 self._counters["hot_lookups"].labels(status.model, table).inc(lookups)
@@ -250,10 +235,6 @@ class ServingMetrics:
         """Count requests that were chosen to be recorded: `written`, with their bytes on disk, or `dropped`."""
         self._counters["recorded_requests"].labels(outcome).inc(requests)
         self._counters["recorded_bytes"].inc(size_bytes)
-
-    def warmed(self, model: str, version: int, requests: int) -> None:
-        """Count recorded requests that a version ranked before it was ready."""
-        self._counters["warmed_requests"].labels(model, str(version)).inc(requests)
 
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""
@@ -302,31 +283,12 @@ def make_observations(kept: Kept) -> None:
 
 
 def observe_all(histogram: Histogram, values: list[float]) -> None:
-    """Observe many values at once, none NaN: the library's own way looks for the bucket of one after the other."""
+    """Observe many values at once, none NaN: the library's own way looks for the bucket of one after the other.
+
+    It fills the library's private fields; a test compares them with what the library makes of the same values.
+    """
     buckets = np.searchsorted(histogram._upper_bounds, values)
     for bucket, count in enumerate(np.bincount(buckets).tolist()):
         if count:
             histogram._buckets[bucket].inc(count)
     histogram._sum.inc(sum(values))
-
-
-def check_library() -> None:
-    """Refuse a library whose histograms are kept in another way than `observe_all` fills them."""
-    # In files that processes share, what is made for a look would stay and be told.
-    if MULTIPROCESS_VARIABLE in os.environ:
-        return
-    together, one_by_one = (
-        Histogram("checked", "Made for a look.", buckets=(1.0, 2.0), registry=None) for _ in range(2)
-    )
-    try:
-        observe_all(together, list(_LOOK))
-        for value in _LOOK:
-            one_by_one.observe(value)
-        told, expected = (
-            [one for one in next(iter(histogram.collect())).samples if not one.name.endswith("_created")]
-            for histogram in (together, one_by_one)
-        )
-    except (AttributeError, IndexError, TypeError) as error:
-        raise InternalError(f"a Histogram of prometheus_client has other fields: {error}") from error
-    if told != expected:
-        raise InternalError(f"a Histogram of prometheus_client tells {told}; observed one by one, {expected}")

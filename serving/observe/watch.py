@@ -68,10 +68,7 @@ class _Told(NamedTuple):
 
 
 class NodeWatch:
-    """Keeps what the shards of every live model last said.
-
-    Arguments are those of `RankingService`. Raises ValueError for a limit of staleness that is not above 0.
-    """
+    """Keeps what the shards of every live model last said. Arguments are those of `RankingService`."""
 
     def __init__(
         self,
@@ -79,9 +76,6 @@ class NodeWatch:
         max_staleness_s: Mapping[str, float] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        for model, limit_s in (max_staleness_s or {}).items():
-            if not limit_s > 0:
-                raise ValueError(f"max_staleness_s of model {model!r} is {limit_s}, which is not above 0")
         self.versions = versions
         self.wall_clock = wall_clock
         self._max_staleness_s = dict(max_staleness_s or {})

@@ -26,7 +26,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.ranking_models import build_model
-from serving.training.interactions import TrainingError, offsets_of, positions_in
+from serving.training.dataset import TrainingError, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
 # Share of the pooled embeddings' elements, and of the sequences' rows, left out while training.
@@ -159,8 +159,7 @@ class RankingNetwork(nn.Module):
 
     def parameter(self, table: str) -> nn.Parameter:
         """Return the rows of a stored table, to be trained."""
-        found: nn.Parameter = self.tables[_key(table)]
-        return found
+        return self.tables.get_parameter(_key(table))
 
     def rows(self) -> dict[str, Float32Array]:
         """Return the rows of every stored table."""

@@ -32,21 +32,18 @@ from serving.training.dataset import (
     CROSSES,
     FilmsDataset,
     FilmsOptions,
+    Interactions,
     LabelledRequests,
+    TrainingError,
     evaluation_requests,
     films_description,
     films_vocabularies,
+    generate_interactions,
+    read_movielens,
     training_requests,
     with_bucketing,
 )
-from serving.training.interactions import Interactions, TrainingError, generate_interactions, read_movielens
-from serving.training.network import (
-    RankingNetwork,
-    RequestBatches,
-    TrainedModel,
-    float32_scores,
-    undivided,
-)
+from serving.training.network import RankingNetwork, RequestBatches, TrainedModel, float32_scores, undivided
 from shard_node.bags import Float32Array, Int64Array
 
 DEFAULT_EPOCHS = 12
@@ -125,10 +122,8 @@ def _optimizers(network: RankingNetwork) -> list[torch.optim.Optimizer]:
     ]
     found: list[torch.optim.Optimizer] = [torch.optim.AdamW(decays, lr=LEARNING_RATE)]
     if groups["crosses"]:
-        adagrad = torch.optim.Adagrad(
-            groups["crosses"], lr=CROSS_LEARNING_RATE, initial_accumulator_value=CROSS_ACCUMULATOR
-        )
-        found.append(adagrad)
+        crosses = groups["crosses"]
+        found.append(torch.optim.Adagrad(crosses, CROSS_LEARNING_RATE, initial_accumulator_value=CROSS_ACCUMULATOR))
     return found
 
 
@@ -137,14 +132,6 @@ class Pruning(Frozen):
 
     keep_share: float = Field(default=1.0, gt=0, le=1)
     pruned_row: PrunedRow = "mean"
-
-
-def sized(dataset: FilmsDataset, description: ModelDescription) -> ModelDescription:
-    """Give tables whose `num_embeddings` is auto the size that ids of the training part need. Raises FittingError."""
-    if all(table.num_embeddings != "auto" for table in description.tables):
-        return description
-    ids = training_requests(dataset, description).requests.values
-    return fitted(description, {name: count_values(name, values) for name, values in ids.items()})
 
 
 def training_counts(dataset: FilmsDataset, description: ModelDescription) -> dict[str, Int64Array]:
@@ -200,9 +187,12 @@ def train_described(
     """Train what a person described, and divide its tables as they are to be stored.
 
     Rows are counted in the training part. By popularity tables of narrower parts are divided before training, all
-    others, and what is pruned of them, afterwards. Raises TrainingError, or ExportError as `divide_rows`.
+    others, and what is pruned of them, afterwards. Tables whose `num_embeddings` is auto get the size that ids of the
+    training part need. Raises TrainingError, FittingError, or ExportError as `divide_rows`.
     """
-    description = sized(dataset, description)
+    if any(table.num_embeddings == "auto" for table in description.tables):
+        ids = training_requests(dataset, description).requests.values
+        description = fitted(description, {name: count_values(name, values) for name, values in ids.items()})
     try:
         counts = training_counts(dataset, description)
         kept = kept_by(pruning, description, counts)

@@ -119,12 +119,12 @@ class DenseSteps:
                 return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")
             self.refused[key] = record, reason
-            self._metrics.dense_refused(*key)
+            self._metrics.count("dense_steps_refused", *key)
             logger.error("%s %d goes on with dense step %d: %s", *key, served.dense_step, reason)
             return False
         self.refused.pop(key, None)
         self._unread.pop(key, None)
-        self._metrics.dense_step(*key, record.step)
+        self._metrics.set_version("dense_step", *key, record.step)
         logger.info("dense step %d of %s %d is offered, rows from delta %d on", record.step, *key, record.sequence)
         return True
 

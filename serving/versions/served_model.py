@@ -161,7 +161,8 @@ class ServedModel:
         try:
             checked = check_version(snapshot, parts, replicas, options.dtype, options.wire_dtype, clock)
             if options.warming is not None:
-                metrics.warmed(spec.model, snapshot.version, options.warming.warm(replicas, clock))
+                warmed = options.warming.warm(replicas, clock)
+                metrics.count("warmed_requests", spec.model, snapshot.version, by=warmed)
         except BaseException:
             _stop(checked_with, replicas)
             raise
@@ -174,9 +175,9 @@ class ServedModel:
                 takers = [_on_loop(lambda: ranking(0).using(found), batcher, loop, clock)]
             finally:
                 _stop(checked_with, replicas)
-        metrics.dense_step(spec.model, snapshot.version, 0)
-        metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
-        metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
+        metrics.set_version("dense_step", spec.model, snapshot.version, 0)
+        metrics.set_version("dtype_fallback", spec.model, snapshot.version, bool(checked.fallback))
+        metrics.set_version("wire_fallback", spec.model, snapshot.version, bool(checked.wire_fallback))
         description = ModelInfo.of(snapshot, limits, checked.dtype, checked.fallback)
         access = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
         access += () if hot is None else (hot.access,)

@@ -16,9 +16,9 @@ from urllib.parse import quote, unquote
 import grpc
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
-from serving.api.bodies import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
+from serving.api.http_messages import CODINGS, expand
 from serving.api.tokens import Scope, Tokens
 from serving.errors import RETRY_AFTER_S, InvalidRequestError, NotFoundError, limit_exceeded, printable
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
@@ -153,9 +153,9 @@ class MessageReader:
         self.missing = 0
 
     @property
-    def is_between(self) -> bool:
-        """Whether no message is under way."""
-        return not self._prefix and not self.missing
+    def is_amid_message(self) -> bool:
+        """Whether some of a message has come, but not all of it."""
+        return bool(self._prefix or self.missing)
 
     def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
         """Read up to the end of a message.
@@ -342,7 +342,7 @@ class GrpcCall:
     def ended(self) -> None:
         """Note that no further message comes."""
         self._has_all = True
-        if not self._ignores_more and not self._reader.is_between:
+        if not self._ignores_more and self._reader.is_amid_message:
             self._end_with(InvalidRequestError("", "the call ends before its request message does", kind="malformed"))
         self._wake()
 

@@ -252,9 +252,6 @@ class Connection:
         if self._control_frames > self.limits.max_control_frames:
             raise wire.FloodError
 
-    def _was_useful(self, count: int) -> None:
-        self._control_frames = max(0, self._control_frames - count)
-
     def _read(self, until: float) -> None:
         data, clock, at = self._buffer, self._clock, 0
         if not self._has_preface:
@@ -487,7 +484,7 @@ class Connection:
             head = _pack_head(size >> 8, size & 0xFF, DATA, 0, stream_id)
             self._out += (head, bytes(unsent[sent : sent + size]))
             sent += size
-        self._was_useful(sent // BYTES_OF_A_CONTROL_FRAME)
+        self._control_frames = max(0, self._control_frames - sent // BYTES_OF_A_CONTROL_FRAME)
         if sent < len(unsent):
             stream.unsent = memoryview(unsent)[sent:]
             if sent or stream_id not in self._blocked:
@@ -512,7 +509,7 @@ class Connection:
 
     def _end(self, stream_id: int, stream: _Stream, trailers: bytes) -> None:
         self._send_headers(stream_id, END_HEADERS | END_STREAM, trailers)
-        self._was_useful(CONTROL_FRAMES_OF_AN_ANSWER)
+        self._control_frames = max(0, self._control_frames - CONTROL_FRAMES_OF_AN_ANSWER)
         if not stream.has_all:
             # RFC 9113, section 8.1: the peer need not send the rest.
             self._out.append(wire.rst_stream(stream_id, ErrorCode.NO_ERROR))

@@ -9,13 +9,13 @@ import struct
 import termios
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias, cast
 
 from loader.errors import OverloadedError
-from serving.api.dealing import Place
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import TURN_S, Accepted, Front, forget_unsent
+from serving.api.listening import TURN_S, Accepted, Front, Place, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
 
 TURN_OF_ALL_S = 0.01
@@ -259,6 +259,7 @@ class Http2Listener(Front[Http2Protocol]):
         note: Callable[[str], None] = lambda kind: None,
     ) -> None:
         super().__init__(buffers, max_connections, limits.patience_s, ssl)
+        self.new_connection = partial(Http2Protocol, self)
         self.limits, self.make_exchange, self.clock = limits, make_exchange, clock
         self.max_idle_work_s = max_idle_work_s
         self.loop: asyncio.AbstractEventLoop
@@ -286,10 +287,6 @@ class Http2Listener(Front[Http2Protocol]):
         for connection in list(self.open):
             connection.abort()
         await self.all_closed(LINGER_S)
-
-    def new_connection(self, address: str) -> Http2Protocol:
-        """See `Front`."""
-        return Http2Protocol(self, address)
 
     def idle_connections(self) -> Iterable[Http2Protocol]:
         """See `Front`."""

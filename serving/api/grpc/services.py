@@ -21,10 +21,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from loader.errors import OverloadedError
 from serving.api import documents
-from serving.api.dealing import Place
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, read_head, streamed
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, HeaderList
+from serving.api.listening import Place
 from serving.api.tokens import Scope, Tokens
 from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError
 from serving.formats.infer import InferGrpcCodec

@@ -99,7 +99,6 @@ class ConnectionLimits:
 
     Attributes:
         max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1); whoever reads it refuses more.
-        stream_window, connection_window: bytes that a peer may send unasked.
         patience_s: for the peer's first frames, and for any frame after a ping, which it is sent at this interval.
             A stream whose data it does not let go on for twice as long is dropped.
         idle_s, age_s: time without a stream, and time at all, after which it is asked to go.

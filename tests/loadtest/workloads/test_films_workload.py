@@ -11,8 +11,7 @@ from loadtest.load.generator import open_payloads
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import APIS, Payloads
 from loadtest.workloads.workload import features_of, parse_candidates
-from serving.training.dataset import FilmsDataset, FilmsOptions
-from serving.training.interactions import TrainingError
+from serving.training.dataset import FilmsDataset, FilmsOptions, TrainingError
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.workloads import assert_same_request, read_payload
 

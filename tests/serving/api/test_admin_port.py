@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from serving.api.http_server import running_admin
+from serving.api.http import running_admin
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve
 from shardrank_testing.serving_api import MODEL, running_api, served_service

@@ -86,7 +86,7 @@ async def test_a_defect_is_logged_once_and_ends_no_connection(api_model, caplog)
             assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
             assert "secret" not in answer.text
             assert (await api.http.get("/healthz")).status_code == 200
-    (record,) = [record for record in caplog.records if record.name == "serving.api.bodies"]
+    (record,) = [record for record in caplog.records if record.name == "serving.api.http_messages"]
     assert record.getMessage() == "/v1/models failed"
     assert "secret of the house" in str(record.exc_info)
 

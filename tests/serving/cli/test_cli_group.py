@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import serving.cli as group
 from serving.cli import main
 from serving.embedded import Ranker
-from serving.training.interactions import generate_interactions
+from serving.training.dataset import generate_interactions
 from serving.training.trainer import train_version
 from shardrank_testing.command_line import blocks, commands, flags_of, shardrank
 from shardrank_testing.snapshots import make_spec, write_snapshot

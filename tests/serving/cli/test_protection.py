@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from serving.api.tokens import add_token, new_token
-from serving.cli.settings import Protection, front_arguments, warn_if_open
+from serving.cli.settings import Protection, serving_arguments, warn_if_open
 from serving.client import Client
 from serving.training.trainer import train_version
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
@@ -165,21 +165,21 @@ def test_a_file_that_can_t_be_used_is_named(store: Path, node: Pair, router: Pai
 def test_options_are_read_and_passed_on_to_children(ca: Authority, node: Pair, router: Pair, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.json"
     add_token(tokens, new_token("shop", "rank")[1])
-    limits = {"limits_file": None, "limit": (), "trusted_proxies": ()}
+    limits = {"limits_file": None, "limit": ()}
     options = limits | {"tls_cert": node.cert, "tls_key": node.key, "tls_client_ca": ca.cert, "tokens": tokens}
     protection = Protection.of(options)
     assert protection.tls == TlsConfig(cert=node.cert, key=node.key, client_ca=ca.cert)
     assert protection.node_tls == TlsClientConfig(ca=ca.cert, cert=node.cert, key=node.key)
     assert protection.tokens == tokens
-    assert front_arguments(options) == [*tls_flags(node, ca), "--tokens", str(tokens)]
+    assert serving_arguments(options) == [*tls_flags(node, ca), "--tokens", str(tokens)]
     roles = (("node", "spiffe://fleet/node"),)
     private = options | {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key, "tls_role": roles}
     shown = TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key, role_uris=roles)
     assert Protection.of(private).node_tls == shown
-    assert front_arguments(private)[6:14] == [*node_flags(router, ca), "--tls-role", "node=spiffe://fleet/node"]
+    assert serving_arguments(private)[6:14] == [*node_flags(router, ca), "--tls-role", "node=spiffe://fleet/node"]
     none = dict.fromkeys(private) | limits
     assert Protection.of(none) == Protection(None, None, None)
-    assert front_arguments(none) == []
+    assert serving_arguments(none) == []
 
 
 CERTIFICATE = TlsConfig(cert=Path("c"), key=Path("k"))

@@ -235,7 +235,7 @@ def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path, where: Wh
             # The first ones may be of before it has looked.
             while "shard-1-1" not in found:
                 state = json.loads(next(events).removeprefix("data: "))
-                found = [one["id"] for one in state.get("nodes", ())]
+                found = [one["node_id"] for one in state.get("nodes", ())]
             assert client.get("/status/access").json()["fixed"].endswith("started without --tokens")
             assert dashboard.stop(signal.SIGTERM) == 0
 

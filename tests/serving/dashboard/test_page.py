@@ -18,11 +18,10 @@ from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionReport, VersionStats, delta_stream
 from loader.rollout.guards import percentile_ms
 from loader.rollout.requests import start_rollout
-from serving.api.http_server import running_admin
+from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board
+from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board, FleetSource, ProcessSource
 from serving.dashboard.history import QUANTILES, History, percentiles_ms
-from serving.dashboard.sources import FleetSource, ProcessSource
 from serving.rank.service import RankingService
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode
@@ -120,7 +119,7 @@ def texts(state: dict[str, Any]) -> list[str]:
 
 
 def node_of(state: dict[str, Any], node_id: str) -> dict[str, Any]:
-    return next(one for one in state["nodes"] if one["id"] == node_id)
+    return next(one for one in state["nodes"] if one["node_id"] == node_id)
 
 
 def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
@@ -341,10 +340,10 @@ async def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
         assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
         assert [one["kind"] for one in state["nodes"]] == ["shard", "serving"]
         (rows,) = state["nodes"][0]["versions"]
-        assert rows["tiers"]["ram"] > 0
+        assert rows["memory_tiers"]["ram"] > 0
         (own,) = state["nodes"][1]["versions"]
         assert state["nodes"][1]["live"] == {API_MODEL: 1}
-        assert own["golden"] is None
+        assert own["golden_difference"] is None
 
 
 SLOT_S = 5.0

@@ -20,9 +20,9 @@ from loader.rollout.coordinator import Coordinator, CoordinatorConfig
 from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import read_rollout
 from loader.rollout.requests import start_rollout
-from serving.api.http_server import running_admin
+from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.sources import FleetSource
+from serving.dashboard.board import FleetSource
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
 from shardrank_testing.background import in_background
 from shardrank_testing.browser import chromium_path

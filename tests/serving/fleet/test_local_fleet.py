@@ -25,7 +25,7 @@ from loader.rollout.plan import Rollout, encode_rollout
 from router.errors import PlanError
 from router.plan import Plan
 from serving.errors import FleetError
-from serving.fleet.local_fleet import Beginning, FleetConfig, ask_lock, ask_node, begin, placement_line
+from serving.fleet.local_fleet import Beginning, FleetConfig, ask_coordinator, ask_node, begin, placement_line
 from serving.fleet.supervisor import NotYetError, RefusedError
 from serving.training.dataset import with_bucketing
 from shardrank_testing.registries import with_open
@@ -205,9 +205,9 @@ def test_a_version_that_a_node_refuses_is_not_waited_for(tmp_path: Path) -> None
 async def test_a_coordinator_is_ready_when_anybody_holds_the_lock(tmp_path: Path) -> None:
     fleet = FleetRegistry(DirectoryRegistry(tmp_path))
     with pytest.raises(NotYetError, match="nobody holds locks/coordinator yet"):
-        await ask_lock(fleet, COORDINATOR_LOCK, 7)
+        await ask_coordinator(fleet, 7)
     await fleet.registry.acquire(COORDINATOR_LOCK, "another one", 60)
-    await ask_lock(fleet, COORDINATOR_LOCK, 7)
+    await ask_coordinator(fleet, 7)
 
 
 # Rows as stored: user 1000 x 24 bytes and film 777 x 24 are above 10 kB, the other tables below.

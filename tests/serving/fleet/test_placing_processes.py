@@ -24,12 +24,12 @@ CONFIG = FleetConfig.model_validate({"store": Path("/models"), "models": ("films
 
 def test_each_shard_has_a_group_whose_nodes_claim_cards_and_memory() -> None:
     groups = groups_of(CONFIG, RayConfig(cpus=2, gpus=4, memory_bytes=10**9))
-    assert [group.name for group in groups] == ["coordinator", "shard-0-of-2", "shard-1-of-2", "serve"]
-    assert [[one.name for one in group.processes] for group in groups[2:]] == [
+    assert list(groups) == ["coordinator", "shard-0-of-2", "shard-1-of-2", "serve"]
+    assert [[one.name for one in processes] for processes in list(groups.values())[2:]] == [
         ["shard-1-of-2-0", "shard-1-of-2-1", "shard-1-of-2-2"],
         ["serve-0", "serve-1"],
     ]
-    node, serving = groups[2].processes[0], groups[3].processes[1]
+    node, serving = groups["shard-1-of-2"][0], groups["serve"][1]
     assert (node.claims, serving.claims) == ({"CPU": 2.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 2.0})
     assert node.arguments[2:9] == (
         "shard-node",
@@ -55,8 +55,8 @@ def test_fewer_hosts_than_a_group_needs_are_refused_by_what_they_lack() -> None:
 
 def test_of_a_running_fleet_only_whole_groups_are_missing() -> None:
     groups = groups_of(CONFIG, RayConfig())
-    running = [one.name for group in groups for one in group.processes if group.name != "shard-1-of-2"]
-    assert [group.name for group in missing_of(groups, [*running, "shard-0-of-8-0"])] == ["shard-1-of-2"]
+    running = [one.name for group, processes in groups.items() for one in processes if group != "shard-1-of-2"]
+    assert list(missing_of(groups, [*running, "shard-0-of-8-0"])) == ["shard-1-of-2"]
     with pytest.raises(FleetError, match=r"serve runs as \['serve-0'\], asked for is \['serve-0', 'serve-1'\]"):
         missing_of(groups, ["serve-0"])
 

@@ -135,8 +135,8 @@ def test_hot_rows_are_counted_by_table_and_their_gauges_go_with_their_version():
     assert 'table="b"' not in text
     for name, value in (("rows", "7.0"), ("bytes", "700.0"), ("sequence", "9.0")):
         assert f'shardrank_hot_{name}{{model="m",version="1"}} {value}' in text
-    metrics.dtype_fallback("m", 1, fell_back=False)
-    metrics.wire_fallback("m", 1, fell_back=False)
+    metrics.set_version("dtype_fallback", "m", 1, 0)
+    metrics.set_version("wire_fallback", "m", 1, 0)
     metrics.forget_version("m", 1)
     text = metrics.render().decode()
     assert "shardrank_hot_rows{" not in text

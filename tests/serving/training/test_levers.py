@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.training.dataset import FilmsDataset, FilmsOptions, films_description, training_requests
-from serving.training.interactions import TrainingError
+from serving.training.dataset import FilmsDataset, FilmsOptions, TrainingError, films_description, training_requests
 from serving.training.network import float32_scores
 from serving.training.trainer import Pruning, divided, kept_by, train_described, training_counts
 from shardrank_testing.movielens import small_interactions

@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
-from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec
-from serving.training.interactions import TrainingError, generate_interactions
+from serving.training.dataset import (
+    FilmsDataset,
+    FilmsOptions,
+    TrainingError,
+    evaluation_requests,
+    films_spec,
+    generate_interactions,
+)
 from serving.training.network import TrainedModel, float32_scores
 from serving.training.trainer import (
     GOLDEN_REQUESTS,

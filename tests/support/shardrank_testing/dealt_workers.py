@@ -11,8 +11,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from serving.api.dealing import Place
-from serving.api.listening import Accepted, Front
+from serving.api.listening import Accepted, Front, Place
 from shard_node.byte_budget import ByteBudget
 
 SPAWN = multiprocessing.get_context("spawn")

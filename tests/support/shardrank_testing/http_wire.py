@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from serving.api.bodies import HttpReply
+from serving.api.http import behind_gate
 from serving.api.http_gate import Gates
-from serving.api.http_server import behind_gate
+from serving.api.http_messages import HttpReply
 from serving.api.listening import forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics

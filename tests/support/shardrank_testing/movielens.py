@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serving.training.interactions import Interactions, generate_interactions
+from serving.training.dataset import Interactions, generate_interactions
 
 
 def small_interactions(seed: int = 0, *, num_ratings: int = 3000) -> Interactions:
