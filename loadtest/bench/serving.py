@@ -31,6 +31,7 @@ from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
 from loadtest.bench.tables import make_node, make_router
+from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load
 from loadtest.load.generator import Generators
@@ -47,10 +48,9 @@ from loadtest.workloads.catalog import (
     bench_payloads,
     bench_spec,
     bench_workload,
+    write_random_snapshot,
 )
-from loadtest.workloads.cli import side_split_option
 from loadtest.workloads.payloads import APIS, Api, Payload
-from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.formats.requests import RankRequest

@@ -22,6 +22,7 @@ from loadtest.documents import check_writable, line, show_document, value_text, 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
+from loadtest.rounds import Comparison, show_comparison
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
@@ -98,9 +99,16 @@ def write_files(document: BaseModel, json_file: Path | None, html_file: Path | N
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
-        from loadtest.report.page import write_html
+        from loadtest.page import write_html
 
         write_html(document, html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
+
+
+def finish(comparison: Comparison, json_file: Path | None, html_file: Path | None) -> int:
+    """Write and print a comparison. Returns the exit code: 1 if it can't be believed. Raises ConfigError."""
+    write_files(comparison, json_file, html_file)
+    show_comparison(stdout_console(), comparison)
+    return 0 if comparison.valid else 1
 
 
 def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:

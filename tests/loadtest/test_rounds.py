@@ -14,7 +14,7 @@ from rich.console import Console
 
 from loader.errors import ConfigError
 from loadtest.documents import ratio_text, significant
-from loadtest.report.page import compare_runs
+from loadtest.page import compare_runs
 from loadtest.rounds import Arm, ComparedMeasure, Comparison, Measure, compare_rounds, in_turn, show_comparison
 from shardrank_testing.load_results import QueueLoad
 

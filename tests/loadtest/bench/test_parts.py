@@ -21,8 +21,7 @@ from loadtest.bench.levers import as_stored, describe_levers
 from loadtest.bench.serving import Limit, checkout_of
 from loadtest.bench.tables import UniformTables
 from loadtest.servers import SERVED_PACKAGES, commit_of
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
-from loadtest.workloads.prepare import write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec, write_random_snapshot
 from serving.embedded import Ranker
 from serving.training.dataset import FilmsDataset
 from serving.training.trainer import export_trained, train_described

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from loader.errors import ConfigError
-from loadtest.load.cli import replay as replay_command
+from loadtest.cli import replay as replay_command
 from loadtest.load.replay import ReplayConfig, ReplayResult, due_times, prepare, replay
 from serving.observe.recording import RecordingConfig, RequestRecorder, read_file, recorded_files
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_service, run, running_api, write_api_model
