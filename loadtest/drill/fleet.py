@@ -51,7 +51,7 @@ from loadtest.drill.oracle import (
 from loadtest.drill.report import Judged, Report, make_report
 from loadtest.errors import LoadError
 from loadtest.load.generator import Generators, event_loop
-from loadtest.load.loops import OpenLoop, arrival_times
+from loadtest.load.loops import arrival_times, open_loop
 from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import HOST, Server
@@ -219,18 +219,18 @@ async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Re
         await sender.open(CONNECT_TIMEOUT_S)
     # What is there by now stays: a collection that walks all questions would delay answers.
     settle_heap()
-    recorder, begin = OracleRecorder(), time.monotonic()
-    loop = OpenLoop(
-        (begin + times for times in arrival_times("constant", config.rate, math.inf)),
-        lambda number: senders[api_of(number) % 2],
+    recorder, begin, stopped = OracleRecorder(), time.monotonic(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    await asyncio.to_thread(file.touch)
+    times = (begin + time_s for time_s in arrival_times("constant", config.rate, math.inf))
+    await open_loop(
+        itertools.takewhile(lambda _: not stopped.is_set(), times),
+        lambda request: senders[api_of(request.number) % 2].ask(request),
         recorder.add,
         begin=0.0,
         timeout_s=TIMEOUT_MS / 1000,
         max_in_flight=MAX_IN_FLIGHT,
     )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.stop)
-    await asyncio.to_thread(file.touch)
-    await loop.run()
     for sender in senders:
         await sender.close()
     records = recorder.records()

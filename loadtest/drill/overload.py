@@ -53,12 +53,11 @@ class ShedRecorder(Recorder):
         super().add(request, failure)
 
 
-def phase_times(phases: Sequence[Phase], seed: int) -> Iterator[Float64Array]:
+def phase_times(phases: Sequence[Phase], seed: int) -> Iterator[float]:
     """Draw the times of all phases, one after the other, as `arrival_times`: seconds, ascending."""
     begin = 0.0
     for number, (rate, seconds) in enumerate(phases):
-        for times in arrival_times("poisson", rate, seconds, seed=seed + number):
-            yield begin + times
+        yield from (begin + time_s for time_s in arrival_times("poisson", rate, seconds, seed=seed + number))
         begin += seconds
 
 

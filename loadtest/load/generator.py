@@ -26,8 +26,8 @@ from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
 from loadtest.errors import LoadError, RequestFailedError
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig, Sending
-from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
-from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder, make_result
+from loadtest.load.loops import ANSWER_TIMEOUT_S, Weighed, arrival_times, keep_busy, open_loop
+from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.load.senders import Failure, Judge, Outgoing, check_answer, make_sender
 from loadtest.workloads.catalog import bench_payloads, open_workload
 from loadtest.workloads.payloads import Payloads, Pool, changing_headers
@@ -75,14 +75,14 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
 async def offer(
     load: Sending,
     pool: Pool,
-    times: Iterable[Float64Array],
+    times: Iterable[float],
     recorder: Recorder,
     *,
     cpu_s: tuple[float, float],
     judge: Judge | None = None,
     process: int = 0,
 ) -> Done:
-    """Send a process's part of a load at the times of an `OpenLoop`, with connections of its own.
+    """Send a process's part of a load at the times of an `open_loop`, with connections of its own.
 
     The run begins when the recorder does. This process's CPU time is measured between two seconds of it, `cpu_s`.
     Answers are judged by `check_answer`, unless another judge is given. Raises OSError: no such target.
@@ -91,14 +91,6 @@ async def offer(
     limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
     judge = judge or partial(check_answer, pool)
     sender = await make_sender(load.at, pool, judge, changing_headers(load.varied), **limits)
-    loop = OpenLoop(
-        times,
-        lambda number: sender,
-        recorder.add,
-        begin=at,
-        timeout_s=load.timeout_ms / 1000,
-        max_in_flight=part(load.max_in_flight),
-    )
     if load.at.scheme == "grpc":
         await sender.open(max(at - time.monotonic(), 0))
 
@@ -110,7 +102,14 @@ async def offer(
 
     cpu = asyncio.create_task(cpu_time())
     try:
-        await loop.run()
+        await open_loop(
+            times,
+            sender.ask,
+            recorder.add,
+            begin=at,
+            timeout_s=load.timeout_ms / 1000,
+            max_in_flight=part(load.max_in_flight),
+        )
         used_s = await cpu
     finally:
         cpu.cancel()
