@@ -13,7 +13,6 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -119,31 +118,21 @@ class _Started(NamedTuple):
             psutil.wait_procs([self.process, *self.children], STOP_TIMEOUT_S)
 
 
-def _start(command: ServerCommand) -> _Started:
-    environment = dict(os.environ if command.environment is None else command.environment)
-    # The kernel ends the process with the thread that started it.
-    if threading.current_thread() is threading.main_thread():
-        environment[PARENT_PID_VARIABLE] = str(os.getpid())
-    # A terminal's Ctrl-C is for the process that started it, hence the session.
-    run = partial(psutil.Popen, command.line, env=environment, cwd=command.folder, start_new_session=True)
-    try:
-        with command.log.open("wb") as output:
-            return _Started(command, run(stdin=subprocess.DEVNULL, stdout=output, stderr=output), [])
-    except OSError as error:
-        raise LoadError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Processes that run; `process_ids` are of the commands and all that they started."""
+    """Processes of a server."""
 
     title: str
-    process_ids: tuple[int, ...]
-    _started: tuple[_Started, ...]
+    started: Sequence[_Started]
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """The ids of the commands' processes and of all that they had started once they were ready."""
+        return tuple(process.pid for each in self.started for process in (each.process, *each.children))
 
     def check(self, when: str = "while it was asked") -> None:
         """Raise LoadError if one has ended by itself."""
-        for command, process, _ in self._started:
+        for command, process, _ in self.started:
             if (code := process.poll()) is not None:
                 ended = f"{self.title}: {command.name} has ended {when}: {describe_exit(code)}"
                 raise LoadError(f"{ended}\n{command.log_tail()}")
@@ -155,22 +144,39 @@ def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callab
 
     Raises LoadError if a process ends, or the server is not ready in time.
     """
+    server = Running(title, started := list[_Started]())
     with contextlib.ExitStack() as stack:
-        started: list[_Started] = []
         for command in commands:
-            started.append(_start(command))
+            environment = dict(os.environ if command.environment is None else command.environment)
+            # The kernel ends the process with the thread that started it.
+            if threading.current_thread() is threading.main_thread():
+                environment[PARENT_PID_VARIABLE] = str(os.getpid())
+            try:
+                with command.log.open("wb") as log:
+                    # A terminal's Ctrl-C is for the process that started it, hence the session.
+                    process = psutil.Popen(
+                        command.line,
+                        env=environment,
+                        cwd=command.folder,
+                        start_new_session=True,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    )
+            except OSError as error:
+                raise LoadError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
+            started.append(_Started(command, process, []))
             stack.callback(started[-1].stop)
         ends = time.monotonic() + START_TIMEOUT_S
         while why := why_not_ready():
-            Running(title, (), tuple(started)).check("before it served")
+            server.check("before it served")
             if time.monotonic() > ends:
                 logs = "\n".join(f"{command.name}: {command.log_tail()}" for command in commands)
                 raise LoadError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
             time.sleep(POLL_S)
         for each in started:
             each.note_children()
-        all_ids = [process.pid for each in started for process in (each.process, *each.children)]
-        yield Running(title, tuple(all_ids), tuple(started))
+        yield server
 
 
 @contextlib.contextmanager
@@ -200,17 +206,9 @@ def ports_in(log: Path) -> tuple[int, int] | None:
 def serving(
     mode: Mode, snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None
 ) -> Iterator[Server]:
-    """Serve a snapshot while the block runs.
+    """Serve a snapshot while the block runs, by the code of a checkout, if there is one, and this Python.
 
-    Args:
-        mode: rows in the serving process, or in two shard processes.
-        snapshot: its folder.
-        arguments: further flags of the command.
-        log: gets the output.
-        checkout: absolute folder of the repository whose code is run, by this Python; None for the code that runs here.
-
-    Raises:
-        LoadError: it ends, or does not serve in time.
+    Raises LoadError: it ends, or does not serve in time.
     """
     line = shardrank_command(*_MODE_ARGUMENTS[mode], "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
     environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}

@@ -16,8 +16,18 @@ import torch
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, measure
-from loadtest.bench.tables import MODEL, UniformTables, make_node, make_router, node_process
+from loadtest.bench.harness import (
+    MODEL,
+    Bench,
+    BenchTable,
+    Subject,
+    UniformTables,
+    bench_command,
+    make_node,
+    make_router,
+    measure,
+    node_process,
+)
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Float32Array, Int64Array, KeyedBags

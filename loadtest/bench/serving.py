@@ -29,8 +29,7 @@ import uvloop
 from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.tables import make_node, make_router
+from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, make_node, make_router, measure
 from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load

@@ -47,7 +47,7 @@ class ShedRecorder(Recorder):
     """Records an answer 503 that says when to come again as `SHED`."""
 
     def add(self, request: Outgoing, failure: Failure | None) -> None:
-        """See `Recorder`."""
+        """Record a request."""
         if failure is not None and failure.kind == UNAVAILABLE and failure.retry_after.isdigit():
             failure = failure._replace(kind=SHED)
         super().add(request, failure)
@@ -106,8 +106,7 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         progress("phases", 3, 3)
     np.save(folder / "records.npy", done.records.rows)
     figures, limits = overload_figures(config, weighed, done, worked)
-    shown = ("value", "must", "limit", "ok")
-    checks = {limit.name: {name: getattr(limit, name) for name in shown} for limit in limits}
+    checks = {limit.name: {**limit._asdict(), "ok": limit.ok} for limit in limits}
     problems = [f"capacity: {reason}" for closed_loop in weighed for reason in not_busy_because(closed_loop)]
     return make_report({"began_with": config, "cores": cores, **figures, "checks": checks}, limits, (), problems)
 
@@ -143,10 +142,7 @@ async def _overload(
 
 
 def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, work: Float64Array) -> Judged:
-    """Return all figures and their limits, from the closed loops, the three phases, and the `work_of` the second.
-
-    By the first closed loop the rates were chosen.
-    """
+    """Return all figures and their limits, from both closed loops, the three phases, and the `work_of` the second."""
     deadline_s, begin, end = config.deadline_ms / 1000, config.normal_s, config.normal_s + config.seconds
     rows, kinds = done.records.rows, done.records.kinds
     batches, batches_s, cpu_s = work.tolist()

@@ -45,11 +45,8 @@ WARMUP_SWAPS = 4
 class SwapCourse:
     """Versions that were live one after the other, and what happened when.
 
-    Attributes:
-        swaps: from the request of a rollout to when it was seen to be done, of each version but the first.
-        excluded: when latencies count for neither: the fleet was cold, or the drill used its cores.
-        memory: of all processes by name, after the first swaps and each later one.
-        counted: by serving processes, under the names of the report.
+    `swaps` end when a rollout was seen to be done; in `excluded` latencies count for neither, as the fleet was cold or
+    the drill used its cores. `memory` is of all processes by name; `counted` by serving processes.
     """
 
     versions: list[int] = field(default_factory=lambda: [FIRST_VERSION])
@@ -85,13 +82,9 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
                     await fleet.swap_to(course.versions[-1], config.strategy)
         metrics = await asyncio.to_thread(fleet.server.metrics)
         retries = summed(metrics, "shardrank_shard_retries_total", "kind")
-        course.counted = {
-            "retries": {kind: int(count) for kind, count in retries.items()},
-            **{
-                f"hot_{what}": int(sum(summed(metrics, f"shardrank_hot_{what}_total").values()))
-                for what in ("lookups", "hits")
-            },
-        }
+        course.counted["retries"] = {kind: int(count) for kind, count in retries.items()}
+        for what in ("hot_lookups", "hot_hits"):
+            course.counted[what] = int(sum(summed(metrics, f"shardrank_{what}_total").values()))
         return await fleet.report(partial(swap_figures, config, course, rows_bytes_of(fleet.spec) / BYTES_PER_MB))
 
 

@@ -16,10 +16,10 @@ from loader.errors import ConfigError
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
+from loadtest.bench.harness import UniformTables
 from loadtest.bench.hot_rows import Lru, draw_hits
 from loadtest.bench.levers import as_stored, describe_levers
 from loadtest.bench.serving import Limit, checkout_of
-from loadtest.bench.tables import UniformTables
 from loadtest.servers import SERVED_PACKAGES, commit_of
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec, write_random_snapshot
 from serving.embedded import Ranker
