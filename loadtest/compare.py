@@ -166,10 +166,7 @@ class CompareConfig(Frozen):
 
 
 def server_commands(arm: ServedArm, config: CompareConfig, snapshot: Path, folder: Path) -> tuple[ServerCommand, ...]:
-    """List what is started for an arm, in this order: its shard nodes, and last what serves.
-
-    The folder gets logs and sockets of this start alone.
-    """
+    """List an arm's shard nodes, and last what serves; the folder gets logs and sockets of this start alone."""
     # Without shards each of several serving processes holds all rows, on the same cards.
     holders, sharers = (config.workers, config.workers) if arm.shards is None else (arm.shards, 1)
     budgets = {
@@ -383,12 +380,9 @@ def measure_rounds(
 ) -> Measurements:
     """Measure all rounds.
 
-    Before the first one is a rehearsal: the first arm is started and asked, since what the first start on a machine
-    pays, reading files from the disk for example, would be in one arm alone; and each other one, if arms are to be
-    offered shares of their capacity.
-
-    Raises:
-        LoadError: a server ended, or did not get ready; arms disagree; a load can't be run.
+    In the rehearsal before, the first arm is started and asked, since what the first start on a machine pays, such as
+    reading files from the disk, would be in one arm alone; and all others, if arms are offered shares of capacity.
+    Raises LoadError: a server ended, or did not get ready; arms disagree; a load can't be run.
     """
     measurements = Measurements({arm: [] for arm in config.arms})
     with Generators(load.processes) as generators:
@@ -411,10 +405,7 @@ def measure_rounds(
 def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, progress: Progress = no_progress) -> Path:
     """Find the workload's model in a store: its latest version there, or else one that is written.
 
-    Raises:
-        ConfigError: the store's model of that name has other tables or features.
-        PlanError: an arm can't divide the rows like this, since they are stored in another order.
-        ShardrankError: as `prepare_workload`, `open_workload` and `Snapshot.open`.
+    Raises ConfigError: the store's model has other tables or features. PlanError: it is stored in another order.
     """
     assert isinstance(load.workload, str)
     workload = open_workload(
@@ -579,12 +570,8 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
 def execute(store: Path | None, json_file: Path | None, html_file: Path | None, **given: object) -> int:
     """Run a comparison of what is given as fields of `CompareConfig` and `OfferedLoad`.
 
-    Returns:
-        The exit code: 0; 1 if a run can't be believed.
-
-    Raises:
-        click.UsageError: naming the option that does not fit.
-        ShardrankError: it can't be run to its end, or a file can't be written.
+    Returns the exit code: 1 if a run can't be believed. Raises click.UsageError, naming the option that does not fit;
+    ShardrankError: it can't be run to its end, or a file can't be written.
     """
     # Until a server has its port: the settings are checked before anything is started.
     target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"

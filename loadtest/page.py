@@ -81,12 +81,9 @@ def read_runs(files: Sequence[tuple[str, Path]]) -> dict[str, list[LoadResult]]:
 
 
 def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
-    """Compare load tests: p50, p99 and p99.9 of all requests that were due, and answers in time a second.
+    """Compare load tests, the runs of an arm being its rounds, with the first arm.
 
-    The runs of an arm are its rounds; the first arm is the baseline.
-
-    Raises:
-        ConfigError: fewer than two arms, or arms with other numbers of rounds.
+    Raises ConfigError: fewer than two arms, or arms with other numbers of rounds.
     """
     if len(arms) < 2:
         raise ConfigError(f"arms: {sorted(arms)}; a comparison needs at least 2")

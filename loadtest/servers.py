@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import click
 import numpy as np
@@ -27,8 +27,6 @@ from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS
 from serving.fleet.supervisor import describe_exit, shardrank_command
 from shard_node.bags import Float32Array
-
-Mode: TypeAlias = Literal["local", "two_shards"]
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0
@@ -43,11 +41,6 @@ THIS_CHECKOUT = Path(__file__).resolve().parents[1]
 """Whose code runs here."""
 SERVED_PACKAGES = ("loader", "shard_node", "router", "serving")
 _PORTS = re.compile(r"HTTP: http://[^:]+:(\d+).*?gRPC: [^:]+:(\d+)", re.DOTALL)
-_MODE_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
-    "local": ("serve", "--shutdown-delay-s", "0"),
-    # Without replicating, so that a small table is divided like a large one.
-    "two_shards": ("up", "--shards", "2", "--replicate-bytes", "0"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +196,15 @@ def ports_in(log: Path) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def serving(
-    mode: Mode, snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None
-) -> Iterator[Server]:
+def serving(snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None) -> Iterator[Server]:
     """Serve a snapshot while the block runs, by the code of a checkout, if there is one, and this Python.
 
     Raises LoadError: it ends, or does not serve in time.
     """
-    line = shardrank_command(*_MODE_ARGUMENTS[mode], "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
+    line = shardrank_command("serve", "--shutdown-delay-s", "0", "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
     environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
-    command = ServerCommand("shardrank", line, log, environment, checkout)
-    with running(mode, [command], lambda: "" if ports_in(log) else "it has not said where it serves") as started:
+    command = ServerCommand("serve", line, log, environment, checkout)
+    with running("shardrank", [command], lambda: "" if ports_in(log) else "it has not said where it serves") as started:
         ports = ports_in(log)
         assert ports is not None
         yield Server(*ports, started.process_ids)

@@ -175,7 +175,7 @@ class ServedModel:
         """Serve it; the log has the server's name."""
         arguments, log = ("--dtype", self.dtype, "--no-verify", *flags), self.bench.folder / f"{name}.log"
         self.bench.say(f"starting a server: {name}")
-        return serving_process("local", self.snapshot, arguments, log, checkout)
+        return serving_process(self.snapshot, arguments, log, checkout)
 
     def load(self, server: Server, workload: BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
         """Measure a server that is kept busy."""
@@ -283,11 +283,8 @@ def _send(connection: HTTPConnection, request: Payload) -> None:
 async def count_calls(folder: Path) -> dict[str, Any]:
     """Serve a small model in this process, warm it up over one kept connection, and count a few requests more.
 
-    The client is in another thread, which is not counted. The report is that of the request with the fewest calls,
-    which had no periodic work beside it.
-
-    Raises:
-        RequestFailedError: a request failed.
+    The client's thread is not counted. The report is that of the request with the fewest calls, which had no periodic
+    work beside it. Raises RequestFailedError.
     """
     shape = BenchShape.of(ROWS, varied=True)
     spec = bench_spec(shape, "mlp")
@@ -356,11 +353,7 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
 
 @contextmanager
 def checkout_of(against: str) -> Iterator[Path]:
-    """Check a commit of the repository in the working directory out into a temporary folder; a folder is a checkout.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Check a commit of the working directory's repository out into a temporary folder; a folder is a checkout."""
     if Path(against).is_dir():
         yield checked_checkout(Path(against))
         return

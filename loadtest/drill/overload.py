@@ -91,7 +91,7 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         f"--limit=default_timeout_ms={config.deadline_ms}",
         f"--limit=max_batch_candidates={config.batch_candidates}",
     )
-    starting = serving("local", snapshot, ("--no-verify", "--dtype", "float32", *server_limits), folder / "server.log")
+    starting = serving(snapshot, ("--no-verify", "--dtype", "float32", *server_limits), folder / "server.log")
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(_on_core, cores[0], lambda: stack.enter_context(starting))
         generators = await asyncio.to_thread(_on_core, cores[1], lambda: stack.enter_context(Generators()))

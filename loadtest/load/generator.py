@@ -84,8 +84,8 @@ async def offer(
 ) -> Done:
     """Send a process's part of a load at the times of an `open_loop`, with connections of its own.
 
-    The run begins when the recorder does. This process's CPU time is measured between two seconds of it, `cpu_s`.
-    Answers are judged by `check_answer`, unless another judge is given. Raises OSError: no such target.
+    The run begins when the recorder does; this process's CPU time is measured between its seconds `cpu_s`. Answers are
+    judged by `check_answer`, unless another judge is given. Raises OSError: no such target.
     """
     part, at = partial(share_of, process=process, processes=load.processes), recorder.begin
     limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
@@ -120,8 +120,7 @@ async def offer(
 def ask_scores(load: OfferedLoad, number: int = 0) -> Float32Array:
     """Send a server one request of a load, and return its scores, float32 [candidates].
 
-    Raises:
-        RequestFailedError: there is no answer with finite scores.
+    Raises RequestFailedError: there is no answer with finite scores.
     """
     _, pool = open_payloads(load)
     now = time.monotonic()
@@ -194,10 +193,7 @@ def _busy(load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, pr
 
 
 class Generators(AbstractContextManager["Generators"]):
-    """Processes that offer loads to servers, keep them busy, and ask for their scores. `with` ends them.
-
-    Every method but `close` raises as `call`.
-    """
+    """Processes that offer loads to servers, keep them busy, and ask for their scores. `with` ends them."""
 
     def __init__(self, count: int = 1) -> None:
         context, arguments = multiprocessing.get_context("spawn"), (os.getpid(),)
@@ -211,9 +207,7 @@ class Generators(AbstractContextManager["Generators"]):
     ) -> tuple[Answer, ...]:
         """Call a function of a module's top level in each of the first processes, with its arguments.
 
-        Raises:
-            ConfigError: a process can't do what was requested.
-            LoadError: one failed or ended, or does not answer in time.
+        Raises ConfigError: a process can't do what was requested. LoadError: one failed, ended, or was not done in time.
         """
         calls = [pool.submit(_call, function, given) for pool, given in zip(self._pools, arguments, strict=False)]
         done, waiting = wait(calls, limit_s, FIRST_EXCEPTION)

@@ -1,8 +1,8 @@
 """Loops that send requests: the open loop when each is due, the closed loop as soon as an answer is there.
 
-The open loop comes to each request when it is due, whatever became of those before. The closed loop always has the same
-number in flight, while the server and the client are weighed. It has no say in latency; it shows what a server costs
-when it never waits for work, and, with one request in flight, how fast it answers when it has nothing else to do.
+The closed loop always has the same number in flight, while server and client are weighed. It has no say in latency; it
+shows what a server costs that never waits for work, and, with one request in flight, how fast it answers when idle.
+
 """
 
 from __future__ import annotations
@@ -119,19 +119,15 @@ async def open_loop(
 ) -> None:
     """Send a request at each time, in seconds since `begin`, ascending, and wait until every one is over.
 
-    Those that were not answered are given up `timeout_s` after their intended time. A request beyond `max_in_flight`
-    fails as `too_many_in_flight` without being sent.
-
     Args:
         times: may be without end.
-        ask: sends a request and waits for its answer.
+        ask: sends a request and waits for its answer until its deadline.
         record: is called with each that is over, and its failure.
         begin: CLOCK_MONOTONIC seconds.
-        timeout_s: seconds.
-        max_in_flight: requests that were sent, or wait for a connection.
+        timeout_s: from a request's intended time to its deadline.
+        max_in_flight: one beyond fails as `too_many_in_flight` without being sent.
 
-    Raises:
-        ExceptionGroup: of what `record` or a judge raised.
+    Raises ExceptionGroup: of what `record` or a judge raised.
     """
     timer, sends, in_flight = PreciseTimer(), 0, 0
 
@@ -219,9 +215,7 @@ async def keep_busy(
 ) -> Weighed:
     """Keep a server of these processes busy, with `in_flight` requests out, for `seconds` after a warm-up.
 
-    Raises:
-        RequestFailedError: a request failed, or its answer has another number of scores than candidates.
-        psutil.NoSuchProcess: the server has ended.
+    Raises RequestFailedError: a request failed. psutil.NoSuchProcess: the server has ended.
     """
     recorder, numbers, stopped = Recorder(time.monotonic()), itertools.count(), asyncio.Event()
     limits = {"connections": in_flight, "channels": min(load.grpc_channels, in_flight)}

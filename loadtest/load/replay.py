@@ -38,13 +38,11 @@ MAX_DIFFERENCES = 10
 
 
 class ReplayConfig(Sending):
-    """Which recorded requests are sent, and how fast.
+    """Which recorded requests are sent, of a model if there are several, and how fast.
 
     Attributes:
-        folder: of recorded requests.
-        model: whose requests, of those in the folder; None if there is one.
         speed: times the pace at which they came.
-        rate: requests a second in place of that, each as long after the one before; None for their pace.
+        rate: requests a second in place of that; None for their pace.
         requests: the last so many.
         tolerance: of a score; more is a difference.
     """
@@ -145,9 +143,7 @@ class Prepared(NamedTuple):
 def prepare(config: ReplayConfig) -> Prepared:
     """Read a folder and encode what is to be sent.
 
-    Raises:
-        ConfigError, RecordingDamagedError: the folder can't be read.
-        ConfigError: it has no requests of the model, or several models and none was named.
+    Raises ConfigError, RecordingDamagedError: it can't be read, or has not the requests of one model.
     """
     last, totals = deque[Recorded](maxlen=config.requests), Counter[str]()
     for path in recorded_files(config.folder):
@@ -197,10 +193,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
 
 
 def execute(config: ReplayConfig, json_file: Path | None) -> int:
-    """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered.
-
-    Raises as `prepare` and `replay`.
-    """
+    """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered."""
     check_writable(json_file)
     prepared = prepare(config)
     settle_heap()

@@ -49,12 +49,8 @@ def execute(
 ) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
-    Returns:
-        The exit code: 0; 1 if the result can't be believed or a sweep found no rate.
-
-    Raises:
-        click.UsageError: naming the option that does not fit.
-        ShardrankError: the load can't be run to its end, or a file can't be written.
+    Returns the exit code: 1 if the result can't be believed or a sweep found no rate. Raises click.UsageError: an option
+    does not fit. ShardrankError: the load can't be run to its end, or a file can't be written.
     """
     if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
@@ -186,11 +182,7 @@ def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: 
 
 
 def read_marks(path: Path) -> list[Mark]:
-    """Read marks at seconds since 1970; each line is `UNIX_SECONDS LABEL`, as `echo "$(date +%s.%N) swap"` writes it.
-
-    Raises:
-        ConfigError: no such file, or a line that is something else.
-    """
+    """Read lines `UNIX_SECONDS LABEL`, as `echo "$(date +%s.%N) swap"` writes them. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

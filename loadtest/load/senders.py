@@ -52,10 +52,8 @@ class Outgoing:
     Attributes:
         number: of the request in its run, from 0; a sender sends its payload `number` modulo their count.
         offset_s: from the run's begin until `intended`, when it is due.
-        deadline: when it is given up.
         turn: when the generator came to it.
         sent: when it was written to a connection; `NEVER` until then.
-        ended: when its answer was complete, or it failed.
         verdict: what a judge keeps of its answer.
     """
 

@@ -96,7 +96,7 @@ Row: TypeAlias = tuple[str, Literal["/s", "ms"]]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A server, asked in one way; without a peer it is shardrank's."""
+    """A server, sent requests in one way; without a peer it is shardrank's."""
 
     title: str
     peer: Peer | None
@@ -110,11 +110,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class PeersConfig:
-    """What is measured, and for how many seconds each, after a fifth of them as a warm-up.
-
-    The row dtype of the shape and `dtype`, of the dense model, are shardrank's. `workers` are processes of each server;
-    those of peers have one thread each. `in_flight` requests are sent while throughput is measured.
-    """
+    """What is measured, for `seconds` each, after a fifth of them as a warm-up; the number formats are shardrank's."""
 
     shape: BenchShape
     peers: tuple[Peer, ...]
@@ -165,9 +161,7 @@ def peer_serving(config: PeersConfig, peer: Peer, python: Path, weights: Path) -
 def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callable[[str], None]) -> Comparison:
     """Start all servers, compare their scores, and measure each subject in every round at every hotness.
 
-    Raises:
-        LoadError: a peer is not installed, a server does not serve, answers with other scores, or a request failed.
-        ShardrankError: a snapshot can't be written.
+    Raises ShardrankError: a peer is not installed, a server does not serve, scores differ, or a request failed.
     """
     pythons = {peer: peer.python(environments) for peer in config.peers}
     say(f"writing {config.shape.rows} rows")
@@ -182,7 +176,7 @@ def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callab
     reasons: list[str] = []
     with Generators() as generators, ExitStack() as stack:
         say("starting shardrank")
-        shardrank = stack.enter_context(serving("local", snapshot, arguments, folder / "shardrank.log"))
+        shardrank = stack.enter_context(serving(snapshot, arguments, folder / "shardrank.log"))
         servers: dict[Peer | None, Server] = {None: shardrank}
         for peer, python in pythons.items():
             say(f"starting {peer.title}")

@@ -60,9 +60,8 @@ class FilmsWorkload:
     """Makes requests to the model that `shardrank demo` and `shardrank train` make.
 
     A request is a user of the test part, each as likely, with the history from the training part. Its candidates are
-    the films that the user rated in the test part; with `candidates`, that many films: those first, then others that
-    the user did not rate there, at random. The data is split as by a trainer with the same seed, so that the server has
-    not learnt the answers. Raises TrainingError if it can't be.
+    the films that the user rated in the test part; with `candidates`, that many: those first, then others at random.
+    The data is split as by a trainer with the same seed. Raises TrainingError if it can't be.
     """
 
     def __init__(
@@ -148,10 +147,7 @@ def open_workload(
     """Open the workload that the options of `shardrank loadtest run` describe, where None is the workload's own.
 
     If not `varied`, bags and numbers of candidates are the published ones. Requests of films are always as they were.
-
-    Raises:
-        ConfigError: naming what is not known or does not belong together.
-        TrainingError: a file of MovieLens is missing or malformed; its ratings can't be split.
+    Raises ConfigError: naming what does not fit. TrainingError: the ratings of MovieLens can't be read or split.
     """
     family, colon, rest = text.partition(":")
     counts = None if candidates is None else parse_candidates(candidates)
@@ -227,10 +223,9 @@ class BenchShape(Frozen):
     def of(
         cls, rows: int, row_dtype: RowDtype = "int8", *, varied: bool, side_split: SideSplit = "candidates"
     ) -> BenchShape:
-        """Take the benchmarks' shape; requests that are not varied have 100 candidates.
+        """Return the benchmarks' shape; requests that are not varied have 100 candidates.
 
-        `product` has 20 of the 26 features and, in the same proportion, 10 of the 13 dense inputs once a request, as a
-        product service sends a user and what may be shown; `candidates` has all of them once a candidate.
+        `product` has 20 of the 26 features and, in the same proportion, 10 of the 13 dense inputs once a request.
         """
         shape = cls(rows=rows, row_dtype=row_dtype)
         if side_split == "product":
@@ -298,8 +293,7 @@ def bench_payloads(
 ) -> Payloads:
     """Make the first `count` requests of the pool, which is the same for every API.
 
-    Raises:
-        ConfigError: they are larger than MAX_BENCH_BYTES; fewer would be other requests than those of another API.
+    Raises ConfigError: they are larger than MAX_BENCH_BYTES; fewer would be other requests than those of another API.
     """
     made = bench_workload(shape, head, hotness)
     pool = Payloads(made, api, count=count, seed=BENCH_SEED, timeout_ms=timeout_ms, max_bytes=MAX_BENCH_BYTES)
@@ -350,12 +344,9 @@ def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
 
 
 def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progress: Progress = no_progress) -> Path:
-    """Write the next version of a model into a store, which is made if it is not there; return the snapshot's folder.
+    """Write the next version of a model into a store, made if it is missing; return the snapshot's folder.
 
-    Raises:
-        OSError: the store can't be written, or the disk is full; the same export goes on with what it has written.
-        ExportError: as `loader.snapshot.writer.export_snapshot`.
-        RankingModelError: if the dense model's description is not valid.
+    Raises OSError: the store can't be written; the same export goes on with what it has written. ExportError.
     """
     store.mkdir(parents=True, exist_ok=True)
     return export_snapshot(
@@ -383,9 +374,8 @@ def prepare_workload(
 ) -> tuple[Path, ModelSpec]:
     """Write the next version of a workload's model: `films` is trained on its ratings, any other one is random.
 
-    The seed is of rows and weights, or of the split and the training. Sharding `range` needs rows that are stored by
-    the bucketing `range`. Returns the snapshot's folder and the model. Raises as `open_workload`, `train_version` and
-    `write_random_snapshot`.
+    The seed is of rows and weights, or of the split and the training. Returns the snapshot's folder and the model.
+    Raises as `open_workload`, `train_version` and `write_random_snapshot`.
     """
     workload = open_workload(text, context_features=context_features, movielens=movielens, split_seed=seed)
     spec = with_bucketing(workload.spec, bucketing)
