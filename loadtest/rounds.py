@@ -18,7 +18,7 @@ from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field
 from rich.console import Console
 
 from loader.errors import ConfigError
@@ -58,7 +58,9 @@ class Ratio(Frozen):
             return cls(value=value)
         # The same rounds are drawn for every arm and measure: their ratios come from one set of resampled experiments.
         drawn = np.random.default_rng(seed).integers(0, rounds, (RESAMPLES, rounds))
-        tail = NormalDist().cdf(-math.sqrt(rounds / (rounds - 1)) * t_975(rounds - 1))
+        # Beyond 30 degrees of freedom Student's distribution is nearly the normal one.
+        quantile = _T_975[rounds - 2] if rounds - 2 < len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+        tail = NormalDist().cdf(-math.sqrt(rounds / (rounds - 1)) * quantile)
         low, high = np.quantile(logs[drawn].mean(axis=1), [tail, 1 - tail])
         # The mean of equal numbers may differ from them in the last bit.
         return cls(value=value, low=min(math.exp(low), value), high=max(math.exp(high), value))
@@ -69,11 +71,6 @@ class Ratio(Frozen):
             "" if self.low is None or self.high is None else f" [{ratio_text(self.low)}, {ratio_text(self.high)}]"
         )
         return f"{ratio_text(self.value)} ×{interval}"
-
-
-def t_975(freedom: int) -> float:
-    """Return Student's quantile; beyond 30 degrees of freedom that of the normal distribution."""
-    return _T_975[freedom - 1] if freedom <= len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 class ComparedMeasure(Frozen):
@@ -139,19 +136,6 @@ class Comparison(Frozen):
     invalid_because: tuple[str, ...] = ()
     machine: Machine | None = None
     versions: dict[str, str] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _shapes_agree(self) -> Self:
-        arms = len(self.arms)
-        if self.baseline >= arms:
-            raise ValueError(f"baseline: {self.baseline}; there are {arms} arms")
-        for measure in self.measures:
-            shapes = [len(measure.values), len(measure.middle), len(measure.ratios) or arms]
-            if shapes != [arms] * 3 or {len(rounds) for rounds in measure.values} != {self.rounds}:
-                raise ValueError(
-                    f"measures: {measure.name} has values for other than {arms} arms and {self.rounds} rounds"
-                )
-        return self
 
     @property
     def others(self) -> list[int]:

@@ -207,7 +207,7 @@ class Generators(AbstractContextManager["Generators"]):
     ) -> tuple[Answer, ...]:
         """Call a function of a module's top level in each of the first processes, with its arguments.
 
-        Raises ConfigError: a process can't do what was requested. LoadError: one failed, ended, or was not done in time.
+        Raises ConfigError: a process can't do what was requested. LoadError: one failed or ended, or took too long.
         """
         calls = [pool.submit(_call, function, given) for pool, given in zip(self._pools, arguments, strict=False)]
         done, waiting = wait(calls, limit_s, FIRST_EXCEPTION)

@@ -49,8 +49,8 @@ def execute(
 ) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
-    Returns the exit code: 1 if the result can't be believed or a sweep found no rate. Raises click.UsageError: an option
-    does not fit. ShardrankError: the load can't be run to its end, or a file can't be written.
+    Returns the exit code: 1 if the result can't be believed or a sweep found no rate. Raises click.UsageError: options
+    don't fit. ShardrankError: the load can't be run to its end, or a file can't be written.
     """
     if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
