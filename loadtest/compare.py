@@ -368,11 +368,10 @@ class ArmMeasure:
                 return str(error)
             return ""
 
-        with running(arm.name, commands, why_not_ready) as started:
+        with running(arm.name, commands, why_not_ready) as process_ids:
             ports = ports_in(log)
             assert ports is not None
-            yield Server(*ports, started.process_ids)
-            started.check()
+            yield Server(*ports, process_ids)
 
 
 def measure_rounds(

@@ -111,33 +111,22 @@ class _Started(NamedTuple):
             psutil.wait_procs([self.process, *self.children], STOP_TIMEOUT_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """Processes of a server."""
-
-    title: str
-    started: Sequence[_Started]
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """The ids of the commands' processes and of all that they had started once they were ready."""
-        return tuple(process.pid for each in self.started for process in (each.process, *each.children))
-
-    def check(self, when: str = "while it was asked") -> None:
-        """Raise LoadError if one has ended by itself."""
-        for command, process, _ in self.started:
-            if (code := process.poll()) is not None:
-                ended = f"{self.title}: {command.name} has ended {when}: {describe_exit(code)}"
-                raise LoadError(f"{ended}\n{command.log_tail()}")
-
-
 @contextlib.contextmanager
-def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callable[[], str]) -> Iterator[Running]:
+def running(
+    title: str, commands: Sequence[ServerCommand], why_not_ready: Callable[[], str]
+) -> Iterator[tuple[int, ...]]:
     """Start a server by its commands, wait until `why_not_ready` is empty, and end it with the block.
 
-    Raises LoadError if a process ends, or the server is not ready in time.
+    Yields the ids of its processes. Raises LoadError if one ends by itself, or the server is not ready in time.
     """
-    server = Running(title, started := list[_Started]())
+    started: list[_Started] = []
+
+    def check(when: str) -> None:
+        for command, process, _ in started:
+            if (code := process.poll()) is not None:
+                ended = f"{title}: {command.name} has ended {when}: {describe_exit(code)}"
+                raise LoadError(f"{ended}\n{command.log_tail()}")
+
     with contextlib.ExitStack() as stack:
         for command in commands:
             environment = dict(os.environ if command.environment is None else command.environment)
@@ -162,14 +151,15 @@ def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callab
             stack.callback(started[-1].stop)
         ends = time.monotonic() + START_TIMEOUT_S
         while why := why_not_ready():
-            server.check("before it served")
+            check("before it served")
             if time.monotonic() > ends:
                 logs = "\n".join(f"{command.name}: {command.log_tail()}" for command in commands)
                 raise LoadError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
             time.sleep(POLL_S)
         for each in started:
             each.note_children()
-        yield server
+        yield tuple(process.pid for each in started for process in (each.process, *each.children))
+        check("while it was asked")
 
 
 @contextlib.contextmanager
@@ -204,10 +194,10 @@ def serving(snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Pat
     line = shardrank_command("serve", "--shutdown-delay-s", "0", "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
     environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
     command = ServerCommand("serve", line, log, environment, checkout)
-    with running("shardrank", [command], lambda: "" if ports_in(log) else "it has not said where it serves") as started:
+    with running("shardrank", [command], lambda: "" if ports_in(log) else "it has not said where it serves") as ids:
         ports = ports_in(log)
         assert ports is not None
-        yield Server(*ports, started.process_ids)
+        yield Server(*ports, ids)
 
 
 def checked_checkout(folder: Path) -> Path:

@@ -95,9 +95,21 @@ class Bench:
     def median_call_us(
         self, call: Callable[[Item], Awaitable[object]], batches: Sequence[Item], seconds: float
     ) -> float:
-        """Call with each batch in turn, as `median_call_s`; return the median microseconds of a call."""
-        count = len(batches)
-        return 1e6 * self.runner.run(median_call_s(lambda number: call(batches[number % count]), seconds, count))
+        """Call with each batch in turn, for some seconds; return the median microseconds of a call.
+
+        One call more comes first and is not counted; each batch comes once at least.
+        """
+
+        async def measure_calls() -> list[float]:
+            await call(batches[0])
+            times, started_at = list[float](), time.perf_counter()
+            while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
+                before = time.perf_counter()
+                await call(batches[len(times) % len(batches)])
+                times.append(time.perf_counter() - before)
+            return times
+
+        return 1e6 * float(np.median(self.runner.run(measure_calls())))
 
     def seconds(self, seconds: float) -> float:
         """Return how long a measurement takes that takes `seconds` when it is not quick."""
@@ -185,20 +197,6 @@ def bench_command(function: Callable[..., None]) -> click.Command:
     return click.command(name, cls=WithExamples)(command)
 
 
-async def median_call_s(call: Callable[[int], Awaitable[object]], seconds: float, least: int = 1) -> float:
-    """Call again and again, with 0, 1, 2, ..., for some seconds and `least` times; return the median seconds of a call.
-
-    One call more comes first and is not counted.
-    """
-    await call(0)
-    times, started_at = list[float](), time.perf_counter()
-    while len(times) < least or time.perf_counter() - started_at < seconds:
-        before = time.perf_counter()
-        await call(len(times))
-        times.append(time.perf_counter() - before)
-    return float(np.median(times))
-
-
 MODEL = "bench"
 DISTINCT_ROWS = 1 << 16
 """Rows repeat after so many: random enough to fill codes, few enough to write gigabytes in seconds."""
@@ -273,6 +271,6 @@ def node_process(snapshot: Snapshot, plan: Plan, shard: int = 0) -> Iterator[tup
         given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
         line = shardrank_command("shard-node", "--no-verify", "--device", "cpu", *given)
         command = ServerCommand(f"shard {shard}", line, Path(folder, "node.log"))
-        with running("nodes", [command], lambda: "" if socket.exists() else "it does not listen") as node:
+        with running("nodes", [command], lambda: "" if socket.exists() else "it does not listen") as process_ids:
             client = ShardClient(Address.parse(address))
-            yield ReplicatedShard(plan, shard, snapshot.identity, [client]), node.process_ids
+            yield ReplicatedShard(plan, shard, snapshot.identity, [client]), process_ids

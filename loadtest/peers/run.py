@@ -154,8 +154,8 @@ def peer_serving(config: PeersConfig, peer: Peer, python: Path, weights: Path) -
             return str(error)
         return ""
 
-    with running(peer.title, [command], why_not_ready) as started:
-        yield Server(port, 0, started.process_ids)
+    with running(peer.title, [command], why_not_ready) as process_ids:
+        yield Server(port, 0, process_ids)
 
 
 def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callable[[str], None]) -> Comparison:
