@@ -12,10 +12,9 @@ from loader.errors import ShardrankError
 
 
 class LoadError(ShardrankError, kind="load"):
-    """A measurement or a drill can't be run to its end. Requests of an open loop that fail are no error but its result.
+    """A measurement or a drill can't be run to its end: a process ended, was not ready in time, or gave other scores.
 
-    A process or a server ended by itself, or was not ready in time (the message has the end of its log), or scores are
-    not the expected ones: a figure of wrong answers says nothing.
+    Requests of an open loop that fail are no error but its result.
     """
 
 

@@ -1,13 +1,11 @@
 """Compare arms (numbers of cards, servers, versions) that are measured in interleaved rounds, as ratios to one of them.
 
-A round measures every arm once, in turning order, so that what changes with time (the machine's clock, its neighbours)
-is in all arms of a round alike. An arm's ratio to the baseline is the geometric mean of its rounds' ratios, and its
-interval is a bootstrap over the rounds, which are independent; the requests of one run are not.
+An arm's ratio to the baseline is the geometric mean of its rounds' ratios, and its interval is a bootstrap over the
+rounds, which are independent; the requests of one run are not. A plain percentile interval is too narrow for few
+rounds. This one is widened for that: Hesterberg, "What teachers should know about the bootstrap", The American
+Statistician 69 (2015), "expanded percentile interval". It can't reach beyond the lowest and highest round: where rounds
+scatter normally it covers about 75% with three, 88% with four, 92% with five and 94% from six on (simulated).
 
-A plain percentile interval is too narrow for few rounds. This one is widened for that: Hesterberg, "What teachers
-should know about the bootstrap", The American Statistician 69 (2015), "expanded percentile interval". It can't reach
-beyond the lowest and highest round: where rounds scatter normally it covers about 75% with three of them, 88% with
-four, 92% with five and 94% from six on (simulated). With one round there is none.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field
 from rich.console import Console
 
 from loader.errors import ConfigError
@@ -46,10 +44,7 @@ _T_975 = (
 
 
 class Ratio(Frozen):
-    """An arm's ratio to the baseline: geometric mean of the rounds, and the ends of its interval.
-
-    `low` and `high` are None with fewer than two rounds.
-    """
+    """An arm's ratio to the baseline: geometric mean of the rounds, and its interval, which one round has not."""
 
     value: float = Field(gt=0)
     low: float | None = Field(default=None, gt=0)
@@ -63,7 +58,9 @@ class Ratio(Frozen):
             return cls(value=value)
         # The same rounds are drawn for every arm and measure: their ratios come from one set of resampled experiments.
         drawn = np.random.default_rng(seed).integers(0, rounds, (RESAMPLES, rounds))
-        tail = NormalDist().cdf(-math.sqrt(rounds / (rounds - 1)) * t_975(rounds - 1))
+        # Beyond 30 degrees of freedom Student's distribution is nearly the normal one.
+        quantile = _T_975[rounds - 2] if rounds - 2 < len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+        tail = NormalDist().cdf(-math.sqrt(rounds / (rounds - 1)) * quantile)
         low, high = np.quantile(logs[drawn].mean(axis=1), [tail, 1 - tail])
         # The mean of equal numbers may differ from them in the last bit.
         return cls(value=value, low=min(math.exp(low), value), high=max(math.exp(high), value))
@@ -76,21 +73,10 @@ class Ratio(Frozen):
         return f"{ratio_text(self.value)} ×{interval}"
 
 
-def t_975(freedom: int) -> float:
-    """Return Student's quantile; beyond 30 degrees of freedom that of the normal distribution."""
-    return _T_975[freedom - 1] if freedom <= len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-
-
 class ComparedMeasure(Frozen):
-    """One measure of every arm.
+    """One measure of every arm; `better` is the good direction.
 
-    Attributes:
-        name: such as `p99, warm`.
-        unit: of the values, such as `ms` or `/s`.
-        better: which way is good.
-        values: `[arms][rounds]`; 0 for none.
-        middle: `[arms]`, medians of the rounds.
-        ratios: `[arms]`, 1 for the baseline; empty where some value is 0.
+    `values` are `[arms][rounds]`, 0 for none, `middle` their medians, `ratios` `[arms]`; empty where some value is 0.
     """
 
     name: str = Field(min_length=1)
@@ -130,16 +116,9 @@ class Arm(Frozen):
 
 
 class Comparison(Frozen):
-    """Several arms side by side.
+    """Several arms side by side, in the order of the table; `setup` is what all have alike.
 
-    Attributes:
-        setup: what all arms have alike, by name.
-        arms, measures: in the order of the table.
-        baseline: index of the arm that the others are compared to.
-        rounds: how often every arm was measured.
-        resamples, seed: of the bootstrap.
-        invalid_because: one sentence for each run that was not valid.
-        machine, versions: where it ran; None and empty if not known.
+    `resamples` and `seed` are of the bootstrap. `machine` and `versions` are None and empty if not known.
     """
 
     kind: Literal["comparison"] = "comparison"
@@ -158,19 +137,6 @@ class Comparison(Frozen):
     machine: Machine | None = None
     versions: dict[str, str] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _shapes_agree(self) -> Self:
-        arms = len(self.arms)
-        if self.baseline >= arms:
-            raise ValueError(f"baseline: {self.baseline}; there are {arms} arms")
-        for measure in self.measures:
-            shapes = [len(measure.values), len(measure.middle), len(measure.ratios) or arms]
-            if shapes != [arms] * 3 or {len(rounds) for rounds in measure.values} != {self.rounds}:
-                raise ValueError(
-                    f"measures: {measure.name} has values for other than {arms} arms and {self.rounds} rounds"
-                )
-        return self
-
     @property
     def others(self) -> list[int]:
         """The arms but the baseline, by index."""
@@ -179,12 +145,9 @@ class Comparison(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Measure(Generic[Round]):
-    """A row of a comparison.
+    """A row of a comparison, with its value in a round of an arm; None where there is none.
 
-    Attributes:
-        value: in a round of an arm; None where there is none.
-        everywhere: whether every arm has one, above 0. If not, a row has no ratios where some arm has 0 or none, and is
-            left out if all have none.
+    If not `everywhere`, it has no ratios where some arm has 0 or none, and is left out if all have none.
     """
 
     name: str
@@ -214,10 +177,7 @@ def compare_rounds(
     """Compute ratios to the first arm.
 
     A measure that every arm has, but not in every round, is left out, and the comparison is not valid. Nor is it with a
-    reason why not.
-
-    Raises:
-        ConfigError: arms have other numbers of rounds, or there are none.
+    reason why not. Raises ConfigError: arms have other numbers of rounds, or there are none.
     """
     counts = {arm.name: len(rounds) for arm, rounds in arms}
     if len(set(counts.values())) != 1 or 0 in counts.values():

@@ -13,9 +13,8 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import click
 import numpy as np
@@ -28,8 +27,6 @@ from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS
 from serving.fleet.supervisor import describe_exit, shardrank_command
 from shard_node.bags import Float32Array
-
-Mode: TypeAlias = Literal["local", "two_shards"]
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0
@@ -44,11 +41,6 @@ THIS_CHECKOUT = Path(__file__).resolve().parents[1]
 """Whose code runs here."""
 SERVED_PACKAGES = ("loader", "shard_node", "router", "serving")
 _PORTS = re.compile(r"HTTP: http://[^:]+:(\d+).*?gRPC: [^:]+:(\d+)", re.DOTALL)
-_MODE_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
-    "local": ("serve", "--shutdown-delay-s", "0"),
-    # Without replicating, so that a small table is divided like a large one.
-    "two_shards": ("up", "--shards", "2", "--replicate-bytes", "0"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,58 +111,55 @@ class _Started(NamedTuple):
             psutil.wait_procs([self.process, *self.children], STOP_TIMEOUT_S)
 
 
-def _start(command: ServerCommand) -> _Started:
-    environment = dict(os.environ if command.environment is None else command.environment)
-    # The kernel ends the process with the thread that started it.
-    if threading.current_thread() is threading.main_thread():
-        environment[PARENT_PID_VARIABLE] = str(os.getpid())
-    # A terminal's Ctrl-C is for the process that started it, hence the session.
-    run = partial(psutil.Popen, command.line, env=environment, cwd=command.folder, start_new_session=True)
-    try:
-        with command.log.open("wb") as output:
-            return _Started(command, run(stdin=subprocess.DEVNULL, stdout=output, stderr=output), [])
-    except OSError as error:
-        raise LoadError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """Processes that run; `process_ids` are of the commands and all that they started."""
-
-    title: str
-    process_ids: tuple[int, ...]
-    _started: tuple[_Started, ...]
-
-    def check(self, when: str = "while it was asked") -> None:
-        """Raise LoadError if one has ended by itself."""
-        for command, process, _ in self._started:
-            if (code := process.poll()) is not None:
-                ended = f"{self.title}: {command.name} has ended {when}: {describe_exit(code)}"
-                raise LoadError(f"{ended}\n{command.log_tail()}")
-
-
 @contextlib.contextmanager
-def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callable[[], str]) -> Iterator[Running]:
+def running(
+    title: str, commands: Sequence[ServerCommand], why_not_ready: Callable[[], str]
+) -> Iterator[tuple[int, ...]]:
     """Start a server by its commands, wait until `why_not_ready` is empty, and end it with the block.
 
-    Raises LoadError if a process ends, or the server is not ready in time.
+    Yields the ids of its processes. Raises LoadError if one ends by itself, or the server is not ready in time.
     """
+    started: list[_Started] = []
+
+    def check(when: str) -> None:
+        for command, process, _ in started:
+            if (code := process.poll()) is not None:
+                ended = f"{title}: {command.name} has ended {when}: {describe_exit(code)}"
+                raise LoadError(f"{ended}\n{command.log_tail()}")
+
     with contextlib.ExitStack() as stack:
-        started: list[_Started] = []
         for command in commands:
-            started.append(_start(command))
+            environment = dict(os.environ if command.environment is None else command.environment)
+            # The kernel ends the process with the thread that started it.
+            if threading.current_thread() is threading.main_thread():
+                environment[PARENT_PID_VARIABLE] = str(os.getpid())
+            try:
+                with command.log.open("wb") as log:
+                    # A terminal's Ctrl-C is for the process that started it, hence the session.
+                    process = psutil.Popen(
+                        command.line,
+                        env=environment,
+                        cwd=command.folder,
+                        start_new_session=True,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    )
+            except OSError as error:
+                raise LoadError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
+            started.append(_Started(command, process, []))
             stack.callback(started[-1].stop)
         ends = time.monotonic() + START_TIMEOUT_S
         while why := why_not_ready():
-            Running(title, (), tuple(started)).check("before it served")
+            check("before it served")
             if time.monotonic() > ends:
                 logs = "\n".join(f"{command.name}: {command.log_tail()}" for command in commands)
                 raise LoadError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
             time.sleep(POLL_S)
         for each in started:
             each.note_children()
-        all_ids = [process.pid for each in started for process in (each.process, *each.children)]
-        yield Running(title, tuple(all_ids), tuple(started))
+        yield tuple(process.pid for each in started for process in (each.process, *each.children))
+        check("while it was asked")
 
 
 @contextlib.contextmanager
@@ -197,28 +186,18 @@ def ports_in(log: Path) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def serving(
-    mode: Mode, snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None
-) -> Iterator[Server]:
-    """Serve a snapshot while the block runs.
+def serving(snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None) -> Iterator[Server]:
+    """Serve a snapshot while the block runs, by the code of a checkout, if there is one, and this Python.
 
-    Args:
-        mode: rows in the serving process, or in two shard processes.
-        snapshot: its folder.
-        arguments: further flags of the command.
-        log: gets the output.
-        checkout: absolute folder of the repository whose code is run, by this Python; None for the code that runs here.
-
-    Raises:
-        LoadError: it ends, or does not serve in time.
+    Raises LoadError: it ends, or does not serve in time.
     """
-    line = shardrank_command(*_MODE_ARGUMENTS[mode], "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
+    line = shardrank_command("serve", "--shutdown-delay-s", "0", "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
     environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
-    command = ServerCommand("shardrank", line, log, environment, checkout)
-    with running(mode, [command], lambda: "" if ports_in(log) else "it has not said where it serves") as started:
+    command = ServerCommand("serve", line, log, environment, checkout)
+    with running("shardrank", [command], lambda: "" if ports_in(log) else "it has not said where it serves") as ids:
         ports = ports_in(log)
         assert ports is not None
-        yield Server(*ports, started.process_ids)
+        yield Server(*ports, ids)
 
 
 def checked_checkout(folder: Path) -> Path:

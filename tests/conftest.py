@@ -30,7 +30,7 @@ LONGEST = (
     "loadtest/drill/test_drills.py",
     "loadtest/bench/test_benchmarks.py",
     "shard_node/cuda/test_under_address_sanitizer.py",
-    "loadtest/compare/test_compare_cards.py",
+    "loadtest/test_compare_cards.py",
     "serving/versions/test_hot_swap.py",
     "serving/dashboard/test_page_in_browser.py",
     "serving/cli/test_protection.py",

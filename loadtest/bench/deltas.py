@@ -20,8 +20,17 @@ from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.tables import MODEL, UniformTables, make_node
+from loadtest.bench.harness import (
+    MODEL,
+    Bench,
+    BenchTable,
+    Subject,
+    UniformTables,
+    Values,
+    bench_command,
+    make_node,
+    measure,
+)
 from loadtest.errors import LoadError
 from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower, FollowedRows

@@ -11,8 +11,18 @@ import click
 import numpy as np
 
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.tables import MODEL, UniformTables, make_router, node_process
+from loadtest.bench.harness import (
+    MODEL,
+    Bench,
+    BenchTable,
+    Subject,
+    UniformTables,
+    Values,
+    bench_command,
+    make_router,
+    measure,
+    node_process,
+)
 from loadtest.load.loops import cpu_seconds
 from router.hot_keeper import learning_counter
 from router.hot_rows import HotRows, HotSet

@@ -19,8 +19,7 @@ from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowSource, rows_of
 from loader.snapshot.writer import export_snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.tables import make_node, make_router
+from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, make_node, make_router, measure
 from loadtest.workloads.workload import Zipf
 from router.feature_schema import FeatureSchema
 from router.plan import Plan

@@ -16,8 +16,18 @@ import torch
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, measure
-from loadtest.bench.tables import MODEL, UniformTables, make_node, make_router, node_process
+from loadtest.bench.harness import (
+    MODEL,
+    Bench,
+    BenchTable,
+    Subject,
+    UniformTables,
+    bench_command,
+    make_node,
+    make_router,
+    measure,
+    node_process,
+)
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -41,23 +51,14 @@ class Batch:
 Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]
 
 
-def bare_arena(snapshot: Snapshot, tables: UniformTables) -> Arena:
-    """Load all tables into one arena, to call the torch op with nothing around it."""
-    rows = allocate_rows(tables.rows * tables.count, codec_for("int8", tables.embedding_dim).row_bytes)
-    for number, table in enumerate(snapshot.spec.tables):
-        rows[number * tables.rows :][: tables.rows] = snapshot.read_rows(table.name, 0, tables.rows)
-    return Arena("int8", tables.embedding_dim, rows, {0: rows.nbytes}, "ram")
-
-
-def float32_bag(tables: UniformTables) -> torch.nn.EmbeddingBag:
-    """Make the same rows in float32, all tables in one, as users of `nn.EmbeddingBag` have them."""
-    weight = torch.from_numpy(tables.all_rows()).repeat(tables.count, 1)
-    return torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
-
-
 def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[str, Call]:
-    """Make the subjects; the first is the floor."""
-    arena, module = bare_arena(snapshot, tables), float32_bag(tables)
+    """Make the subjects, all tables one after the other in memory; the first is the floor."""
+    codes = allocate_rows(tables.rows * tables.count, codec_for("int8", tables.embedding_dim).row_bytes)
+    for number, table in enumerate(snapshot.spec.tables):
+        codes[number * tables.rows :][: tables.rows] = snapshot.read_rows(table.name, 0, tables.rows)
+    arena = Arena("int8", tables.embedding_dim, codes, {0: codes.nbytes}, "ram")
+    weight = torch.from_numpy(tables.all_rows()).repeat(tables.count, 1)
+    module = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
 
     async def call_bare(batch: Batch) -> Float32Array:
         return arena.pool(batch.rows, batch.bags.offsets, None)

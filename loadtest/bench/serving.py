@@ -24,13 +24,12 @@ from typing import Any, get_args
 
 import click
 import numpy as np
-import uvloop
 
 from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.tables import make_node, make_router
+from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, make_node, make_router, measure
+from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load
 from loadtest.load.generator import Generators
@@ -47,10 +46,9 @@ from loadtest.workloads.catalog import (
     bench_payloads,
     bench_spec,
     bench_workload,
+    write_random_snapshot,
 )
-from loadtest.workloads.cli import side_split_option
 from loadtest.workloads.payloads import APIS, Api, Payload
-from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.formats.requests import RankRequest
@@ -85,21 +83,18 @@ class Limit:
         # As servers do once they have started.
         settle_heap()
 
-    def compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
+    async def compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
         """Score batches for some time; sizes next to the mean, `batch_requests`, are mixed to it."""
-        return uvloop.run(self._compute(workload, batch_requests, seconds))
-
-    async def _compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
         requests, times, small = 0, list[float](), int(batch_requests)
         batches = {size: _batches(workload, size) for size in (small, small + 1)}
         # Once before the clock, so that every buffer is there.
-        await self._scores(batches[small][0])
+        await self.scores(batches[small][0])
         started_at, cpu_s = time.perf_counter(), time.process_time()
         ended_at = started_at
         while ended_at - started_at < seconds:
             # Of the whole numbers below and above the mean, the one that keeps the sum closest to it.
             size = small + (requests + small < batch_requests * (len(times) + 1) - 0.5)
-            await self._scores(batches[size][len(times) % len(batches[size])])
+            await self.scores(batches[size][len(times) % len(batches[size])])
             before, ended_at = ended_at, time.perf_counter()
             times.append(ended_at - before)
             requests += size
@@ -111,11 +106,8 @@ class Limit:
             "time of a batch": 1e3 * float(np.median(times)),
         }
 
-    def score(self, workload: BenchWorkload, request: int) -> Float32Array:
-        """Score one request of the pool: float32 [candidates]."""
-        return uvloop.run(self._scores(merge([_requests(workload)[request]])))
-
-    async def _scores(self, batch: MergedBatch) -> Float32Array:
+    async def scores(self, batch: MergedBatch) -> Float32Array:
+        """Score a batch: float32 [candidates]."""
         deadline = time.monotonic() + DEADLINE_S
         embeddings = await self._router.lookup(self._model, self._version, batch.bags, deadline)
         scores: Float32Array = self._ranking.score_rows(batch, embeddings)[0]
@@ -123,7 +115,8 @@ class Limit:
 
 
 @lru_cache(maxsize=4)
-def _requests(workload: BenchWorkload) -> list[RankRequest]:
+def requests_of(workload: BenchWorkload) -> list[RankRequest]:
+    """Make the pool's requests, not encoded."""
     made, rng = bench_workload(workload.shape, workload.head, workload.hotness), np.random.default_rng(BENCH_SEED)
     return [made.request(rng) for _ in range(BENCH_REQUESTS)]
 
@@ -131,7 +124,7 @@ def _requests(workload: BenchWorkload) -> list[RankRequest]:
 @lru_cache(maxsize=8)
 def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
     """Every request of the pool once or twice, in batches of `size`."""
-    requests = _requests(workload)
+    requests = requests_of(workload)
     turns = np.arange(-(-len(requests) // size) * size) % len(requests)
     return [merge([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
 
@@ -175,7 +168,7 @@ class ServedModel:
         """Serve it; the log has the server's name."""
         arguments, log = ("--dtype", self.dtype, "--no-verify", *flags), self.bench.folder / f"{name}.log"
         self.bench.say(f"starting a server: {name}")
-        return serving_process("local", self.snapshot, arguments, log, checkout)
+        return serving_process(self.snapshot, arguments, log, checkout)
 
     def load(self, server: Server, workload: BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
         """Measure a server that is kept busy."""
@@ -220,7 +213,8 @@ def tables_of(model: ServedModel, limit: Limit, server: Server, hotness: int, ap
     workload, sizes = model.workload(hotness), list[float]()
 
     def loaded_limit(number: int) -> Values:
-        return limit.compute(workload, max(1.0, float(np.mean(sizes[-len(apis) :]))), model.seconds)
+        batch_requests = max(1.0, float(np.mean(sizes[-len(apis) :])))
+        return model.bench.runner.run(limit.compute(workload, batch_requests, model.seconds))
 
     def loaded(api: Api) -> Subject:
         def run(number: int) -> Values:
@@ -232,7 +226,7 @@ def tables_of(model: ServedModel, limit: Limit, server: Server, hotness: int, ap
 
     @cache
     def limit_ms(number: int) -> float:
-        return limit.compute(workload, 1.0, model.seconds)["time of a batch"]
+        return model.bench.runner.run(limit.compute(workload, 1.0, model.seconds))["time of a batch"]
 
     def single(api: Api) -> Subject:
         def run(number: int) -> Values:
@@ -262,7 +256,8 @@ def measure_server(model: ServedModel, hotness: Sequence[int], apis: Sequence[Ap
     limit = Limit(model.snapshot, model.dtype)
     with model.served("this checkout") as server:
         for ids, api in itertools.product(hotness, apis):
-            expected = [limit.score(model.workload(ids), request) for request in range(CHECKED_REQUESTS)]
+            requests = requests_of(model.workload(ids))[:CHECKED_REQUESTS]
+            expected = [model.bench.runner.run(limit.scores(merge([request]))) for request in requests]
             model.check(api, model.scores(server, model.workload(ids), api), expected)
         model.bench.run([table for ids in hotness for table in tables_of(model, limit, server, ids, apis)])
 
@@ -283,11 +278,8 @@ def _send(connection: HTTPConnection, request: Payload) -> None:
 async def count_calls(folder: Path) -> dict[str, Any]:
     """Serve a small model in this process, warm it up over one kept connection, and count a few requests more.
 
-    The client is in another thread, which is not counted. The report is that of the request with the fewest calls,
-    which had no periodic work beside it.
-
-    Raises:
-        RequestFailedError: a request failed.
+    The client's thread is not counted. The report is that of the request with the fewest calls, which had no periodic
+    work beside it. Raises RequestFailedError.
     """
     shape = BenchShape.of(ROWS, varied=True)
     spec = bench_spec(shape, "mlp")
@@ -356,11 +348,7 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
 
 @contextmanager
 def checkout_of(against: str) -> Iterator[Path]:
-    """Check a commit of the repository in the working directory out into a temporary folder; a folder is a checkout.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Check a commit of the working directory's repository out into a temporary folder; a folder is a checkout."""
     if Path(against).is_dir():
         yield checked_checkout(Path(against))
         return

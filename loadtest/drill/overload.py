@@ -26,8 +26,7 @@ from loadtest.load.loops import Weighed, arrival_times, cpu_seconds, not_busy_be
 from loadtest.load.result import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import Server, serving, summed
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec
-from loadtest.workloads.prepare import write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec, write_random_snapshot
 
 NORMAL_SHARE = 0.5
 WARMUP_S = 2.0
@@ -48,18 +47,17 @@ class ShedRecorder(Recorder):
     """Records an answer 503 that says when to come again as `SHED`."""
 
     def add(self, request: Outgoing, failure: Failure | None) -> None:
-        """See `Recorder`."""
+        """Record a request."""
         if failure is not None and failure.kind == UNAVAILABLE and failure.retry_after.isdigit():
             failure = failure._replace(kind=SHED)
         super().add(request, failure)
 
 
-def phase_times(phases: Sequence[Phase], seed: int) -> Iterator[Float64Array]:
+def phase_times(phases: Sequence[Phase], seed: int) -> Iterator[float]:
     """Draw the times of all phases, one after the other, as `arrival_times`: seconds, ascending."""
     begin = 0.0
     for number, (rate, seconds) in enumerate(phases):
-        for times in arrival_times("poisson", rate, seconds, seed=seed + number):
-            yield begin + times
+        yield from (begin + time_s for time_s in arrival_times("poisson", rate, seconds, seed=seed + number))
         begin += seconds
 
 
@@ -93,7 +91,7 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         f"--limit=default_timeout_ms={config.deadline_ms}",
         f"--limit=max_batch_candidates={config.batch_candidates}",
     )
-    starting = serving("local", snapshot, ("--no-verify", "--dtype", "float32", *server_limits), folder / "server.log")
+    starting = serving(snapshot, ("--no-verify", "--dtype", "float32", *server_limits), folder / "server.log")
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(_on_core, cores[0], lambda: stack.enter_context(starting))
         generators = await asyncio.to_thread(_on_core, cores[1], lambda: stack.enter_context(Generators()))
@@ -108,8 +106,7 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         progress("phases", 3, 3)
     np.save(folder / "records.npy", done.records.rows)
     figures, limits = overload_figures(config, weighed, done, worked)
-    shown = ("value", "must", "limit", "ok")
-    checks = {limit.name: {name: getattr(limit, name) for name in shown} for limit in limits}
+    checks = {limit.name: {**limit._asdict(), "ok": limit.ok} for limit in limits}
     problems = [f"capacity: {reason}" for closed_loop in weighed for reason in not_busy_because(closed_loop)]
     return make_report({"began_with": config, "cores": cores, **figures, "checks": checks}, limits, (), problems)
 
@@ -145,10 +142,7 @@ async def _overload(
 
 
 def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, work: Float64Array) -> Judged:
-    """Return all figures and their limits, from the closed loops, the three phases, and the `work_of` the second.
-
-    By the first closed loop the rates were chosen.
-    """
+    """Return all figures and their limits, from both closed loops, the three phases, and the `work_of` the second."""
     deadline_s, begin, end = config.deadline_ms / 1000, config.normal_s, config.normal_s + config.seconds
     rows, kinds = done.records.rows, done.records.kinds
     batches, batches_s, cpu_s = work.tolist()
@@ -173,11 +167,8 @@ def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], do
         "admitted": requests - refused,
         "in_time": in_time,
         "refused": refused,
-        "refused_share": refused / max(requests, 1),
-        "p50_ms_admitted": admitted.p50_ms,
         "p99_ms_admitted": admitted.p99_ms,
         "p99_ms_refused": percentiles(seconds[is_refused]).p99_ms,
-        "p50_ms_before": before.p50_ms,
         "p99_ms_before": before.p99_ms,
         "steady_after_s": steady_after(rows, end, deadline_s, (before.p99_ms or 0.0) / 1e3, config.normal_s),
         "client_cores": done.cpu_s / config.seconds,

@@ -65,8 +65,8 @@ def make_report(
 def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path | None, keep: Path | None) -> int:
     """Run a drill until it ends or a signal comes, and print its report, or write it to a file too.
 
-    `keep` is an empty folder for stores, logs and answers, which stay; None for a temporary one. Returns the exit code:
-    0 if it passed, 1 if not, 130 after a signal. Raises ShardrankError if it could not be run to its end.
+    `keep` is an empty folder for its files; None for a temporary one. Returns the exit code: 0 if it passed, 1 if not,
+    130 after a signal. Raises ShardrankError if it could not be run to its end.
     """
     check_writable(json_file)
     if keep is not None:

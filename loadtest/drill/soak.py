@@ -67,17 +67,12 @@ BAD_REQUESTS = {
 
 @dataclass(slots=True)
 class SoakCourse:
-    """What was done, counted by the names of the report, and what was read of each process.
-
-    Attributes:
-        samples: by time, in seconds of CLOCK_MONOTONIC, and by process.
-        restarted: processes that were seen with another id than at first.
-        excluded: rollouts, and the time in which they settle.
-    """
+    """What was done, counted by the names of the report, and samples by CLOCK_MONOTONIC seconds and process."""
 
     samples: dict[float, dict[str, Sample]] = field(default_factory=dict)
     restarted: set[str] = field(default_factory=set)
     excluded: list[TimeSpan] = field(default_factory=list)
+    """Rollouts, and the time in which they settle."""
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from loadtest.drill.fleet import (
     overlaps,
     read_processes,
 )
-from loadtest.drill.oracle import APIS
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import OK, Rows, percentiles
 from loadtest.servers import summed
@@ -45,11 +43,8 @@ WARMUP_SWAPS = 4
 class SwapCourse:
     """Versions that were live one after the other, and what happened when.
 
-    Attributes:
-        swaps: from the request of a rollout to when it was seen to be done, of each version but the first.
-        excluded: when latencies count for neither: the fleet was cold, or the drill used its cores.
-        memory: of all processes by name, after the first swaps and each later one.
-        counted: by serving processes, under the names of the report.
+    `swaps` end when a rollout was seen to be done; in `excluded` latencies count for neither, as the fleet was cold or
+    the drill used its cores. `memory` is of all processes by name; `counted` by serving processes.
     """
 
     versions: list[int] = field(default_factory=lambda: [FIRST_VERSION])
@@ -85,13 +80,9 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
                     await fleet.swap_to(course.versions[-1], config.strategy)
         metrics = await asyncio.to_thread(fleet.server.metrics)
         retries = summed(metrics, "shardrank_shard_retries_total", "kind")
-        course.counted = {
-            "retries": {kind: int(count) for kind, count in retries.items()},
-            **{
-                f"hot_{what}": int(sum(summed(metrics, f"shardrank_hot_{what}_total").values()))
-                for what in ("lookups", "hits")
-            },
-        }
+        course.counted["retries"] = {kind: int(count) for kind, count in retries.items()}
+        for what in ("hot_lookups", "hot_hits"):
+            course.counted[what] = int(sum(summed(metrics, f"shardrank_{what}_total").values()))
         return await fleet.report(partial(swap_figures, config, course, rows_bytes_of(fleet.spec) / BYTES_PER_MB))
 
 
@@ -103,17 +94,8 @@ def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, an
     memory = {what: [sum(each[what] for each in sample.values()) for sample in course.memory] for what in MEMORY}
     rss = memory["rss_mb"]
     latency_s = answers["ended"] - answers["due"]
-    latency = {when: percentiles(latency_s[which]) for when, which in periods.items()}
-    steady, during_swap = latency["steady"].p99_ms, latency["during_swap"].p99_ms
-    by_api, durations = {}, [swap.end - swap.begin for swap in course.swaps]
-    for number, api in enumerate(APIS):
-        is_api = answers["api"] == number
-        by_api[api] = {
-            "answers": int(is_api.sum()),
-            "not_ok": int((answers["code"][is_api] != OK).sum()),
-            "p99_ms_steady": percentiles(latency_s[is_api & periods["steady"]]).p99_ms,
-            "p99_ms_during_swap": percentiles(latency_s[is_api & during]).p99_ms,
-        }
+    p99_ms = {when: percentiles(latency_s[which]).p99_ms for when, which in periods.items()}
+    steady, during_swap = p99_ms["steady"], p99_ms["during_swap"]
     later = rss[len(rss) // 2 :]
     figures: dict[str, Any] = {
         **count_kinds(answers["code"]),
@@ -121,13 +103,7 @@ def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, an
         "strategy": config.strategy,
         "swaps": len(course.swaps),
         **{f"answers_{when}": int(which.sum()) for when, which in periods.items()},
-        **{f"p99_ms_{when}": times.p99_ms for when, times in latency.items()},
-        "p50_ms_steady": latency["steady"].p50_ms,
-        "p50_ms_during_swap": latency["during_swap"].p50_ms,
-        "max_ms": percentiles(latency_s).max_ms,
-        "by_api": by_api,
-        "swap_s_median": statistics.median(durations),
-        "swap_s_max": max(durations),
+        **{f"p99_ms_{when}": value for when, value in p99_ms.items()},
         "ratio_p99": during_swap / steady if steady and during_swap else None,
         "stale": int(is_stale(answers, course).sum()),
         "load_lag_p99_ms": percentiles(answers["turn"] - answers["due"]).p99_ms,
@@ -135,10 +111,6 @@ def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, an
         **{f"{what}_before": total_mb[0] for what, total_mb in memory.items()},
         **{f"{what}_after": total_mb[-1] for what, total_mb in memory.items()},
         "rss_mb_per_swap": float(np.polyfit(range(len(later)), later, 1)[0]) if len(rss) >= MIN_SAMPLES else None,
-        "rss_mb_by_process": {
-            name: (first["rss_mb"], course.memory[-1][name]["rss_mb"]) for name, first in course.memory[0].items()
-        },
-        "rss_mb_by_swap": [round(total_mb, 1) for total_mb in rss],
     }
     limits = [*answer_limits(figures, "stale"), Limit("ratio_p99", figures["ratio_p99"], config.max_ratio_p99)]
     # A version that is not freed adds its rows, once for each replica, with every swap: a tenth of one copy is allowed.

@@ -1,7 +1,8 @@
-"""`drill upgrade`: each process of a fleet is replaced by another release's, under load, row updates and rollouts.
+"""`drill restart` and `drill upgrade`: each process of a fleet ends on SIGTERM and comes back; no request may fail.
 
-The processes before are those of another checkout of this repository; shard nodes or serving processes go first, so
-that both pairs of releases meet.
+The next one is restarted as soon as the one before is ready, which shard nodes say at /readyz of their admin port. In
+an upgrade the processes before are those of another checkout of this repository; shard nodes or serving processes go
+first, so that both pairs of releases meet.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 import dataclasses
 import itertools
 import math
+import re
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,25 +23,24 @@ import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
-from loadtest.drill.config import Order, UpgradeDrillConfig
-from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, count_kinds, oracle_fleet, polled
+from loadtest.drill.config import Order, RestartDrillConfig, UpgradeDrillConfig
+from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, OracleFleet, count_kinds, oracle_fleet, polled
 from loadtest.drill.oracle import QUESTIONS_EACH, make_questions, version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
-from loadtest.drill.restart import WATCH_S, exit_problems, restart
 from loadtest.drill.soak import SoakCourse, roll_out, update_rows
+from loadtest.errors import LoadError
 from loadtest.load.result import Rows
 from loadtest.servers import THIS_CHECKOUT, checked_checkout, commit_of
-from serving.fleet.supervisor import Child
+from serving.fleet.supervisor import Child, describe_exit
 
+# As terminationGracePeriodSeconds of the shard nodes' pods.
+GRACE_S = 60.0
+POLL_S = 0.02
+# How long answers are watched after the last restart.
+WATCH_S = 1.0
 LOOKUPS = 32
 # Until the last delta must be in each of these.
 VISIBLE_S = 10.0
-
-
-def code_of(checkout: Path) -> dict[str, str]:
-    """Return the environment of processes that run a checkout's code."""
-    # Without the second one Python would look in the working directory first.
-    return {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
 
 
 def upgrade_order(names: Mapping[str, Child], order: Order) -> list[str]:
@@ -47,35 +49,68 @@ def upgrade_order(names: Mapping[str, Child], order: Order) -> list[str]:
     return sorted(names, key=lambda name: (name.startswith(last), not name.startswith(first), name))
 
 
-async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill with its files in the folder. Raises DrillError if a process is not ready again."""
-    old, course, upgrades = checked_checkout(config.old), SoakCourse(), list[dict[str, Any]]()
-    async with oracle_fleet(config, folder, progress, code_of(old)) as fleet:
-        works = (update_rows(config, fleet, course), roll_out(config, fleet, course, ends=math.inf))
+async def run_drill(config: RestartDrillConfig | UpgradeDrillConfig, folder: Path, progress: Progress) -> Report:
+    """Run the drill with its files in the folder. Raises LoadError if a process is not ready again."""
+    course, restarts, environments = SoakCourse(), list[dict[str, Any]](), [dict[str, str]()] * 2
+    upgrade = config if isinstance(config, UpgradeDrillConfig) else None
+    if upgrade is not None:
+        # Without the second variable Python would look in the working directory first.
+        checkouts = checked_checkout(upgrade.old), THIS_CHECKOUT
+        environments = [{"PYTHONPATH": str(path), "PYTHONSAFEPATH": "1"} for path in checkouts]
+    async with oracle_fleet(config, folder, progress, environments[0]) as fleet:
+        children, works = fleet.local.supervisor.children, [update_rows(config, fleet, course)]
+        if upgrade is not None:
+            works.append(roll_out(upgrade, fleet, course, ends=math.inf))
         tasks = [fleet.load.tasks.create_task(work) for work in works]
-        children = fleet.local.supervisor.children
-        for name in upgrade_order(children, config.order):
-            progress("upgrades", len(upgrades), len(children))
+        for name in list(children) if upgrade is None else upgrade_order(children, upgrade.order):
+            progress("restarts", len(restarts), len(children))
             child, before = children[name], course.counts.copy()
-            environment = {**child.spec.environment, **code_of(THIS_CHECKOUT)}
+            environment = {**child.spec.environment, **environments[1]}
             child.spec = dataclasses.replace(child.spec, environment=environment)
-            upgrade = {"process": name, **await restart(child)}
-            upgrades.append(upgrade | {what: course.counts[what] - before[what] for what in ("rollouts", "updates")})
+            restarts.append({"process": name, **await restart(child)})
+            if upgrade is not None:
+                restarts[-1] |= {what: course.counts[what] - before[what] for what in ("rollouts", "updates")}
         await asyncio.sleep(WATCH_S)
-        lag = await polled(fleet.lag, lambda lag: not lag, ROLLOUT_TIMEOUT_S)
+        lag = "" if upgrade is None else await polled(fleet.lag, lambda lag: not lag, ROLLOUT_TIMEOUT_S)
         for task in tasks:
             task.cancel()
-        progress("upgrades", len(upgrades), len(children))
-        figures = {
-            "old_commit": commit_of(old),
-            "new_commit": commit_of(THIS_CHECKOUT),
-            "order": config.order,
-            "lookups_with_last_delta": await count_visible(fleet),
-            **{name: course.counts[name] for name in ("rollouts", "updates")},
-            "upgrades": upgrades,
-        }
-        problems = [*exit_problems(upgrades), *([f"at the end: {lag}"] if lag else [])]
-        return await fleet.report(partial(upgrade_figures, figures), problems)
+        progress("restarts", len(restarts), len(children))
+        figures: dict[str, Any] = {"updates": course.counts["updates"]}
+        if upgrade is None:
+            figures["restarts"] = restarts
+        else:
+            figures |= {
+                "old_commit": commit_of(upgrade.old.resolve()),
+                "new_commit": commit_of(THIS_CHECKOUT),
+                "order": upgrade.order,
+                "lookups_with_last_delta": await count_visible(fleet),
+                "rollouts": course.counts["rollouts"],
+                "upgrades": restarts,
+            }
+        codes = ((done["process"], done["exit_code"]) for done in restarts)
+        problems = [f"{name}: after SIGTERM it ended with {describe_exit(code)}" for name, code in codes if code]
+        return await fleet.report(partial(restart_figures, figures), problems + ([f"at the end: {lag}"] if lag else []))
+
+
+async def restart(child: Child) -> dict[str, Any]:
+    """End a process by SIGTERM, and wait until its successor is ready. Returns the figures of the report."""
+    begin, process_id, log_bytes = time.monotonic(), child.last_pid, child.log_path.stat().st_size
+    code = await child.stop(GRACE_S)
+    ended = time.monotonic()
+
+    async def is_ready() -> bool:
+        if not child.spec.name.startswith("shard-"):
+            return child.last_pid != process_id and child.state == "ready"
+        url = re.search(rb"^metrics: (\S+)/metrics$", child.log_path.read_bytes()[log_bytes:], re.MULTILINE)
+        try:
+            async with httpx.AsyncClient(trust_env=False) as http:
+                return url is not None and (await http.get(f"{url[1].decode()}/readyz")).is_success
+        except httpx.HTTPError:
+            return False
+
+    if not await polled(is_ready, bool, READY_TIMEOUT_S, POLL_S):
+        raise LoadError(f"{child.spec.name}: not ready {READY_TIMEOUT_S:g} s after its end")
+    return {"exit_code": code, "ended_s": ended - begin, "ready_s": time.monotonic() - ended}
 
 
 async def count_visible(fleet: OracleFleet) -> int:
@@ -101,9 +136,9 @@ async def count_visible(fleet: OracleFleet) -> int:
     return await polled(count, LOOKUPS.__eq__, VISIBLE_S)
 
 
-def upgrade_figures(figures: dict[str, Any], answers: Rows) -> Judged:
-    """Return the figures with those of answers, and the limits: rollouts and updates must have gone on."""
+def restart_figures(figures: dict[str, Any], answers: Rows) -> Judged:
+    """Return the figures with those of answers, and the limits; of an upgrade, also of what must have gone on."""
     figures = {**count_kinds(answers["code"]), **figures}
-    done = [Limit(name, figures[name], 1, "at least") for name in ("answers", "rollouts", "updates")]
-    done.append(Limit("lookups_with_last_delta", figures["lookups_with_last_delta"], LOOKUPS, "at least"))
+    least = {"answers": 1, "rollouts": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
+    done = [Limit(name, figures[name], count, "at least") for name, count in least.items() if "upgrades" in figures]
     return figures, [*answer_limits(figures), *done]

@@ -24,11 +24,7 @@ Row = dict[str, Any]
 class BenchSize:
     """What the parts measure: pooling a grid of dims, hotness, batches and logical cards, and ranking a workload.
 
-    Attributes:
-        table_bytes: int8 rows of the table as a snapshot stores them; peers have copies of it, fp16 and int8.
-        cell_s: seconds for one configuration of pooling.
-        requests: timed in each configuration of ranking.
-        fbgemm: folder of FBGEMM's libraries.
+    `table_bytes` are of int8 rows; `cell_s` is for one configuration of pooling, `requests` for one of ranking.
     """
 
     table_bytes: int = 10_000_000_000

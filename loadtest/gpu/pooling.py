@@ -77,10 +77,15 @@ def time_graphs(
     """
     repeats = -(-MIN_LAUNCHES // launches)
     replays: dict[str, Callable[[], None]] = {}
+
+    def put_all(put: Callable[[], None]) -> None:
+        for _ in range(repeats):
+            put()
+
     for name, put in work.items():
         put()  # A capture demands that it has run once.
         stream.synchronize()
-        replays[name] = partial(card.capture(stream, partial(_repeat, put, repeats)).replay, stream)
+        replays[name] = partial(card.capture(stream, partial(put_all, put)).replay, stream)
         replays[name]()  # The first replay uploads the graph.
     stream.synchronize()
     times: dict[str, list[float]] = {name: [] for name in work}
@@ -100,11 +105,6 @@ def time_graphs(
             break
     percentiles = {name: np.percentile(each, (50, 10, 90)).tolist() for name, each in times.items()}
     return {name: Timing(*each) for name, each in percentiles.items()}
-
-
-def _repeat(put: Callable[[], None], times: int) -> None:
-    for _ in range(times):
-        put()
 
 
 LIBRARIES = ("asmjit", "fbgemm", "fbgemm_gpu_config", "fbgemm_gpu_tbe_cache", "fbgemm_gpu_tbe_inference")

@@ -263,11 +263,10 @@ CHECKED_GROUPS = 64
 
 
 class GatherParams(ctypes.Structure):
-    """The parameters of a launch, by value.
+    """The parameters of a launch, by value; `chunks` are 16 bytes of a row, each read by a thread.
 
-    rows, num_rows, row_stride: the table. chunks: of 16 bytes of a row, each read by a thread. tail_offset: of scale
-    and bias. first: number of the first read; read i is of row `mixed(first + i) * num_rows >> 32`. num_reads: of the
-    launch. rows_per_group: reads of a lane group of 1 << lanes_log2 threads. sums: uint32 [threads], of the words read.
+    Read i is of row `mixed(first + i) * num_rows >> 32`. `rows_per_group` reads are of a lane group of 1 << lanes_log2
+    threads. sums: uint32 [threads], of the words read.
     """
 
     _fields_ = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from loader.snapshot.tables import Frozen
 from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
@@ -47,22 +47,18 @@ class LoadTarget(Frozen):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-TargetText = Annotated[str, AfterValidator(lambda text: LoadTarget.parse(text) and text)]
-
-
 class Sending(Frozen):
     """Where requests are sent, and the limits of that.
 
     Attributes:
         api: None for the target's first: JSON, or shardrank's gRPC.
-        model: None for the only one that there is.
         varied: whether each request is sent with another `traceparent` and `x-request-id`.
         timeout_ms: after which a request is given up, from its intended time.
         requests: distinct ones in each process.
         max_in_flight, max_connections, grpc_channels: of all processes together; connections are HTTP's.
     """
 
-    target: TargetText
+    target: str
     api: Encoding | None = None
     model: str | None = None
     varied: bool = False
@@ -100,13 +96,9 @@ class Sending(Frozen):
 
 
 class OfferedLoad(Sending):
-    """What to send for all runs of one load test.
+    """What to send for all runs of one load test; what a workload is made of is as in `open_workload`.
 
-    Attributes:
-        workload: as `open_workload` reads it, which takes what it is made of too, or a benchmark's.
-        varied: whether bags are ragged too.
-        slo_ms: deadline of goodput, from the intended time.
-        seed: of requests and their times.
+    `slo_ms` is the deadline of goodput, from the intended time; `seed` is of requests and their times.
     """
 
     workload: str | BenchWorkload = "dlrm-v2:0.001"

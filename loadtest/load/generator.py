@@ -26,8 +26,8 @@ from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
 from loadtest.errors import LoadError, RequestFailedError
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig, Sending
-from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
-from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder, make_result
+from loadtest.load.loops import ANSWER_TIMEOUT_S, Weighed, arrival_times, keep_busy, open_loop
+from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.load.senders import Failure, Judge, Outgoing, check_answer, make_sender
 from loadtest.workloads.catalog import bench_payloads, open_workload
 from loadtest.workloads.payloads import Payloads, Pool, changing_headers
@@ -75,30 +75,22 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
 async def offer(
     load: Sending,
     pool: Pool,
-    times: Iterable[Float64Array],
+    times: Iterable[float],
     recorder: Recorder,
     *,
     cpu_s: tuple[float, float],
     judge: Judge | None = None,
     process: int = 0,
 ) -> Done:
-    """Send a process's part of a load at the times of an `OpenLoop`, with connections of its own.
+    """Send a process's part of a load at the times of an `open_loop`, with connections of its own.
 
-    The run begins when the recorder does. This process's CPU time is measured between two seconds of it, `cpu_s`.
-    Answers are judged by `check_answer`, unless another judge is given. Raises OSError: no such target.
+    The run begins when the recorder does; this process's CPU time is measured between its seconds `cpu_s`. Answers are
+    judged by `check_answer`, unless another judge is given. Raises OSError: no such target.
     """
     part, at = partial(share_of, process=process, processes=load.processes), recorder.begin
     limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
     judge = judge or partial(check_answer, pool)
     sender = await make_sender(load.at, pool, judge, changing_headers(load.varied), **limits)
-    loop = OpenLoop(
-        times,
-        lambda number: sender,
-        recorder.add,
-        begin=at,
-        timeout_s=load.timeout_ms / 1000,
-        max_in_flight=part(load.max_in_flight),
-    )
     if load.at.scheme == "grpc":
         await sender.open(max(at - time.monotonic(), 0))
 
@@ -110,7 +102,14 @@ async def offer(
 
     cpu = asyncio.create_task(cpu_time())
     try:
-        await loop.run()
+        await open_loop(
+            times,
+            sender.ask,
+            recorder.add,
+            begin=at,
+            timeout_s=load.timeout_ms / 1000,
+            max_in_flight=part(load.max_in_flight),
+        )
         used_s = await cpu
     finally:
         cpu.cancel()
@@ -121,8 +120,7 @@ async def offer(
 def ask_scores(load: OfferedLoad, number: int = 0) -> Float32Array:
     """Send a server one request of a load, and return its scores, float32 [candidates].
 
-    Raises:
-        RequestFailedError: there is no answer with finite scores.
+    Raises RequestFailedError: there is no answer with finite scores.
     """
     _, pool = open_payloads(load)
     now = time.monotonic()
@@ -195,10 +193,7 @@ def _busy(load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, pr
 
 
 class Generators(AbstractContextManager["Generators"]):
-    """Processes that offer loads to servers, keep them busy, and ask for their scores. `with` ends them.
-
-    Every method but `close` raises as `call`.
-    """
+    """Processes that offer loads to servers, keep them busy, and ask for their scores. `with` ends them."""
 
     def __init__(self, count: int = 1) -> None:
         context, arguments = multiprocessing.get_context("spawn"), (os.getpid(),)
@@ -212,9 +207,7 @@ class Generators(AbstractContextManager["Generators"]):
     ) -> tuple[Answer, ...]:
         """Call a function of a module's top level in each of the first processes, with its arguments.
 
-        Raises:
-            ConfigError: a process can't do what was requested.
-            LoadError: one failed or ended, or does not answer in time.
+        Raises ConfigError: a process can't do what was requested. LoadError: one failed or ended, or took too long.
         """
         calls = [pool.submit(_call, function, given) for pool, given in zip(self._pools, arguments, strict=False)]
         done, waiting = wait(calls, limit_s, FIRST_EXCEPTION)

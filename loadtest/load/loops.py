@@ -1,8 +1,8 @@
 """Loops that send requests: the open loop when each is due, the closed loop as soon as an answer is there.
 
-The open loop comes to each request when it is due, whatever became of those before. The closed loop always has the same
-number in flight, while the server and the client are weighed. It has no say in latency; it shows what a server costs
-when it never waits for work, and, with one request in flight, how fast it answers when it has nothing else to do.
+The closed loop always has the same number in flight, while server and client are weighed. It has no say in latency; it
+shows what a server costs that never waits for work, and, with one request in flight, how fast it answers when idle.
+
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -23,8 +23,8 @@ import psutil
 
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import Arrivals, OfferedLoad
-from loadtest.load.result import MAX_CPU_SHARE, Float64Array, Recorder
-from loadtest.load.senders import Failure, Outgoing, Sender, check_answer, make_sender
+from loadtest.load.result import MAX_CPU_SHARE, Recorder
+from loadtest.load.senders import Failure, Outgoing, check_answer, make_sender
 from loadtest.workloads.payloads import Pool, changing_headers
 
 ANSWER_TIMEOUT_S = 60.0
@@ -38,16 +38,15 @@ MAX_SENDS_AT_ONCE = 64
 TIMES_PER_CHUNK = 4096
 _TFD_TIMER_ABSTIME = 1
 
-Route = Callable[[int], Sender]
-"""Chooses the sender of request `number` of a run."""
-Record = Callable[[Outgoing, Failure | None], None]
-"""Takes a request that is over, and its failure; None for a right answer."""
+Ask: TypeAlias = Callable[[Outgoing], Coroutine[None, None, Failure | None]]
+Record: TypeAlias = Callable[[Outgoing, Failure | None], None]
+"""Called with a request that is over, and its failure; None for a right answer."""
 
 
 def arrival_times(
     arrivals: Arrivals, rate: float, until_s: float, *, seed: int = 0, process: int = 0, processes: int = 1
-) -> Iterator[Float64Array]:
-    """Draw the part of one process in the arrivals of a run, in chunks: ascending seconds below `until_s`.
+) -> Iterator[float]:
+    """Draw the part of one process in the arrivals of a run: ascending seconds below `until_s`.
 
     `constant`: request k of the run is due at k / rate; the processes take turns. `poisson`: independent exponential
     gaps of mean 1 / rate; each process draws its own at its share of the rate, and together they are such a process
@@ -62,10 +61,8 @@ def arrival_times(
         else:
             times = begin + np.cumsum(rng.exponential(processes / rate, TIMES_PER_CHUNK))
         first, begin = first + TIMES_PER_CHUNK, float(times[-1])
-        inside = int(np.searchsorted(times, until_s, side="left"))
-        if inside:
-            yield times[:inside]
-        if inside < len(times):
+        yield from times[times < until_s].tolist()
+        if begin >= until_s:
             return
 
 
@@ -111,101 +108,52 @@ class PreciseTimer:
         return value
 
 
-class Loop:
-    """Sends requests until `timeout_s` after their intended time, and records each that is over.
+async def open_loop(
+    times: Iterable[float],
+    ask: Ask,
+    record: Record,
+    *,
+    begin: float,
+    timeout_s: float,
+    max_in_flight: int,
+) -> None:
+    """Send a request at each time, in seconds since `begin`, ascending, and wait until every one is over.
 
-    The run begins at `begin`, CLOCK_MONOTONIC seconds; `in_flight` counts requests that were sent, or wait for a
-    connection.
+    Args:
+        times: may be without end.
+        ask: sends a request and waits for its answer until its deadline.
+        record: is called with each that is over, and its failure.
+        begin: CLOCK_MONOTONIC seconds.
+        timeout_s: from a request's intended time to its deadline.
+        max_in_flight: one beyond fails as `too_many_in_flight` without being sent.
+
+    Raises ExceptionGroup: of what `record` or a judge raised.
     """
+    timer, sends, in_flight = PreciseTimer(), 0, 0
 
-    def __init__(self, route: Route, record: Record, *, begin: float, timeout_s: float) -> None:
-        self._route, self._record, self._begin, self._timeout_s = route, record, begin, timeout_s
-        self._numbers = itertools.count()
-        self.in_flight, self._is_stopped = 0, False
+    async def ask_and_record(request: Outgoing) -> None:
+        nonlocal in_flight
+        failure = await ask(request)
+        in_flight -= 1
+        record(request, failure)
 
-    def stop(self) -> None:
-        """Send no more requests; the run ends when those in flight are over."""
-        self._is_stopped = True
-
-    def _next(self, offset_s: float, now: float) -> Outgoing:
-        """Make the next request, which `_ask` must be called with."""
-        intended = self._begin + offset_s
-        self.in_flight += 1
-        return Outgoing(next(self._numbers), offset_s, intended, intended + self._timeout_s, now)
-
-    async def _ask(self, request: Outgoing) -> None:
-        failure = await self._route(request.number).ask(request)
-        self.in_flight -= 1
-        self._record(request, failure)
-
-
-class OpenLoop(Loop):
-    """Sends at `times`: seconds since the run's begin, ascending, in chunks; they may be without end.
-
-    A request beyond `max_in_flight` fails as `too_many_in_flight` without being sent.
-    """
-
-    def __init__(
-        self, times: Iterable[Float64Array], route: Route, record: Record, *, max_in_flight: int = 4096, **timing: float
-    ) -> None:
-        super().__init__(route, record, **timing)
-        self._times = times
-        self._max_in_flight = max_in_flight
-
-    async def run(self) -> None:
-        """Send until the times end or `stop` is called, and wait until every request is over.
-
-        Raises:
-            ExceptionGroup: of what `record` or a judge raised.
-        """
-        timer, sends = PreciseTimer(), 0
-        with contextlib.closing(timer):
-            async with asyncio.TaskGroup() as group:
-                for offset_s in itertools.chain.from_iterable(chunk.tolist() for chunk in self._times):
-                    now, sends = time.monotonic(), sends + 1
-                    if self._begin + offset_s > now:
-                        await timer.until(self._begin + offset_s)
-                        now, sends = time.monotonic(), 0
-                    elif sends == MAX_SENDS_AT_ONCE:
-                        await asyncio.sleep(0)
-                        sends = 0
-                    if self._is_stopped:
-                        break
-                    request = self._next(offset_s, now)
-                    if self.in_flight <= self._max_in_flight:
-                        group.create_task(self._ask(request))
-                    else:
-                        self.in_flight -= 1
-                        request.ended = now
-                        self._record(request, Failure("too_many_in_flight", f"{self.in_flight} are in flight"))
-
-
-class ClosedLoop(Loop):
-    """Keeps `in_flight` requests out. What `route` returns may change: a sender that it leaves gets no more."""
-
-    def __init__(
-        self, route: Route, record: Record, *, in_flight: int, begin: float, timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> None:
-        super().__init__(route, record, begin=begin, timeout_s=timeout_s)
-        self._requests = in_flight
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Send while the block runs, then wait for the answers that are out. Raises ExceptionGroup as `OpenLoop.run`.
-
-        What `record` or a judge raises ends the block.
-        """
-
-        async def keep_asking() -> None:
-            while not self._is_stopped:
-                now = time.monotonic()
-                await self._ask(self._next(now - self._begin, now))
-
+    with contextlib.closing(timer):
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._requests):
-                group.create_task(keep_asking())
-            yield
-            self.stop()
+            for number, offset_s in enumerate(times):
+                intended, now, sends = begin + offset_s, time.monotonic(), sends + 1
+                if intended > now:
+                    await timer.until(intended)
+                    now, sends = time.monotonic(), 0
+                elif sends == MAX_SENDS_AT_ONCE:
+                    await asyncio.sleep(0)
+                    sends = 0
+                request = Outgoing(number, offset_s, intended, intended + timeout_s, now)
+                if in_flight < max_in_flight:
+                    in_flight += 1
+                    group.create_task(ask_and_record(request))
+                else:
+                    request.ended = now
+                    record(request, Failure("too_many_in_flight", f"{in_flight} are in flight"))
 
 
 class CpuTime(NamedTuple):
@@ -267,43 +215,48 @@ async def keep_busy(
 ) -> Weighed:
     """Keep a server of these processes busy, with `in_flight` requests out, for `seconds` after a warm-up.
 
-    Raises:
-        RequestFailedError: a request failed, or its answer has another number of scores than candidates.
-        psutil.NoSuchProcess: the server has ended.
+    Raises RequestFailedError: a request failed. psutil.NoSuchProcess: the server has ended.
     """
-    recorder = Recorder(time.monotonic())
-
-    def record(request: Outgoing, failure: Failure | None) -> None:
-        if failure is not None:
-            advice = f"; {in_flight} in flight may be too many (--in-flight), or --timeout-ms too short"
-            late = advice if failure.kind in LATE_KINDS else ""
-            raise RequestFailedError(f"{pool.api}: {failure.kind}: {failure.message[:300]}{late}")
-        recorder.add(request, failure)
-
+    recorder, numbers, stopped = Recorder(time.monotonic()), itertools.count(), asyncio.Event()
     limits = {"connections": in_flight, "channels": min(load.grpc_channels, in_flight)}
     sender = await make_sender(load.at, pool, partial(check_answer, pool), changing_headers(load.varied), **limits)
-    loop = ClosedLoop(lambda number: sender, record, in_flight=in_flight, begin=recorder.begin)
+
+    async def keep_asking() -> None:
+        while not stopped.is_set():
+            now = time.monotonic()
+            request = Outgoing(next(numbers), now - recorder.begin, now, now + ANSWER_TIMEOUT_S, now)
+            failure = await sender.ask(request)
+            if failure is not None:
+                advice = f"; {in_flight} in flight may be too many (--in-flight), or --timeout-ms too short"
+                late = advice if failure.kind in LATE_KINDS else ""
+                raise RequestFailedError(f"{pool.api}: {failure.kind}: {failure.message[:300]}{late}")
+            recorder.add(request, None)
+
     try:
         await sender.open(ANSWER_TIMEOUT_S)
-        async with loop.running():
+        async with asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(keep_asking())
             await asyncio.sleep(warmup_s)
-            began, cpu, client_s = time.monotonic(), cpu_by_role(process_ids), time.process_time()
+            started_at, cpu, client_s = time.monotonic(), cpu_by_role(process_ids), time.process_time()
             answered = len(recorder)
             await asyncio.sleep(seconds)
             while len(recorder) == answered:  # noqa: ASYNC110 - a slow server, which answers after the seconds
                 await asyncio.sleep(0.01)
             after, client_s = cpu_by_role(process_ids), time.process_time() - client_s
-            ended = time.monotonic()
+            ended_at = time.monotonic()
+            # The answers that are out are waited for.
+            stopped.set()
     except* RequestFailedError as errors:
         raise errors.exceptions[0] from None
     finally:
         await sender.close()
     rows = recorder.records().rows
-    rows = rows[(rows["ended"] >= began - recorder.begin) & (rows["ended"] < ended - recorder.begin)]
+    rows = rows[(rows["ended"] >= started_at - recorder.begin) & (rows["ended"] < ended_at - recorder.begin)]
     p50, p99 = (np.percentile(rows["ended"] - rows["turn"], (50, 99)) * 1e3).tolist()
     return Weighed(
         requests=rows.size,
-        seconds=ended - began,
+        seconds=ended_at - started_at,
         server_cpu={role: CpuTime(*np.subtract(used, cpu[role]).tolist()) for role, used in after.items()},
         client_cpu_s=client_s,
         p50_ms=p50,

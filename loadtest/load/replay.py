@@ -23,7 +23,7 @@ from loader.snapshot.tables import Frozen
 from loadtest.documents import check_writable, show_document, write_document
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
-from loadtest.load.result import Float64Array, Measured, Recorder, measured, percentiles
+from loadtest.load.result import Measured, Recorder, measured, percentiles
 from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import stopping_on_signals
@@ -38,13 +38,11 @@ MAX_DIFFERENCES = 10
 
 
 class ReplayConfig(Sending):
-    """Which recorded requests are sent, and how fast.
+    """Which recorded requests are sent, of a model if there are several, and how fast.
 
     Attributes:
-        folder: of recorded requests.
-        model: whose requests, of those in the folder; None if there is one.
         speed: times the pace at which they came.
-        rate: requests a second in place of that, each as long after the one before; None for their pace.
+        rate: requests a second in place of that; None for their pace.
         requests: the last so many.
         tolerance: of a score; more is a difference.
     """
@@ -145,9 +143,7 @@ class Prepared(NamedTuple):
 def prepare(config: ReplayConfig) -> Prepared:
     """Read a folder and encode what is to be sent.
 
-    Raises:
-        ConfigError, RecordingDamagedError: the folder can't be read.
-        ConfigError: it has no requests of the model, or several models and none was named.
+    Raises ConfigError, RecordingDamagedError: it can't be read, or has not the requests of one model.
     """
     last, totals = deque[Recorded](maxlen=config.requests), Counter[str]()
     for path in recorded_files(config.folder):
@@ -167,10 +163,11 @@ def prepare(config: ReplayConfig) -> Prepared:
     return Prepared(total, in_order[: len(pool)], pool)
 
 
-def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:
-    """Return when each is due, in seconds since the first one: float64 [n], ascending."""
-    times = np.array([request.arrived_at for request in recorded], np.float64)
-    return (times - times[0]) / speed if rate is None else np.arange(times.size) / rate
+def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> list[float]:
+    """Return when each is due, in seconds since the first one, ascending."""
+    if rate is not None:
+        return [number / rate for number in range(len(recorded))]
+    return [(request.arrived_at - recorded[0].arrived_at) / speed for request in recorded]
 
 
 async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
@@ -178,7 +175,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     due = due_times(prepared.recorded, config.speed, config.rate)
     comparison = ScoreComparison(prepared.pool.api in GRPC_APIS, prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
-    done = await offer(config, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
+    done = await offer(config, prepared.pool, due, recorder, cpu_s=(0.0, 0.0), judge=comparison)
     counts, rows = comparison.counts, done.records.rows
     return ReplayResult(
         **measured([done.records]),
@@ -186,7 +183,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
         **{name: counts[name] for name in ("identical", "within", "different", "not_comparable")},
         model=prepared.pool.model,
         recorded=prepared.total,
-        seconds=float(due[-1]),
+        seconds=due[-1],
         compared=counts.total() - counts["not_comparable"],
         max_difference=comparison.max_difference,
         first_differences=tuple(comparison.first),
@@ -196,10 +193,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
 
 
 def execute(config: ReplayConfig, json_file: Path | None) -> int:
-    """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered.
-
-    Raises as `prepare` and `replay`.
-    """
+    """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered."""
     check_writable(json_file)
     prepared = prepare(config)
     settle_heap()

@@ -21,6 +21,7 @@ from loadtest.documents import check_writable, line, show_document, value_text, 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
+from loadtest.rounds import Comparison, show_comparison
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
@@ -47,12 +48,8 @@ def execute(
 ) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
-    Returns:
-        The exit code: 0; 1 if the result can't be believed or a sweep found no rate.
-
-    Raises:
-        click.UsageError: naming the option that does not fit.
-        ShardrankError: the load can't be run to its end, or a file can't be written.
+    Returns the exit code: 1 if the result can't be believed or a sweep found no rate. Raises click.UsageError: options
+    don't fit. ShardrankError: the load can't be run to its end, or a file can't be written.
     """
     if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
@@ -97,9 +94,16 @@ def write_files(document: BaseModel, json_file: Path | None, html_file: Path | N
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
-        from loadtest.report.page import write_html
+        from loadtest.page import write_html
 
         write_html(document, html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
+
+
+def finish(comparison: Comparison, json_file: Path | None, html_file: Path | None) -> int:
+    """Write and print a comparison. Returns the exit code: 1 if it can't be believed. Raises ConfigError."""
+    write_files(comparison, json_file, html_file)
+    show_comparison(stdout_console(), comparison)
+    return 0 if comparison.valid else 1
 
 
 def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
@@ -177,11 +181,7 @@ def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: 
 
 
 def read_marks(path: Path) -> list[Mark]:
-    """Read marks at seconds since 1970; each line is `UNIX_SECONDS LABEL`, as `echo "$(date +%s.%N) swap"` writes it.
-
-    Raises:
-        ConfigError: no such file, or a line that is something else.
-    """
+    """Read lines `UNIX_SECONDS LABEL`, as `echo "$(date +%s.%N) swap"` writes them. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

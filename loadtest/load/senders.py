@@ -52,10 +52,8 @@ class Outgoing:
     Attributes:
         number: of the request in its run, from 0; a sender sends its payload `number` modulo their count.
         offset_s: from the run's begin until `intended`, when it is due.
-        deadline: when it is given up.
         turn: when the generator came to it.
         sent: when it was written to a connection; `NEVER` until then.
-        ended: when its answer was complete, or it failed.
         verdict: what a judge keeps of its answer.
     """
 
@@ -214,7 +212,7 @@ class HttpSender(Sender):
         buffers = self._heads[number], f"{lines}\r\n".encode("latin-1"), self.payloads[number].body
         async with self._free:
             try:
-                reader, writer, _ = self._pop_idle() or await self._connect()
+                reader, writer, _ = await self._connection()
             except OSError as error:
                 return Failure("connect", str(error))
             response = _Response()
@@ -238,13 +236,14 @@ class HttpSender(Sender):
             return body
         return Failure(f"http_{status}", body.decode("utf-8", "replace"), response.retry_after)
 
-    def _pop_idle(self) -> _Connection | None:
+    async def _connection(self) -> _Connection:
+        """Return the connection that was idle for the longest time, or a new one."""
         while self._idle:
             connection = self._idle.popleft()
             if not connection.reader.at_eof() and time.monotonic() - connection.idle_since < IDLE_LIMIT_S:
                 return connection
             connection.writer.close()
-        return None
+        return await self._connect()
 
     async def _connect(self) -> _Connection:
         connection = _Connection(*await asyncio.open_connection(self.ip, self.target.port), time.monotonic())

@@ -28,9 +28,8 @@ from loadtest.load.generator import Generators, ask_scores
 from loadtest.load.loops import not_busy_because
 from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, in_turn
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
-from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec, random_dense
 from loadtest.workloads.payloads import Encoding
-from loadtest.workloads.prepare import random_dense
 from serving.models.layers import DtypeChoice, choose_dtype
 from shard_node.bags import Float32Array
 
@@ -97,7 +96,7 @@ Row: TypeAlias = tuple[str, Literal["/s", "ms"]]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A server, asked in one way; without a peer it is shardrank's."""
+    """A server, sent requests in one way; without a peer it is shardrank's."""
 
     title: str
     peer: Peer | None
@@ -111,11 +110,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class PeersConfig:
-    """What is measured, and for how many seconds each, after a fifth of them as a warm-up.
-
-    The row dtype of the shape and `dtype`, of the dense model, are shardrank's. `workers` are processes of each server;
-    those of peers have one thread each. `in_flight` requests are sent while throughput is measured.
-    """
+    """What is measured, for `seconds` each, after a fifth of them as a warm-up; the number formats are shardrank's."""
 
     shape: BenchShape
     peers: tuple[Peer, ...]
@@ -159,16 +154,14 @@ def peer_serving(config: PeersConfig, peer: Peer, python: Path, weights: Path) -
             return str(error)
         return ""
 
-    with running(peer.title, [command], why_not_ready) as started:
-        yield Server(port, 0, started.process_ids)
+    with running(peer.title, [command], why_not_ready) as process_ids:
+        yield Server(port, 0, process_ids)
 
 
 def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callable[[str], None]) -> Comparison:
     """Start all servers, compare their scores, and measure each subject in every round at every hotness.
 
-    Raises:
-        LoadError: a peer is not installed, a server does not serve, answers with other scores, or a request failed.
-        ShardrankError: a snapshot can't be written.
+    Raises ShardrankError: a peer is not installed, a server does not serve, scores differ, or a request failed.
     """
     pythons = {peer: peer.python(environments) for peer in config.peers}
     say(f"writing {config.shape.rows} rows")
@@ -183,7 +176,7 @@ def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callab
     reasons: list[str] = []
     with Generators() as generators, ExitStack() as stack:
         say("starting shardrank")
-        shardrank = stack.enter_context(serving("local", snapshot, arguments, folder / "shardrank.log"))
+        shardrank = stack.enter_context(serving(snapshot, arguments, folder / "shardrank.log"))
         servers: dict[Peer | None, Server] = {None: shardrank}
         for peer, python in pythons.items():
             say(f"starting {peer.title}")

@@ -1,8 +1,8 @@
 """A workload's requests as bytes, made before a load begins: whoever measures must not encode meanwhile.
 
-Each API has a function that encodes a request, and one that reads the scores of an answer. The formats are those of
-docs/api.md, serving/proto/shardrank/v1/ranking.proto and docs/open-inference-protocol.md; `flat` and `tensors` are what
-other servers are asked with (`loadtest.peers`), with the context's columns in each candidate's, or once a request.
+The formats are those of docs/api.md and docs/open-inference-protocol.md; `flat` and `tensors` are what other servers
+are sent (`loadtest.peers`), with the context's columns in each candidate's, or once a request.
+
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
 
 
 def changing_headers(varied: bool) -> Iterator[Headers]:
-    """Draw what a traced client adds to each request that it sends, over HTTP or gRPC: without end, each time others.
+    """Yield what a traced client adds to each request, over HTTP or gRPC: without end, each time others.
 
-    That is a `traceparent` of W3C's Trace Context, sampled in one of a hundred, and an `x-request-id`. Requests that
-    are not `varied` get nothing.
+    That is a `traceparent`, sampled in one of a hundred, and an `x-request-id`; nothing if not `varied`.
     """
     if not varied:
         yield from itertools.repeat(())
@@ -70,8 +69,7 @@ def changing_headers(varied: bool) -> Iterator[Headers]:
 class Payload:
     """One encoded request, whose answer must have `num_candidates` scores.
 
-    It is a POST to a path with HTTP headers other than host and content-length, or the message of a gRPC method, whose
-    full name is the path.
+    The path is that of a POST, or the full name of a gRPC method; headers are without host and content-length.
     """
 
     path: str
@@ -81,10 +79,7 @@ class Payload:
 
 
 class Pool(list[Payload]):
-    """Requests to one model, under the name that the server has it under, as an API encodes them.
-
-    They are as many as fit into so many bytes of bodies, and the first one at least.
-    """
+    """Requests to one model as an API encodes them: as many as fit into so many bytes of bodies, and at least one."""
 
     def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload], max_bytes: int) -> None:
         super().__init__()
@@ -104,10 +99,7 @@ class Pool(list[Payload]):
 
 
 class Payloads(Pool):
-    """A pool of `count` distinct requests of a workload, which for the same seed are the same in every API.
-
-    None stands for the workload's model and the server's deadline.
-    """
+    """A pool of `count` distinct requests of a workload, which for the same seed are the same in every API."""
 
     def __init__(
         self,

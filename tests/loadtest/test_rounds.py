@@ -9,13 +9,12 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from rich.console import Console
 
 from loader.errors import ConfigError
 from loadtest.documents import ratio_text, significant
-from loadtest.report.page import compare_runs
-from loadtest.rounds import Arm, ComparedMeasure, Comparison, Measure, compare_rounds, in_turn, show_comparison
+from loadtest.page import compare_runs
+from loadtest.rounds import Arm, ComparedMeasure, Measure, compare_rounds, in_turn, show_comparison
 from shardrank_testing.load_results import QueueLoad
 
 
@@ -104,19 +103,6 @@ def test_load_tests_are_compared_by_what_was_due_and_in_time():
     other = compare_runs("rates", {"slow": [short(cpu_share=0.97)], "fast": [short(rate=300.0)]})
     assert "rate" not in other.setup
     assert other.invalid_because == ("slow, round 1: process 1 used 0.97 of a core; at most 0.9 is valid",)
-
-
-def test_a_comparison_whose_shapes_differ_is_refused():
-    fields = {"title": "t", "arms": (Arm(name="one"), Arm(name="two")), "baseline": 0, "rounds": 2, "valid": True}
-    fields["measures"] = (measure_of([1.0, 1.0], [2.0, 2.0]),)
-    assert Comparison(**fields).others == [1]
-    for change, message in (
-        ({"baseline": 2}, "baseline: 2; there are 2 arms"),
-        ({"rounds": 3}, "p99 has values for other than 2 arms and 3 rounds"),
-        ({"arms": (Arm(name="one"),)}, "p99 has values for other than 1 arms"),
-    ):
-        with pytest.raises(ValidationError, match=message):
-            Comparison(**fields | change)
 
 
 def test_arms_are_printed_in_groups_that_fit_each_with_the_baseline():

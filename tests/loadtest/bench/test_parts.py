@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,14 +17,14 @@ from loader.errors import ConfigError
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
+from loadtest.bench.harness import UniformTables
 from loadtest.bench.hot_rows import Lru, draw_hits
 from loadtest.bench.levers import as_stored, describe_levers
-from loadtest.bench.serving import Limit, checkout_of
-from loadtest.bench.tables import UniformTables
+from loadtest.bench.serving import Limit, checkout_of, requests_of
 from loadtest.servers import SERVED_PACKAGES, commit_of
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
-from loadtest.workloads.prepare import write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec, write_random_snapshot
 from serving.embedded import Ranker
+from serving.rank.ranking import merge
 from serving.training.dataset import FilmsDataset
 from serving.training.trainer import export_trained, train_described
 from shardrank_testing.movielens import small_interactions
@@ -40,10 +41,10 @@ def test_limit_gives_the_scores_of_a_served_model(tmp_path: Path, head, hotness,
     limit, pool = Limit(path, "float32"), bench_payloads(shape, head, hotness, "json", 5)
     assert len({payload.num_candidates for payload in pool}) > 1
     with Ranker.open(path, dtype="float32") as ranker:
-        for number in range(5):
-            expected = ranker.rank(json.loads(pool[number].body))["scores"]
-            np.testing.assert_allclose(limit.score(workload, number), expected, rtol=0, atol=1e-6)
-    computed = limit.compute(workload, 2.5, 0.05)
+        for payload, request in zip(pool, requests_of(workload), strict=False):
+            scores = uvloop.run(limit.scores(merge([request])))
+            np.testing.assert_allclose(scores, ranker.rank(json.loads(payload.body))["scores"], rtol=0, atol=1e-6)
+    computed = uvloop.run(limit.compute(workload, 2.5, 0.05))
     assert computed["batch"] == pytest.approx(2.5, abs=0.3)
     assert 0 < computed["CPU of a request"] <= 1e3 / computed["requests"] * 1.2
     assert computed["time of a batch"] > 0

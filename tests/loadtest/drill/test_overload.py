@@ -78,7 +78,7 @@ def test_it_is_steady_when_nothing_is_refused_late_or_slow(code: int, took_s: fl
 
 
 def test_phases_follow_each_other_at_their_rates():
-    times = np.concatenate(list(phase_times(((200, 5), (2000, 5)), seed=3)))
+    times = np.array([*phase_times(((200, 5), (2000, 5)), seed=3)])
     assert (np.diff(times) >= 0).all()
     assert 0 < times[0] < times[-1] < 10
     slow = int((times < 5).sum())

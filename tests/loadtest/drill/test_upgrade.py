@@ -9,7 +9,7 @@ import pytest
 
 from loadtest.drill.config import Order
 from loadtest.drill.fleet import ANSWER
-from loadtest.drill.upgrade import LOOKUPS, upgrade_figures, upgrade_order
+from loadtest.drill.upgrade import LOOKUPS, restart_figures, upgrade_order
 
 NODES = ["shard-0-0", "shard-0-1", "shard-1-0"]
 SERVING = ["serve-0", "serve-1"]
@@ -26,7 +26,7 @@ def test_one_kind_is_upgraded_before_the_other(order: Order, names: list[str]):
     assert upgrade_order(dict.fromkeys(["coordinator", *NODES, *SERVING]), order) == names
 
 
-DONE = {"rollouts": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
+DONE = {"upgrades": [], "rollouts": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
 
 
 @pytest.mark.parametrize("changed", [{}, {"rollouts": 0}, {"updates": 0}, {"lookups_with_last_delta": LOOKUPS - 1}])
@@ -34,5 +34,5 @@ def test_each_limit_is_kept_by_itself(changed: dict[str, Any]):
     for code, more in ((0, []), (1, ["failed"]), (2, ["mixed"]), (3, ["wrong"])):
         answers = np.zeros(2, ANSWER)
         answers["code"][1] = code
-        _, limits = upgrade_figures({**DONE, **changed}, answers)
+        _, limits = restart_figures({**DONE, **changed}, answers)
         assert [limit.name for limit in limits if not limit.ok] == [*more, *changed]

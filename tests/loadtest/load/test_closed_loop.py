@@ -7,17 +7,15 @@ import contextlib
 import json
 import os
 import re
-import time
 
 import grpc
 import pytest
 import uvloop
 
 from loadtest.errors import LoadError, RequestFailedError
-from loadtest.load.config import LoadTarget, OfferedLoad
+from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators, share_of
-from loadtest.load.loops import ClosedLoop, Weighed, keep_busy
-from loadtest.load.senders import Failure, Outgoing, Sender, check_answer, make_sender
+from loadtest.load.loops import Weighed, keep_busy
 from loadtest.workloads.catalog import BenchShape, bench_payloads
 from loadtest.workloads.payloads import GRPC_APIS, Payloads
 from shardrank_testing.loaded_server import CANDIDATES as LOADED_CANDIDATES
@@ -108,37 +106,3 @@ def test_a_failed_request_ends_the_measurement(api, reply, problem, is_late) -> 
         uvloop.run(weigh(server.port, 1, bench_payloads(SHAPE, "mlp", 1, api)))
     assert str(failure.value).startswith(f"{api}: ")
     assert ("in flight may be too many" in str(failure.value)) == is_late
-
-
-def test_targets_of_a_closed_loop_are_swapped_while_it_runs() -> None:
-    pool = bench_payloads(LOADED, "mlp", 1, "json")
-    verdicts: list[tuple[float, str]] = []
-
-    def record(request: Outgoing, failure: Failure | None) -> None:
-        verdicts.append((request.ended - request.intended, failure.kind if failure else request.verdict))
-
-    def judge(request: Outgoing, body: bytes) -> Failure | None:
-        request.verdict = "right"
-        return check_answer(pool, request, body)
-
-    async def main(ports: list[int]) -> None:
-        senders: list[Sender] = [
-            await make_sender(LoadTarget(scheme="http", host="127.0.0.1", port=port), pool, judge) for port in ports
-        ]
-        loop = ClosedLoop(lambda number: senders[number % len(senders)], record, in_flight=3, begin=time.monotonic())
-        async with loop.running():
-            await asyncio.sleep(0.1)
-            left = senders.pop(0)
-            await asyncio.sleep(0.1)
-            await left.close()
-            seen.append(first.requests)
-            await asyncio.sleep(0.1)
-        await senders[0].close()
-
-    seen: list[int] = []
-    with loaded_http_server() as first, loaded_http_server() as second:
-        uvloop.run(main([first.port, second.port]))
-        assert 0 < first.requests == seen[0] < second.requests
-        assert len(verdicts) == first.requests + second.requests
-    assert {kind for _, kind in verdicts} == {"right"}
-    assert min(latency for latency, _ in verdicts) > 0

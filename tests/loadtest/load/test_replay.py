@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from loader.errors import ConfigError
-from loadtest.load.cli import replay as replay_command
+from loadtest.cli import replay as replay_command
 from loadtest.load.replay import ReplayConfig, ReplayResult, due_times, prepare, replay
 from serving.observe.recording import RecordingConfig, RequestRecorder, read_file, recorded_files
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_service, run, running_api, write_api_model
@@ -83,9 +83,9 @@ def test_other_versions_are_not_compared_but_differences_are(versions, folder: P
 def test_requests_are_due_at_their_times_or_faster_or_evenly(folder: Path) -> None:
     (path,) = recorded_files(folder)
     recorded = [changed(one, arrived_at=100.0 + number**2) for number, one in enumerate(read_file(path))][:4]
-    assert due_times(recorded, 1.0, None).tolist() == [0.0, 1.0, 4.0, 9.0]
-    assert due_times(recorded, 2.0, None).tolist() == [0.0, 0.5, 2.0, 4.5]
-    assert due_times(recorded, 1.0, 4.0).tolist() == [0.0, 0.25, 0.5, 0.75]
+    assert due_times(recorded, 1.0, None) == [0.0, 1.0, 4.0, 9.0]
+    assert due_times(recorded, 2.0, None) == [0.0, 0.5, 2.0, 4.5]
+    assert due_times(recorded, 1.0, 4.0) == [0.0, 0.25, 0.5, 0.75]
     last = prepare(ReplayConfig(folder=folder, target="http://h:1", requests=3))
     assert (len(last.recorded), last.total) == (3, COUNT)
     assert [one.request.num_candidates for one in last.recorded] == [8, 9, 10]

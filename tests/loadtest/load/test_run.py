@@ -20,11 +20,11 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from loader.errors import ConfigError
+from loadtest.cli import loadtest
 from loadtest.documents import significant
 from loadtest.errors import LoadError
 from loadtest.load import result as results
 from loadtest.load import run
-from loadtest.load.cli import loadtest
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators, open_payloads
 from loadtest.load.result import LoadResult, Mark, SweepResult

@@ -18,14 +18,12 @@ from click.testing import CliRunner
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import save_file
 
+from loadtest.cli import PEER_NAMES, loadtest
 from loadtest.errors import LoadError
-from loadtest.load.cli import loadtest
-from loadtest.peers.cli import NAMES
 from loadtest.peers.run import FOLDER, PEERS, PeersConfig, check_subjects, compare_peers
 from loadtest.servers import Server
-from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
+from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec, random_dense
 from loadtest.workloads.payloads import HEADER_LENGTH
-from loadtest.workloads.prepare import random_dense
 
 PRODUCT = BenchShape(
     features=3, context_features=2, embedding_dim=8, rows=200, dense=3, context_dense=2, candidates="2-9:5"
@@ -163,7 +161,7 @@ def test_a_missing_environment_is_named_with_what_to_do(environments: Path):
 
 
 def test_servers_import_nothing_of_shardrank_and_pin_packages():
-    assert tuple(PEERS) == NAMES
+    assert tuple(PEERS) == PEER_NAMES
     for peer in PEERS.values():
         lines = peer.requirements.read_text().split()
         assert "torch==2.13.0" in lines

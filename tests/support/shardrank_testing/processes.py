@@ -29,7 +29,7 @@ from serving.fleet.fork_server import (
 )
 
 WAIT_S = 60.0
-TESTED_MODULES = ("loadtest.load.cli",)
+TESTED_MODULES = ("loadtest.cli",)
 """What more the processes of tests import."""
 
 

@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 
 from loader.errors import ConfigError
 from loadtest.load.result import Mark, percentiles
-from loadtest.report.page import compare_runs, draw_percentiles, html, write_html
+from loadtest.page import compare_runs, draw_percentiles, html, write_html
 from loadtest.rounds import ComparedMeasure
 from shardrank_testing.browser import chromium_path
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadtest.compare.arms import ArmMeasure, CompareConfig, ServedArm, served_dtype
-from loadtest.compare.run import compared_snapshot
+from loadtest.compare import ArmMeasure, CompareConfig, ServedArm, compared_snapshot, served_dtype
 from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators, open_payloads
-from loadtest.report.page import read_reported
+from loadtest.page import read_reported
 from loadtest.rounds import Comparison
 from loadtest.workloads.payloads import APIS
 from serving.embedded import Ranker

@@ -9,8 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from loadtest.compare.arms import ASKED, ArmRound, ArmScores, CompareConfig, Dtype, Measurements, rates_of, wire_bytes
-from loadtest.compare.run import compared
+from loadtest.compare import ASKED, ArmRound, ArmScores, CompareConfig, Dtype, Measurements, compared, wire_bytes
 from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.loops import CpuTime, Role, Weighed
@@ -122,8 +121,8 @@ def test_shards_have_rows_of_cpu_by_role_and_bytes_by_form():
 
 def test_arms_are_offered_shares_of_the_smallest_capacity():
     first, second = SHARDED.arms
-    assert rates_of((30, 60), {first: 1000.0, second: 412.3}) == (124.0, 247.0)
-    assert rates_of((), {first: 1.0}) == ()
+    assert Measurements(capacity={first: 1000.0, second: 412.3}).rates((30, 60)) == (124.0, 247.0)
+    assert Measurements(capacity={first: 1.0}).rates(()) == ()
 
 
 METRICS = """\
@@ -211,7 +210,7 @@ def test_scores_agree_within_the_rounding_of_their_formats(config, dtype, scores
     expected = answered([0.5, 0.25], [0.125, 0.75, 0.5], dtype=dtype)
     measurements = Measurements(scores={first: expected, second: answered(*scores, dtype=dtype)})
     with contextlib.nullcontext() if message is None else pytest.raises(LoadError, match=message):
-        measurements.check_agreement(second, config)
+        measurements.check_agreement(second, config.tolerance(dtype))
     measurements.scores[second] = answered([0.5], dtype="float32" if dtype == "bfloat16" else "bfloat16")
     with pytest.raises(LoadError, match=f"{second.name}: its dense model is computed in .*, that of 1 card in"):
-        measurements.check_agreement(second, config)
+        measurements.check_agreement(second, config.tolerance(dtype))

@@ -69,13 +69,21 @@ def read_reported(path: Path) -> Reported:
         raise ConfigError(f"{path} is no result of a run, a sweep or a comparison: {what}{more}") from error
 
 
+def read_runs(files: Sequence[tuple[str, Path]]) -> dict[str, list[LoadResult]]:
+    """Read the runs of arms, by name, from files of their rounds. Raises ConfigError, as for a file of no run."""
+    arms: dict[str, list[LoadResult]] = {}
+    for name, path in files:
+        run = read_reported(path)
+        if not isinstance(run, LoadResult):
+            raise ConfigError(f"{path}: a {run.kind}; only runs can be compared")
+        arms.setdefault(name, []).append(run)
+    return arms
+
+
 def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
-    """Compare load tests: p50, p99 and p99.9 of all requests that were due, and answers in time a second.
+    """Compare load tests, the runs of an arm being its rounds, with the first arm.
 
-    The runs of an arm are its rounds; the first arm is the baseline.
-
-    Raises:
-        ConfigError: fewer than two arms, or arms with other numbers of rounds.
+    Raises ConfigError: fewer than two arms, or arms with other numbers of rounds.
     """
     if len(arms) < 2:
         raise ConfigError(f"arms: {sorted(arms)}; a comparison needs at least 2")
@@ -228,7 +236,7 @@ def arms_chart(comparison: Comparison) -> Markup:
 def html(result: Reported) -> str:
     """Write the page as text."""
     environment = Environment(
-        loader=PackageLoader("loadtest.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("loadtest", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["text"] = value_text
     functions = run_chart, sweep_chart, ratio_chart, arms_chart, tables_of, outcome_of

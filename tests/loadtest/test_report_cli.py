@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from loader.errors import ConfigError
+from loadtest.cli import loadtest
 from loadtest.documents import write_document
-from loadtest.load.cli import loadtest
-from loadtest.report.page import read_reported
+from loadtest.page import read_reported
 from shardrank_testing.load_results import QueueLoad, example_sweep
 
 

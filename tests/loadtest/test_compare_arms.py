@@ -11,9 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from loader.errors import ConfigError
-from loadtest.compare.arms import CompareConfig, ServedArm, node_addresses, server_commands
-from loadtest.compare.cli import compare_cards
-from loadtest.compare.run import compared_snapshot
+from loadtest.cli import compare_cards
+from loadtest.compare import CompareConfig, ServedArm, compared_snapshot, node_addresses, server_commands
 from loadtest.load.config import OfferedLoad
 from router.errors import PlanError
 from serving.cli import main as shardrank
