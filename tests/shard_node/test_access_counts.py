@@ -74,7 +74,7 @@ def test_the_hot_rows_of_a_large_table_keep_their_counts():
         observe_rows(counts, np.concatenate([rng.integers(0, rows, 20_000), np.repeat(hot, 100)]))
         counts.counts()
     found = counts.counts()["items"]
-    assert (found.shape, found.dtype, found.keys.size) == ((rows,), np.uint32, 50_000)
+    assert (found.shape, found[:1].dtype, found.keys.size) == ((rows,), np.uint32, 50_000)
     by_row = found[0:rows]
     np.testing.assert_allclose(by_row[hot], 2000, atol=2)
     assert np.delete(by_row, hot).max() <= 4

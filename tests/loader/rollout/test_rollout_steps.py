@@ -187,7 +187,7 @@ def test_undoing_ends_with_the_old_version_and_is_done_once():
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (b"{", "rollouts/m: not a rollout: record: Invalid JSON"),
+        (b"{", "rollouts/m: not a rollout: document: Invalid JSON"),
         (b"{}", "rollouts/m: not a rollout: model: Field required"),
         (encode_rollout(a_rollout()).replace(b'"m"', b'"n"'), "rollouts/m: is of model 'n'"),
         (encode_rollout(a_rollout()).replace(b'"step_index":0', b'"step_index":9'), "step_index: 9, but there are 6"),

@@ -122,7 +122,7 @@ DIVIDED = delta_spec(("int8",), rows=700)
 def shards(tmp_path: Path) -> Iterator[list[CardEngine]]:
     """The table in two halves, on two cards each."""
     snapshot = export_state(tmp_path, DIVIDED, random_tables(DIVIDED, 1), 1)
-    plan = Plan.make(DIVIDED, num_shards=2, sharding="hash", cards_per_shard=2, replicate_bytes=0)
+    plan = Plan.make(DIVIDED, num_shards=2, sharding="range", cards_per_shard=2, replicate_bytes=0)
     options = CardOptions(hot_gb=0, card_memory_gb=1e-3)
     engines = [load_partition(snapshot, plan.partition(shard), EmulatedCards(2), options) for shard in range(2)]
     yield engines
