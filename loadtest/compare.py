@@ -48,8 +48,9 @@ from loadtest.servers import (
     stopping_on_signals,
     summed,
 )
-from loadtest.workloads.catalog import FilmsWorkload, open_workload, prepare_workload
+from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
+from loadtest.workloads.prepare import prepare_workload
 from router.plan import Plan
 from serving.cli.output import progress_bars
 from serving.client import Client

@@ -58,7 +58,11 @@ class OtlpSink(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans, count what becomes of them, and log when a collector stops to accept them or does again."""
-        result = self._exporter.export(spans)
+        try:
+            result = self._exporter.export(spans)
+        except Exception:
+            logger.exception("spans can't be exported")
+            result = SpanExportResult.FAILURE
         is_failing = result is not SpanExportResult.SUCCESS
         self._note("failed" if is_failing else "exported", len(spans))
         if is_failing != self._is_failing:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from pydantic import Field, HttpUrl
 
+from loader.errors import ConfigError
 from loader.snapshot.tables import Frozen
 
 Outcome: TypeAlias = Literal["exported", "failed", "refused"]
@@ -102,9 +103,7 @@ class TraceConfig(Frozen):
     """
 
     endpoint: HttpUrl | None = None
-    protocol: Literal["grpc", "http", "http/protobuf"] | None = Field(
-        default_factory=lambda: _otlp_variable("PROTOCOL"), validate_default=True
-    )
+    protocol: Literal["grpc", "http", "http/protobuf"] | None = None
     sample_share: float = Field(default=0.01, ge=0, le=1)
     service_name: str = "shardrank"
     flush_timeout_s: float = Field(default=3.0, gt=0, le=60)
@@ -116,8 +115,19 @@ class TraceConfig(Frozen):
         return self.endpoint is not None or (not is_disabled and _otlp_variable("ENDPOINT") is not None)
 
     def resolved(self) -> tuple[str | None, Literal["grpc", "http"]]:
-        """Return the URL for the exporter, None if it reads a variable, and the protocol."""
-        url = self.endpoint or HttpUrl(_otlp_variable("ENDPOINT") or "")
-        is_grpc = self.protocol == "grpc" or (self.protocol is None and url.port == 4317)
+        """Return the URL for the exporter, None if it reads a variable, and the protocol.
+
+        Raises ConfigError for a variable that says something else.
+        """
+        endpoint, protocol = _otlp_variable("ENDPOINT"), self.protocol or _otlp_variable("PROTOCOL")
+        try:
+            url = self.endpoint or HttpUrl(endpoint or "")
+        except ValueError:
+            raise ConfigError(
+                f"OTEL_EXPORTER_OTLP_ENDPOINT: {endpoint!r} is not http:// or https:// of a host"
+            ) from None
+        if protocol not in (None, "grpc", "http", "http/protobuf"):
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL: {protocol!r} is not grpc, http or http/protobuf")
+        is_grpc = protocol == "grpc" or (protocol is None and url.port == 4317)
         path = "v1/traces" if url.path == "/" and not is_grpc else ""
         return None if self.endpoint is None else f"{url}{path}", "grpc" if is_grpc else "http"

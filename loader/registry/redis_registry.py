@@ -173,6 +173,10 @@ def parse_redis_url(url: str) -> RedisUrl:
             raise ValueError(f"options {[cut(option, 40) for option, _ in pairs]}; allowed is each of {_OPTIONS} once")
         if not re.fullmatch(r"[A-Za-z0-9_.\-]{1,64}", fleet := options.get("fleet", "default")):
             raise ValueError(f"fleet {cut(repr(fleet))}; allowed are 1 to 64 characters out of A-Z a-z 0-9 _ . -")
+        if not kind and (wrong := [option for option in options if option.startswith("sentinel_")]):
+            raise ValueError(f"{', '.join(wrong)}: only for redis+sentinel:// and rediss+sentinel://")
+        if "username" in connection and "password" not in connection and "password_file" not in options:
+            raise ValueError("a user without a password")
         if path is None or bool(hosts) == (scheme == "unix") or parts.fragment:
             raise ValueError(_FORMS)
         connection |= {"path": unquote(parts.path)} if scheme == "unix" else {"db": int(path["database"] or 0)}
@@ -180,7 +184,9 @@ def parse_redis_url(url: str) -> RedisUrl:
             if option in options:
                 if "password" in arguments:
                     raise ValueError(f"a password and a {option}; one is allowed")
-                arguments["password"] = Path(options[option]).read_text(encoding="utf-8").strip()
+                if not (password := Path(options[option]).read_text(encoding="utf-8").strip()):
+                    raise ValueError(f"{option} {cut(options[option])}: it is empty")
+                arguments["password"] = password
         files: dict[str, Any] = {option: options[option] for option in _TLS_FILES if option in options}
         if scheme == "rediss":
             connection["connection_class"], of_sentinel["ssl"] = TlsConnection, True
@@ -229,7 +235,9 @@ class RedisRegistry:
         self._sentinel: Any = None
         if settings.sentinels:
             # redis-py asks one after the other: all of them together may take as long as one read from Redis.
-            of_sentinel = dict.fromkeys(timeouts, socket_timeout_s / len(settings.sentinels))
+            of_sentinel: dict[str, Any] = dict.fromkeys(timeouts, socket_timeout_s / len(settings.sentinels))
+            # Unless told so, it would ask one that is away eleven times before it asks the next.
+            of_sentinel["retry"] = Retry(NoBackoff(), 0)
             sentinel: Any = Sentinel  # it has no types
             self._sentinel = sentinel(settings.sentinels, sentinel_kwargs=settings.sentinel_connection | of_sentinel)
             for client in self._sentinel.sentinels if has_tls else ():

@@ -16,7 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from loader.errors import DeltaError, RegistryConflictError, SnapshotCorruptError, SnapshotExistsError
+from loader.errors import (
+    DeltaError,
+    RegistryConflictError,
+    RegistryRecordError,
+    SnapshotCorruptError,
+    SnapshotExistsError,
+)
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
 from loader.rollout.plan import read_rollout
@@ -274,9 +280,15 @@ async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
 
 
 async def identities_in_use(fleet: FleetRegistry) -> set[str]:
-    """Return the identities of all models' versions as `versions_in_use`: live, staged or previous ones."""
-    in_use = {model: await versions_in_use(fleet, model) for model in await fleet.wanted()}
-    return {record.identity for record in await fleet.versions() if record.version in in_use.get(record.model, ())}
+    """Return the identities of all models' versions as `versions_in_use`: live, staged or previous ones.
+
+    Empty if a record can't be read, whichever model it is of: these are kept longer in a cache, and no more than that.
+    """
+    try:
+        in_use = {model: await versions_in_use(fleet, model) for model in await fleet.wanted()}
+        return {record.identity for record in await fleet.versions() if record.version in in_use.get(record.model, ())}
+    except RegistryRecordError:
+        return set()
 
 
 async def _staying(fleet: FleetRegistry, model: str, published: Iterable[PublishedVersion], keep: int) -> set[int]:

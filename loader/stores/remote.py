@@ -326,7 +326,10 @@ class RemoteStore(Store):
         if identity is None or not IDENTITY.fullmatch(identity) or not MODEL_NAME.fullmatch(model):
             return None
         path = self.cache.folder / identity / model / str(version) / MANIFEST_NAME
-        content = path.read_bytes() if path.exists() else b""
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
         return content if hashlib.sha256(content).hexdigest() == identity else None
 
     def _has(self, model: str, version: int, identity: str, source: Path) -> bool:

@@ -46,9 +46,9 @@ from loadtest.workloads.catalog import (
     bench_payloads,
     bench_spec,
     bench_workload,
-    write_random_snapshot,
 )
 from loadtest.workloads.payloads import APIS, Api, Payload
+from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.formats.requests import RankRequest

@@ -20,7 +20,8 @@ import numpy as np
 from loadtest.gpu.bench import BenchSize, Results, Row
 from loadtest.gpu.rows import WrongAnswerError
 from loadtest.servers import summed
-from loadtest.workloads.catalog import open_workload, write_random_snapshot
+from loadtest.workloads.catalog import open_workload
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.formats.requests import Answer, RankAnswer, RankRequest
 from serving.models.layers import DtypeChoice
 from serving.observe.calls import Call

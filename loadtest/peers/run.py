@@ -28,8 +28,9 @@ from loadtest.load.generator import Generators, ask_scores
 from loadtest.load.loops import not_busy_because
 from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, in_turn
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
-from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec, random_dense
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec
 from loadtest.workloads.payloads import Encoding
+from loadtest.workloads.prepare import random_dense
 from serving.models.layers import DtypeChoice, choose_dtype
 from shard_node.bags import Float32Array
 

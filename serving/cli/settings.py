@@ -408,7 +408,7 @@ def serving_arguments(options: Options) -> list[str]:
 
 
 def trace_config(options: Options, service_name: str) -> TraceConfig | None:
-    """Return where traces go; None for nowhere. Raises UsageError."""
+    """Return where traces go; None for nowhere. Raises UsageError, and ConfigError for a variable."""
     from shard_node.tracing import TraceConfig
 
     names = ("endpoint", "protocol", "sample_share")
@@ -420,6 +420,7 @@ def trace_config(options: Options, service_name: str) -> TraceConfig | None:
         return None
     if os.environ.get("OTEL_TRACES_SAMPLER") and options.get("trace_sample_share", 0) is None:
         raise click.UsageError("OTEL_TRACES_SAMPLER is not read any more: pass --trace-sample-share, or unset it.")
+    config.resolved()
     return config
 
 

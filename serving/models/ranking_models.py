@@ -462,11 +462,12 @@ class DeviceCopies:
         with self._lock:
             if device not in self._by_device:
                 original = self._by_device[CPU]
-                model = self._by_device[device] = copy.deepcopy(original).to(device)
+                model = copy.deepcopy(original).to(device)
                 model.pack(original.number_format)
                 if device.type == "cuda":
                     # It was made on this thread's stream, and is read on another one.
                     torch.cuda.current_stream(device).synchronize()
+                self._by_device[device] = model
             return self._by_device[device]
 
 

@@ -246,7 +246,8 @@ class RequestRecorder:
     def _end(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
             # On a full disk there would be more and more of empty ones, which no bound of bytes drops.
             with contextlib.suppress(OSError):
                 if not (path := Path(os.fsdecode(file.name))).stat().st_size:
@@ -347,14 +348,16 @@ def _framed_requests(path: Path) -> Iterator[_Framed]:
         at, end = 0, path.stat().st_size
         while end - at >= _FRAME.size:
             where = f"{path}: frame at byte {at}"
-            size, checksum = _FRAME.unpack(file.read(_FRAME.size))
+            if len(head := file.read(_FRAME.size)) != _FRAME.size:
+                raise RecordingDamagedError(f"{where}: the file became shorter while it was read")
+            size, checksum = _FRAME.unpack(head)
             if not 0 < size <= MAX_FRAME_BYTES:
                 raise RecordingDamagedError(f"{where}: {size} bytes; allowed are 1..{MAX_FRAME_BYTES}")
             at += _FRAME.size + size
             if at > end:
                 return
             payload = bytearray(file.read(size))
-            if zlib.crc32(payload) != checksum:
+            if len(payload) != size or zlib.crc32(payload) != checksum:
                 raise RecordingDamagedError(f"{where}: its checksum is another one")
             kind = payload[0]
             if (kind == _BEGIN) is (begin is not None):

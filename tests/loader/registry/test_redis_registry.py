@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
@@ -326,6 +327,14 @@ def last_entry(server: RedisServer) -> bytes:
 async def moved(watched: WatchedRedis, before: RedisServer) -> None:
     while watched.master() is before:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
+
+
+async def test_a_silent_sentinel_is_asked_once(watched):
+    """It accepts connections and never answers; asked again and again, it would take the time of the call."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        registry = open_registry(watched.url.replace("127.0.0.1:1,", f"127.0.0.1:{silent.getsockname()[1]},"))
+        assert await registry.put("wanted/films", b"1", 0) > 0
+        await registry.close()
 
 
 async def test_streams_and_locks_go_on_after_the_death_of_a_master(watched, caplog):

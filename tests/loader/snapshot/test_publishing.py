@@ -251,6 +251,8 @@ async def test_identities_in_use_are_those_that_stay(stocked: Shop) -> None:
     in_use = {record.identity for record in records if record.version in (2, 3)}
     assert await identities_in_use(stocked.fleet) == in_use
     assert len(in_use) == 2
+    await stocked.fleet.registry.put("versions/other/1", b"{", 0)
+    assert await identities_in_use(stocked.fleet) == set()
 
 
 async def test_a_version_that_a_node_holds_stays_though_unwanted(stocked: Shop) -> None:

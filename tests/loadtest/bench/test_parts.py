@@ -22,7 +22,8 @@ from loadtest.bench.hot_rows import Lru, draw_hits
 from loadtest.bench.levers import as_stored, describe_levers
 from loadtest.bench.serving import Limit, checkout_of, requests_of
 from loadtest.servers import SERVED_PACKAGES, commit_of
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec, write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.embedded import Ranker
 from serving.rank.ranking import merge
 from serving.training.dataset import FilmsDataset

@@ -13,8 +13,9 @@ from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loadtest.cli import prepare
 from loadtest.workloads import catalog
-from loadtest.workloads.catalog import ROW_LIMIT, RandomRows, open_workload, prepare_workload, write_random_snapshot
+from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
+from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, prepare_workload, write_random_snapshot
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.movielens import small_interactions, write_movielens

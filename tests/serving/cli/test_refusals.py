@@ -127,7 +127,7 @@ REFUSALS = [
     ("plan --model lunch", USAGE, "no such file, and the catalog has only dlrm-v2"),
     ("plan --model dlrm-v2:2", USAGE, "above 0 and at most 1"),
     ("plan --model merlin-tiny --out /nowhere/plan.json", USAGE, "--out /nowhere/plan.json: No such file"),
-    (f"{PLAN} --counts {{model}} --trace t0=x.npy", USAGE, "give one of them"),
+    (f"{PLAN} --counts {{model}} --trace t0=x.npy", USAGE, "--trace is gone: use --ids"),
     (f"{PLAN} --hotness f0=many", USAGE, "'many' is not a number"),
     (f"{PLAN} --prune", USAGE, "--ids, --prune and --keep-share go with a model description"),
     (f"{PLAN} --head 5000", USAGE, "--head 5000: '5000' is not ROWS:SHARE"),
