@@ -18,7 +18,7 @@ from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Console
 
 from loader.errors import ConfigError
@@ -136,6 +136,19 @@ class Comparison(Frozen):
     invalid_because: tuple[str, ...] = ()
     machine: Machine | None = None
     versions: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _shapes_agree(self) -> Self:
+        arms = len(self.arms)
+        if self.baseline >= arms:
+            raise ValueError(f"baseline: {self.baseline}; there are {arms} arms")
+        for measure in self.measures:
+            shapes = [len(measure.values), len(measure.middle), len(measure.ratios) or arms]
+            if shapes != [arms] * 3 or {len(rounds) for rounds in measure.values} != {self.rounds}:
+                raise ValueError(
+                    f"measures: {measure.name} has values for other than {arms} arms and {self.rounds} rounds"
+                )
+        return self
 
     @property
     def others(self) -> list[int]:

@@ -303,9 +303,10 @@ class HotRowsKeeper:
     async def _replace(self, hot: HotSet | None) -> None:
         """Use a set, or none, and free the one before once the last batch that uses it has ended."""
         before = self.rows.use(hot)
-        while before.users:  # noqa: ASYNC110
+        # The set of no rows is always the same one: lookups that use it go on doing so.
+        while before.users and before is not self.rows.current:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-        before.close()
+        self.rows.retired()
 
     async def _fill(self, shards: Sequence[ReplicatedShard], pending: HotSet) -> int:
         """Copy what the set in use has, and read the others. Return the last delta that any of these may be of."""

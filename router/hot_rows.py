@@ -297,7 +297,13 @@ class HotRows:
             self._pending = self.current
         return self._retired
 
+    def retired(self) -> None:
+        """Free the set that was in use before, which no lookup uses any more."""
+        self._retired.close()
+        self._retired = self._empty
+
     def close(self) -> None:
-        """Free all rows. No lookup, and nobody who writes, may be left."""
+        """Free all rows, and what was learned. No lookup, and nobody who writes, may be left."""
         for hot in (self._pending, self._retired, self.use(None)):
             hot.close()
+        self._retired, self.learned = self._empty, None

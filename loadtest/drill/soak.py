@@ -102,7 +102,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
 
 
 async def roll_out(config: RollingDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
-    """Swap A for B and back; the last one begins in time to be done. Raises DrillError."""
+    """Swap A for B and back; the last one begins in time to be done. Raises LoadError."""
     live = FIRST_VERSION
     while time.monotonic() + config.rollout_every_s < ends:
         await asyncio.sleep(config.rollout_every_s)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from loader.snapshot.tables import Frozen
 from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
@@ -58,7 +58,7 @@ class Sending(Frozen):
         max_in_flight, max_connections, grpc_channels: of all processes together; connections are HTTP's.
     """
 
-    target: str
+    target: Annotated[str, AfterValidator(lambda text: LoadTarget.parse(text) and text)]
     api: Encoding | None = None
     model: str | None = None
     varied: bool = False

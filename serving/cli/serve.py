@@ -272,7 +272,9 @@ def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
 
     async def program() -> None:
         with held_ports(*addresses, len(workers)) as ports:
-            async with supervised(SupervisionConfig()) as supervisor:
+            # Workers leave their fleet once they have drained, which may take as long again as the default grace.
+            grace_s = SupervisionConfig().stop_grace_s + options["shutdown_delay_s"]
+            async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
                 await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, log_level, environment))
                 click.echo(f"logs: {supervisor.run_directory}")
                 click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")

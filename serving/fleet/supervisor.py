@@ -156,7 +156,7 @@ class SupervisionConfig(Frozen):
     ready_timeout_s: float = Field(default=600.0, gt=0)
     probe_interval_s: float = Field(default=0.05, gt=0)
     probe_timeout_s: float = Field(default=2.0, gt=0)
-    stop_grace_s: float = Field(default=10.0, gt=0)
+    stop_grace_s: float = Field(default=15.0, gt=0)
     first_backoff_s: float = Field(default=0.1, gt=0)
     max_backoff_s: float = Field(default=5.0, gt=0)
     healthy_after_s: float = Field(default=30.0, gt=0)

@@ -211,7 +211,7 @@ def _pairs(num_ratings: int, num_users: int, num_films: int, draw: np.random.Gen
 def read_movielens(folder: str | Path) -> Interactions:
     """Read u.data, u.item, u.user and u.genre of MovieLens 100K (GroupLens) from a folder.
 
-    Raises DatasetError for a file that is missing, too large, empty or malformed; the message names file and line.
+    Raises TrainingError for a file that is missing, too large, empty or malformed; the message names file and line.
     """
     folder = Path(folder)
     genres, numbers = _columns(folder / "u.genre", "|", {"genre": str, "genre number": _whole})

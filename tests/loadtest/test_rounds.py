@@ -14,7 +14,7 @@ from rich.console import Console
 from loader.errors import ConfigError
 from loadtest.documents import ratio_text, significant
 from loadtest.page import compare_runs
-from loadtest.rounds import Arm, ComparedMeasure, Measure, compare_rounds, in_turn, show_comparison
+from loadtest.rounds import Arm, ComparedMeasure, Comparison, Measure, compare_rounds, in_turn, show_comparison
 from shardrank_testing.load_results import QueueLoad
 
 
@@ -90,6 +90,12 @@ def test_arms_with_other_numbers_of_rounds_are_refused(arms):
     run = short()
     with pytest.raises(ConfigError, match="arms: "):
         compare_runs("no", {name: [run] * count for name, count in arms.items()})
+
+
+def test_a_document_with_another_number_of_arms_is_refused():
+    document = compare_rounds([(Arm(name="one"), [1.0]), (Arm(name="two"), [2.0])], [], title="t").model_dump()
+    with pytest.raises(ValueError, match="baseline: 5; there are 2 arms"):
+        Comparison.model_validate(document | {"baseline": 5})
 
 
 def test_load_tests_are_compared_by_what_was_due_and_in_time():
