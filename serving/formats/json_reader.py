@@ -459,8 +459,8 @@ def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
             problem += f"; numbers have at most 64 bits, ids are in 0..{MAX_ID}"
         else:
             with many_lists():
-                # More than 20 digits are no id; int() would refuse more than 4,300 by an error without a field.
-                steps = _without_form([json.loads(text.decode(), parse_int=lambda digits: int(digits[:21]))])
+                # int() would refuse more than 4,300 digits by an error without a field.
+                steps = _without_form([json.loads(text.decode(), parse_int=lambda digits: int(digits[:4000]))])
     except (ValueError, RecursionError) as error:
         problem = str(error)
     if not steps:

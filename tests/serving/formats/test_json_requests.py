@@ -236,6 +236,9 @@ def test_what_is_not_quite_json_is_named_by_its_field_in_short_texts_and_by_its_
     film = [1] * 1000
     with raises_kind("invalid_id", match=r"sparse\.film\[1000\]: NaN is not in 0\.\."):
         parse_json(SCHEMA, json.dumps({"sparse": {"film": [*film, float("nan")]}}).encode(), "lookup")
+    with raises_kind("invalid_id", match=r"sparse\.film\[1000\]: 1{40}"):
+        text = json.dumps({"sparse": {"film": film}}).replace("]", f", {'1' * 5000}]")
+        parse_json(SCHEMA, text.encode(), "lookup")
     long = json.dumps({"sparse": {"film": [*film, float("nan")]}}).encode() + b" " * MAX_SEARCHED_BYTES
     with raises_kind("malformed", match=r"not JSON .*\(byte 3021\)"):
         parse_json(SCHEMA, long, "lookup")
