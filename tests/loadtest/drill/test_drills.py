@@ -40,9 +40,9 @@ def run(folder: Path, arguments: str, *, exit_codes: tuple[int, ...] = (0,)) -> 
 
 def test_swap(tmp_path: Path):
     # How fast a busy machine answers is not what is tested here.
-    report = run(tmp_path, f"swap {SMALL}--swaps 2 --rate 25 --replicas 1 --pause-s 1 --max-ratio-p99 1000")
+    report = run(tmp_path, f"swap {SMALL}--swaps 2 --rate 10 --replicas 1 --pause-s 1 --max-ratio-p99 1000")
     assert report["swaps"] == 2
-    assert report["answers"] > 60
+    assert report["answers"] > 24
     assert [report[key] for key in (*NOT_RIGHT, "stale")] == [0, 0, 0, 0]
     assert min(report["answers_steady"], report["answers_during_swap"]) > 0
     assert report["rss_mb_before"] > 100
