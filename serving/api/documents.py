@@ -31,7 +31,7 @@ from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
 from serving.dashboard.page import add_page, check_host
 from serving.description import ModelInfo
-from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError
+from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError, invalid_field, malformed
 from serving.formats.infer import BINARY, parse_version
 from serving.formats.schema import RequestSchema, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
@@ -305,7 +305,7 @@ class _Documents:
         async def counts(request: Request) -> Response:
             if unknown := sorted(request.query_params.keys() - {"version"}):
                 problem = "there is no such parameter, only version: an answer has all rows of all tables"
-                raise InvalidRequestError(unknown[0], problem, kind="invalid_field")
+                raise invalid_field(unknown[0], problem)
             version = request.query_params.get("version", "0")
 
             def file(places: Sequence[LookupSampler]) -> bytes:
@@ -336,7 +336,7 @@ class _Documents:
                 ready_only = msgspec.json.decode(body or b"{}", type=_IndexBody).ready
             except (msgspec.MsgspecError, RecursionError) as error:
                 says = f'the body must be empty, or such as {{"ready": true}}: {error}'
-                raise InvalidRequestError("", says, kind="malformed") from error
+                raise malformed("", says) from error
             return version_index(service, ready_only=ready_only)
 
         server, metadata, config, statistics = (

@@ -28,7 +28,7 @@ from serving.api.http_messages import CODINGS, HttpReply, Refuse, defect_reply, 
 from serving.api.listening import CountFailure, Place
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Source, run_board
-from serving.errors import InvalidRequestError
+from serving.errors import invalid_field
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
@@ -148,7 +148,7 @@ class HttpApp:
                 if coding != "identity" and coding not in codings:
                     others = f", or coded as {' or '.join(codings)}" if codings else ""
                     says = f"{coding[:40]!r} is not supported; send the body as it is{others}"
-                    raise InvalidRequestError("content-encoding", says, kind="invalid_field")
+                    raise invalid_field("content-encoding", says)
                 data = await read_body(receive, "max_body_bytes", max_bytes, headers.get(b"content-length"))
                 if coding == "identity":
                     return data

@@ -33,7 +33,7 @@ from serving.api.http_messages import (
     without_upgrade,
 )
 from serving.api.listening import TURN_S, Accepted, CountFailure, Front, forget_unsent
-from serving.errors import InvalidRequestError
+from serving.errors import malformed
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
 from shard_node.byte_budget import ByteAccount, ByteBudget, MessageBytes
@@ -425,7 +425,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         finally:
             self.is_feeding = False
         if self._was_refused:
-            self._refuse(InvalidRequestError("", "not HTTP/1.1: the request line is not understood", kind="malformed"))
+            self._refuse(malformed("", "not HTTP/1.1: the request line is not understood"))
             return
         if self._gates.is_draining and self.owes:
             protocol.shutdown()

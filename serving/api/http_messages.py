@@ -23,6 +23,7 @@ from serving.errors import (
     InvalidRequestError,
     error_document,
     limit_exceeded,
+    malformed,
     printable,
 )
 from serving.formats.requests import Buffer
@@ -134,7 +135,7 @@ async def expand(
                     piece = stream.decompress(left, min(PIECE_BYTES, max_body_bytes + 1 - made))
                 except zlib.error as error:
                     problem = f"the body is neither gzip nor deflate: {error}"
-                    raise InvalidRequestError("", problem, kind="malformed") from error
+                    raise malformed("", problem) from error
                 finally:
                     took_s += time.thread_time() - began
                 held.charge(len(piece))
@@ -146,13 +147,13 @@ async def expand(
                         "", "max_body_bytes", max_body_bytes, f"at least {made}", unit, kind="body_too_large"
                     )
                 if not (piece or left or stream.eof):
-                    raise InvalidRequestError("", "the compressed body ends before it is complete", kind="malformed")
+                    raise malformed("", "the compressed body ends before it is complete")
                 if not stream.eof:
                     await asyncio.sleep(0)
         finally:
             spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
         if rest := len(stream.unused_data) + len(view) - taken:
-            raise InvalidRequestError("", f"{rest} bytes follow the compressed body", kind="malformed")
+            raise malformed("", f"{rest} bytes follow the compressed body")
         expanded = b"".join(pieces)
     held.refund(len(body))
     return expanded
@@ -187,28 +188,28 @@ def read_head(data: bytes, end: int) -> tuple[int, bool, bool]:
     """
     head = _HEAD.match(data)
     if head is None:
-        raise InvalidRequestError("", "not HTTP/1.1: the request line or a header is malformed", kind="malformed")
+        raise malformed("", "not HTTP/1.1: the request line or a header is malformed")
     hosts, length, is_chunked, has_upgrade = 0, None, False, False
     for stated_name, stated in _FRAMING.findall(data, head.end(3), end):
         name, value = stated_name.lower(), stated.strip(b" \t")
         if name == b"host":
             hosts += 1
             if _HOST.fullmatch(value) is None:
-                raise InvalidRequestError("host", "must be one host, and its port if it has one", kind="malformed")
+                raise malformed("host", "must be one host, and its port if it has one")
         elif name == b"content-length":
             if length is not None or not value.isdigit() or len(value) > _LENGTH_DIGITS:
-                raise InvalidRequestError("content-length", "must be given once, as digits", kind="malformed")
+                raise malformed("content-length", "must be given once, as digits")
             length = int(value)
         elif name == b"transfer-encoding":
             if is_chunked or value.lower() != b"chunked" or head[3] == b"0":
-                raise InvalidRequestError("transfer-encoding", "must be `chunked` alone, or absent", kind="malformed")
+                raise malformed("transfer-encoding", "must be `chunked` alone, or absent")
             is_chunked = True
         else:
             has_upgrade = has_upgrade or name != b"connection" or b"upgrade" in value.lower()
     if hosts != 1 and (hosts or head[3] == b"1"):
-        raise InvalidRequestError("host", f"must be given once, and is {hosts} times", kind="malformed")
+        raise malformed("host", f"must be given once, and is {hosts} times")
     if is_chunked and length is not None:
-        raise InvalidRequestError("content-length", "must be absent from a chunked request", kind="malformed")
+        raise malformed("content-length", "must be absent from a chunked request")
     if head[1] == b"CONNECT":
         raise InvalidRequestError("", "CONNECT: this method is not allowed here", kind="method_not_allowed")
     return length or 0, is_chunked, has_upgrade
@@ -260,9 +261,7 @@ class ChunkReader:
             line = (_FIRST_CHUNK if self._is_first else _NEXT_CHUNK).match(data, at)
             if line is None:
                 if (_FIRST_BEGUN if self._is_first else _NEXT_BEGUN).match(data, at) is None:
-                    raise InvalidRequestError(
-                        "", "not HTTP/1.1: a chunk's length, or its end, is malformed", kind="malformed"
-                    )
+                    raise malformed("", "not HTTP/1.1: a chunk's length, or its end, is malformed")
                 break
             at = line.end()
             self._is_first = False
@@ -279,7 +278,7 @@ class ChunkReader:
                 self._framing_bytes += trailer.end() - at
                 at = trailer.end()
             if not self.is_complete and data.find(b"\n", at) >= 0:
-                raise InvalidRequestError("", "not HTTP/1.1: a header behind the body is malformed", kind="malformed")
+                raise malformed("", "not HTTP/1.1: a header behind the body is malformed")
         self.rest = data[at:]
         if self._framing_bytes + (0 if self.is_complete or self.is_interrupted else len(self.rest)) > self._max:
             raise header_too_large(self._max)

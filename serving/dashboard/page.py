@@ -17,7 +17,7 @@ from loader.rollout.requests import SeenRollout
 from serving.api.http_messages import read_body
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
-from serving.errors import InvalidRequestError, PermissionDeniedError
+from serving.errors import InvalidRequestError, PermissionDeniedError, malformed
 from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
             asked = msgspec.json.decode(body, type=_Rollback)
         except (msgspec.MsgspecError, RecursionError) as error:
             problem = f"the body must name model, rollout_id, is_active and live: {error}"
-            raise InvalidRequestError("", problem, kind="malformed") from error
+            raise malformed("", problem) from error
         seen = SeenRollout(asked.rollout_id, asked.is_active, asked.live)
         begun = await board.source.roll_back(asked.model, seen)
         to = begun.to_version if begun.state == "running" else begun.from_version

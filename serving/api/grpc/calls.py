@@ -20,7 +20,15 @@ from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.http_messages import CODINGS, expand
 from serving.api.tokens import Scope, Tokens
-from serving.errors import RETRY_AFTER_S, InvalidRequestError, NotFoundError, limit_exceeded, printable
+from serving.errors import (
+    RETRY_AFTER_S,
+    InvalidRequestError,
+    NotFoundError,
+    invalid_field,
+    limit_exceeded,
+    malformed,
+    printable,
+)
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from shard_node.byte_budget import MessageBytes
 
@@ -78,7 +86,7 @@ def read_head(request: HeaderList, max_bytes: int) -> CallHead:
         read = _TIMEOUT.fullmatch(timeout)
         if read is None:
             says = f"it is {timeout.decode('latin-1')!r}; it must be digits and a unit"
-            refusal = InvalidRequestError("grpc-timeout", says, kind="invalid_field"), 200
+            refusal = invalid_field("grpc-timeout", says), 200
         else:
             timeout_s = int(read[1]) * _UNIT_S[read[2]]
     if b"authorization" in found:
@@ -96,7 +104,7 @@ def _refusal(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> 
         return InvalidRequestError("", says, kind="header_too_large"), 200
     if request.problem is not None:
         # RFC 9113, section 8.1.1: an answer may say so.
-        return InvalidRequestError("", request.problem, kind="malformed"), 400
+        return malformed("", request.problem), 400
     if found[b":method"] != b"POST":
         return InvalidRequestError(
             "", f"the method is {found[b':method'].decode('latin-1')!r}; it must be POST", kind="method_not_allowed"
@@ -104,7 +112,7 @@ def _refusal(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> 
     content_type = found.get(b"content-type", b"")
     if not _CONTENT_TYPES.match(content_type):
         says = f"content-type is {content_type.decode('latin-1')!r}; it must be application/grpc"
-        return InvalidRequestError("", says, kind="malformed"), 415
+        return malformed("", says), 415
     return None
 
 
@@ -211,11 +219,9 @@ async def plain_message(
     if not flag:
         return message
     if flag > 1:
-        raise InvalidRequestError("", f"a message's compressed flag is {flag}; allowed are 0 and 1", kind="malformed")
+        raise malformed("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
     if coding == IDENTITY:
-        raise InvalidRequestError(
-            "", "a message is flagged as compressed, but the call has no grpc-encoding", kind="malformed"
-        )
+        raise malformed("", "a message is flagged as compressed, but the call has no grpc-encoding")
     if coding not in CODINGS:
         says = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
         raise InvalidRequestError("", says, kind="unknown_coding")
@@ -343,7 +349,7 @@ class GrpcCall:
         """Note that no further message comes."""
         self._has_all = True
         if not self._ignores_more and self._reader.is_amid_message:
-            self._end_with(InvalidRequestError("", "the call ends before its request message does", kind="malformed"))
+            self._end_with(malformed("", "the call ends before its request message does"))
         self._wake()
 
     def drained(self) -> None:
@@ -392,7 +398,7 @@ class GrpcCall:
                 says = f"the request was not complete after receive_timeout_s = {timeout_s} s"
                 raise DeadlineExceededError(says, kind="request_timeout") from None
         if not self._messages:
-            raise InvalidRequestError("", "the call has no request message", kind="malformed")
+            raise malformed("", "the call has no request message")
         return await self._plain()
 
     async def messages(self) -> AsyncIterator[bytes]:

@@ -26,7 +26,7 @@ from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, HeaderList
 from serving.api.listening import Place
 from serving.api.tokens import Scope, Tokens
-from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError
+from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError, invalid_field, malformed
 from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Codec
@@ -230,7 +230,7 @@ class Health:
                     changed = self._changed = asyncio.get_running_loop().create_future()
                 yield self._message(name)
                 await asyncio.shield(changed)
-        raise InvalidRequestError("", "the call has no request message", kind="malformed")
+        raise malformed("", "the call has no request message")
 
     def _message(self, name: str) -> bytes:
         response = health_pb2.HealthCheckResponse
@@ -306,11 +306,9 @@ def _decoded(data: bytes, takes: type[_Read]) -> _Read:
     try:
         return takes.FromString(data)
     except DecodeError as error:
-        raise InvalidRequestError(
-            "", f"the message is not a {takes.DESCRIPTOR.full_name}: {error}", kind="malformed"
-        ) from None
+        raise malformed("", f"the message is not a {takes.DESCRIPTOR.full_name}: {error}") from None
 
 
 def _check_model(model: str) -> None:
     if not model:
-        raise InvalidRequestError("model", "it is empty; it must be the name of a served model", kind="invalid_field")
+        raise invalid_field("model", "it is empty; it must be the name of a served model")
