@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from loader.errors import (
     SnapshotExistsError,
 )
 from loader.progress import Progress, no_progress
-from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
+from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, delta_stream
 from loader.rollout.plan import read_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import Manifest, ModelSpec
@@ -266,26 +266,33 @@ async def retain(fleet: FleetRegistry, store: StorePlace, model: str, keep: int)
     return Retained(tuple(sorted(numbers)), tuple(sorted(record.version for record in dropped)))
 
 
-async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
-    """Return the versions that what is wanted, the last rollout or a node names. Raises RegistryError."""
+async def versions_in_use(fleet: FleetRegistry, model: str, nodes: Sequence[NodeRecord] | None = None) -> set[int]:
+    """Return the versions that what is wanted, the last rollout or a node names. Raises RegistryError.
+
+    Nodes are read last, unless they are given.
+    """
     on_record = await read_rollout(fleet, model)
     used = set() if on_record is None else set(on_record.rollout.named())
     if (wanted := await fleet.wanted_model(model)) is not None:
         used |= wanted.named()
-    for node in await fleet.nodes():
+    for node in await fleet.nodes() if nodes is None else nodes:
         used |= {report.version for report in node.versions if report.model == model}
         if (live := node.live.get(model)) is not None:
             used.add(live)
     return used
 
 
-async def identities_in_use(fleet: FleetRegistry) -> set[str]:
+async def identities_in_use(fleet: FleetRegistry, store: StorePlace) -> set[str]:
     """Return the identities of all models' versions as `versions_in_use`: live, staged or previous ones.
 
-    Empty if a record can't be read, whichever model it is of: these are kept longer in a cache, and no more than that.
+    They are kept longer in a store's cache, and no more than that: none are returned for a folder, which has no cache,
+    and if a record of whichever model can't be read.
     """
+    if isinstance(store, Path):
+        return set()
     try:
-        in_use = {model: await versions_in_use(fleet, model) for model in await fleet.wanted()}
+        nodes = await fleet.nodes()
+        in_use = {model: await versions_in_use(fleet, model, nodes) for model in await fleet.wanted()}
         return {record.identity for record in await fleet.versions() if record.version in in_use.get(record.model, ())}
     except RegistryRecordError:
         return set()

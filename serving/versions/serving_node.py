@@ -265,7 +265,7 @@ class ServingNode:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        keep = await identities_in_use(self._fleet)
+        keep = await identities_in_use(self._fleet, self._config.store)
         work = partial(self._load_now, published, topology, tell, asyncio.get_running_loop(), keep)
         name = f"load-{published.model}-{published.version}"
         began = time.monotonic()

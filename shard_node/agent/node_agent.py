@@ -184,7 +184,7 @@ class NodeActions:
         published = await self._fleet.version(model, version)
         if published is None:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
-        config, keep = self._config, await identities_in_use(self._fleet)
+        config, keep = self._config, await identities_in_use(self._fleet, self._config.store)
 
         def work(wish: Wish) -> tuple[LoadedTables, HeldSnapshot]:
             progress = wish.over(share_of(tell))
