@@ -259,8 +259,9 @@ class HotRows:
             self._counts[0, bags.keys] += values_per_key
             if hits is not None:
                 self._counts[1, hits.bags.keys] += hits.bags.values_per_key()
-        if self.learned is not None and not self.learned.is_full:
-            self.learned.add(found.keys)
+        learned = self.learned  # a keeper that ends by itself sets it to None at any moment
+        if learned is not None and not learned.is_full:
+            learned.add(found.keys)
         if hits is not None:
             self.access.observe(hits.bags.keys, hits.bags.values_per_key(), hits.bags.values)
 
