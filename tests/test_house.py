@@ -152,8 +152,7 @@ def test_files_gone_over_have_no_banned_words():
         relative(path): {
             name: WORDS[word] for name in bound_names(parsed(path)) for word in sorted(words_of(name) & WORDS.keys())
         }
-        for path in SOURCES
-        if not relative(path).startswith("tests")
+        for path in product_files()
     }
     gone_over = set((ROOT / "tests" / "files_with_plain_words.txt").read_text().split())
     assert {path: names for path, names in banned.items() if names and path in gone_over} == {}
@@ -162,8 +161,8 @@ def test_files_gone_over_have_no_banned_words():
 
 def test_every_file_is_imported_or_is_a_command():
     """Entry points, benchmarks and drills are named by a string of their command's group."""
-    modules = {relative(path).removesuffix(".py").replace("/", "."): path for path in SOURCES}
-    imported = set().union(*(imported_modules(parsed(path), set(modules)) for path in product_files()))
+    modules = {relative(path).removesuffix(".py").replace("/", ".") for path in product_files()}
+    imported = set().union(*(imported_modules(parsed(path), modules) for path in product_files()))
     strings = {
         word
         for path in product_files()
@@ -172,9 +171,7 @@ def test_every_file_is_imported_or_is_a_command():
         for word in re.split(r"[^\w.]", node.value)
     }
     unused = {
-        name
-        for name in modules.keys() - imported
-        if not name.startswith("tests.") and not {name, name.rpartition(".")[2]} & {"__init__", "__main__", *strings}
+        name for name in modules - imported if not {name, name.rpartition(".")[2]} & {"__init__", "__main__", *strings}
     }
     # Run by a server of another project, by the name of the file.
     assert {name for name in unused if not name.startswith("loadtest.peers.servers.")} == set()
