@@ -35,7 +35,7 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Ignores progress: the default."""
 
 
-class Pace:
+class Throttle:
     """Rests between pieces of work, of which it is told by their progress.
 
     Args:
@@ -99,7 +99,7 @@ class CalledOffError(ShardrankError, kind="called_off"):
     """Background work that nobody wants any more."""
 
 
-class Wish:
+class CancelToken:
     """Whether background work is still wanted. Thread-safe."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Wish:
 
 
 async def in_background(
-    work: Callable[[Wish], Result], name: str, free: Callable[[Result], None], *, low_priority: bool = True
+    work: Callable[[CancelToken], Result], name: str, free: Callable[[Result], None], *, low_priority: bool = True
 ) -> Result:
     """Run `work`, which looks at the wish now and then, in a thread of its own. Raises as `work`.
 
@@ -141,7 +141,7 @@ async def in_background(
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
-    wish = Wish()
+    wish = CancelToken()
 
     def run() -> None:
         if low_priority:

@@ -21,7 +21,7 @@ from pydantic import Field
 from loader.access_counts import AccessCounter
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import TABLE_SHIFT, LookupSampler
-from shard_node.answer import Answer, Forms
+from shard_node.answer import Answer, ReplyEncoding
 from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
 from shard_node.engine.arena import Arena, Placement, TablePlace, allocate_rows
@@ -149,7 +149,7 @@ class HotSet:
         at, is_hit = self._index.find(keys)
         return HotLookup(self, keys, at, is_hit)
 
-    def answer(self, part: Part, at: Int64Array, forms: Forms) -> Answer:
+    def answer(self, part: Part, at: Int64Array, forms: ReplyEncoding) -> Answer:
         """Pool a part of a batch, in the forms that the caller takes; `at` are its values' places in the index."""
         bags = part.bags
         numbers = self._index.numbers(at)

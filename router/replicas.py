@@ -15,7 +15,7 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from router.errors import UnfitReplicaError
 from router.outliers import Outliers, ReplicaEvents, ReplicaHealth, ReplicaPolicy, RetryBudget
 from router.plan import Plan
-from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
+from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError
 from shard_node.node import NodeInfo, ServedVersion
@@ -139,7 +139,7 @@ class ReplicatedShard:
         self._layout = plan.layout
 
     async def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> Answer:
         """Pool as `Shard.pool`.
 

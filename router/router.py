@@ -20,7 +20,7 @@ from router.feature_schema import FeatureSchema
 from router.hot_rows import HotLookup, HotRows
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
-from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, Forms, add_answers
+from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, ReplyEncoding, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
@@ -255,7 +255,7 @@ class Router:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
         return self._mapper.map(bags)
 
-    def look_ups(self, mapped: MappedBags) -> LookedUp:
+    def rows_to_fetch(self, mapped: MappedBags) -> LookedUp:
         """Find the rows of all lookups, for whoever pools them himself; `mapped` is what `map` gives."""
         by_feature, parts = mapped.bags, self._mapper.parts
         found = by_feature if parts is None else parts.find(by_feature)
@@ -265,7 +265,7 @@ class Router:
         return LookedUp(mapped, by_row.bags_per_key, whole, rows)
 
     async def lookup(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = EXACT
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = EXACT
     ) -> Embeddings:
         """Map, split, fan out and add.
 
@@ -276,7 +276,7 @@ class Router:
             ShardrankError: if a shard can't answer.
         """
         times, began = LookupTimes(), self._clock()
-        asked = self.look_ups(self.map(bags))
+        asked = self.rows_to_fetch(self.map(bags))
         mapped, by_lookup = asked.mapped, asked.rows
         by_table = self._by_table(by_lookup)
         mapped_at = self._clock()
@@ -315,7 +315,7 @@ class Router:
             await shard.close()
 
     async def _pool(
-        self, model: str, version: int, bags: CheckedBags, deadline: float, forms: Forms, times: LookupTimes
+        self, model: str, version: int, bags: CheckedBags, deadline: float, forms: ReplyEncoding, times: LookupTimes
     ) -> tuple[list[Float32Array], int]:
         """Return the blocks, and a delta that all rows have."""
         num_shards, down = len(self._shards), dict[int, ShardrankError]()
@@ -371,7 +371,13 @@ class Router:
         return [piece for part in parts for piece in self._cutter.cut(part)] + hot
 
     async def _ask(
-        self, found: HotLookup | None, model: str, version: int, parts: list[Part], deadline: float, forms: Forms
+        self,
+        found: HotLookup | None,
+        model: str,
+        version: int,
+        parts: list[Part],
+        deadline: float,
+        forms: ReplyEncoding,
     ) -> list[Answer]:
         async def ask(part: Part) -> Answer:
             if found is not None and part.owner == len(self._shards):

@@ -33,17 +33,17 @@ NEWEST_SEQUENCE = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Forms:
+class ReplyEncoding:
     """The forms that an answer may have beside float32 sums: rows as they are stored, and sums rounded to float16."""
 
     stored: bool = False
     float16: bool = False
 
 
-FLOAT32_SUMS = Forms()
-EXACT = Forms(stored=True)
+FLOAT32_SUMS = ReplyEncoding()
+EXACT = ReplyEncoding(stored=True)
 """What loses nothing: rows as they are stored, and float32 sums."""
-HALVES = Forms(stored=True, float16=True)
+STORED_AND_FLOAT16 = ReplyEncoding(stored=True, float16=True)
 """What takes the fewest bytes."""
 
 

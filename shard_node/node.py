@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms, rounded
+from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding, rounded
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.buckets import Message, NodeIdentity
 from shard_node.engine.base import CardsUse, Engine
@@ -218,7 +218,7 @@ class ShardNode:
         finally:
             self.generations.release(generation)
 
-    def answer(self, model: str, version: int, bags: KeyedBags, forms: Forms) -> Answer:
+    def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
         """Pools as `pool`, in the forms that whoever asks takes."""
         generation = self.generations.take(model, version)
         try:
@@ -283,7 +283,7 @@ class Shard(Protocol):
     """Pools the bags whose rows a shard owns."""
 
     async def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> Answer:
         """Pool on one version of a model.
 
@@ -309,7 +309,7 @@ class LocalShard:
         self.node = node
 
     async def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> Answer:
         """Pools in the calling thread, into float32 sums. The deadline is not looked at: the call waits for nothing."""
         del deadline, forms

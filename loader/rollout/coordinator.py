@@ -15,7 +15,16 @@ from pydantic import Field
 
 from loader.errors import RegistryConflictError, RegistryError, RegistryRecordError, RegistryUnavailableError
 from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry, WantedModel, delta_stream, rollout_key
-from loader.rollout.coverage import BakeTally, FleetView, Lag, Roster, baseline_of, cannot_roll, lags, refusals
+from loader.rollout.coverage import (
+    BakeTally,
+    FleetView,
+    RecentNodes,
+    StepBlocker,
+    baseline_of,
+    cannot_roll,
+    refusals,
+    step_blockers,
+)
 from loader.rollout.guards import compare, golden_breach
 from loader.rollout.plan import (
     BAKE,
@@ -150,7 +159,7 @@ class _StepRunner:
             bounds = await self._fleet.registry.bounds(delta_stream(rollout.model, rollout.delta_base))
             text = f"deltas are replayed up to {bounds.last}"
             return await self._write(on_record, changed(rollout, now, text, replay_until=bounds.last))
-        behind = lags(rollout, view, epoch)
+        behind = step_blockers(rollout, view, epoch)
         baking_now = rollout.step in (CANARY, BAKE) and rollout.bake_s > 0 and undoable
         told, missing = "", 0
         if baking_now and rollout.bake_began_at is not None:
@@ -183,7 +192,7 @@ class _StepRunner:
             text = f"{text}; refused by {left_behind}"
         return await self._write(on_record, advanced(rollout, now, epoch, f"{text}; {told}" if told else text))
 
-    async def _wait(self, on_record: OnRecord, behind: Sequence[Lag]) -> Rollout | None:
+    async def _wait(self, on_record: OnRecord, behind: Sequence[StepBlocker]) -> Rollout | None:
         """Wait for those who lag, and when that takes too long end the rollout, or note it if it can't be ended."""
         rollout = on_record.rollout
         stages = rollout.step in (STAGE_SHARDS, STAGE_SERVING) or rollout.step.startswith(ROLL)
@@ -227,7 +236,7 @@ class Coordinator:
         self._clock = clock
         self._sleep = sleep
         self._config = config or CoordinatorConfig()
-        self._roster = Roster(self._config.settle_s)
+        self._roster = RecentNodes(self._config.settle_s)
         self._runners: dict[str, _StepRunner] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._wanted: dict[str, WantedModel] = {}

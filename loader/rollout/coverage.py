@@ -94,7 +94,7 @@ class FleetView:
         return not serving or any(node.num_shards is not None for node in serving)
 
 
-class Roster:
+class RecentNodes:
     """Remembers who was there for `settle_s` seconds, above the pause between two announcements of a node."""
 
     def __init__(self, settle_s: float) -> None:
@@ -120,25 +120,25 @@ class Roster:
 
 
 @dataclass(frozen=True, slots=True)
-class Lag:
+class StepBlocker:
     """One reason why a step is not done; `staging`: a version is loaded or deltas are replayed, which may take long."""
 
     text: str
     staging: bool = False
 
 
-def lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[Lag, ...]:
+def step_blockers(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[StepBlocker, ...]:
     """Return who is behind the step that a rollout is in; empty if it is done.
 
     `wanted_epoch` is of the wanted record in which the step was written.
     """
     if not view.settled:
-        return (Lag("nodes are listened to first"),)
-    silent = [Lag(f"{node.node_id}: not heard of for a moment") for node in view.missing]
+        return (StepBlocker("nodes are listened to first"),)
+    silent = [StepBlocker(f"{node.node_id}: not heard of for a moment") for node in view.missing]
     return (*silent, *_step_lags(rollout, view, wanted_epoch))
 
 
-def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence[Lag]:
+def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence[StepBlocker]:
     model, step, old, new = rollout.model, rollout.step, rollout.from_version, rollout.to_version
     of_old, of_new = view.divided(rollout.from_shards), view.divided(rollout.to_shards)
     if step == STAGE_SHARDS:
@@ -146,7 +146,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
     if step.startswith(ROLL):
         return _behind_in_group(rollout, of_new)
     if step == STAGE_SERVING:
-        none = [] if view.serving() else [Lag("no serving process is announced")]
+        none = [] if view.serving() else [StepBlocker("no serving process is announced")]
         return none + _without(view.serving(), model, new)
     if step == REPLAY:
         return _behind_in_deltas(rollout, of_new)
@@ -165,7 +165,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
         return _with(view.shard_nodes(), model, old) + _bare_shards(of_new, model, new)
     if step == RETIRE_SHARDS:
         return _with(view.shard_nodes(), model, new) + _not_back(of_old, model, old)
-    return [Lag(f"step {step!r} is not known to this release")]
+    return [StepBlocker(f"step {step!r} is not known to this release")]
 
 
 def refusals(rollout: Rollout, view: FleetView) -> str:
@@ -180,7 +180,7 @@ def refusals(rollout: Rollout, view: FleetView) -> str:
     )
 
 
-def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
+def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[StepBlocker, ...]:
     """Return why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
 
     Each shard must keep a node outside of it with the version that is live. After the flip a group has none of it to
@@ -189,21 +189,21 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
     if not rollout.step.startswith(ROLL) or rollout.committed:
         return ()
     if not view.settled:
-        return (Lag("nodes are listened to first"),)
+        return (StepBlocker("nodes are listened to first"),)
     live, view = rollout.from_version, view.divided(rollout.from_shards)
     out = {node_id for step in rollout.steps[: rollout.step_index + 1] for node_id in group_of(rollout, step)}
     ready = [node for node in view.shard_nodes() if node.has(rollout.model, live, "ready")]
     there = {node.shard_index for node in ready if node.node_id not in out}
     return tuple(
-        Lag(f"shard {shard} would be left without a node that has version {live} ready")
+        StepBlocker(f"shard {shard} would be left without a node that has version {live} ready")
         for shard in range(view.num_shards or 0)
         if shard not in there
     )
 
 
-def _without(nodes: Iterable[NodeRecord], model: str, version: int) -> list[Lag]:
+def _without(nodes: Iterable[NodeRecord], model: str, version: int) -> list[StepBlocker]:
     return [
-        Lag(f"{node.node_id}: {_report_text(version, node.report(model, version))}", staging=True)
+        StepBlocker(f"{node.node_id}: {_report_text(version, node.report(model, version))}", staging=True)
         for node in nodes
         if not node.has(model, version, "ready")
     ]
@@ -216,10 +216,10 @@ def _report_text(version: int, report: VersionReport | None) -> str:
     return f"version {version} is {report.state}{progress}{f': {report.reason}' if report.reason else ''}"
 
 
-def _with(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[Lag]:
+def _with(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[StepBlocker]:
     return [
         # What is told of a version that drains is from when it began to.
-        Lag(
+        StepBlocker(
             f"{node.node_id}: version {version} is {report.state} still"
             f"{f', with {report.leases} leases' if report.state == 'ready' else ''}"
         )
@@ -228,20 +228,20 @@ def _with(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[
     ]
 
 
-def _bare_shards(view: FleetView, model: str, version: int) -> list[Lag]:
+def _bare_shards(view: FleetView, model: str, version: int) -> list[StepBlocker]:
     if not view.needs_shards():
         return []
     if view.num_shards is None or not view.shard_nodes():
-        return [Lag("no shard node is announced")]
+        return [StepBlocker("no shard node is announced")]
     there = {node.shard_index for node in view.shard_nodes() if node.has(model, version, "ready")}
     return [
-        Lag(f"shard {shard}: no node has version {version} ready", staging=True)
+        StepBlocker(f"shard {shard}: no node has version {version} ready", staging=True)
         for shard in range(view.num_shards)
         if shard not in there
     ]
 
 
-def _lost_shards(rollout: Rollout, view: FleetView) -> list[Lag]:
+def _lost_shards(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
     # Shards that have lost the new version since it was staged: until they have it back the old one stays.
     bare = _bare_shards(view.divided(rollout.to_shards), rollout.model, rollout.to_version)
     of_old = view.divided(rollout.from_shards)
@@ -251,7 +251,7 @@ def _lost_shards(rollout: Rollout, view: FleetView) -> list[Lag]:
     return [replace(lag, staging=False) for lag in bare]
 
 
-def _behind_in_group(rollout: Rollout, view: FleetView) -> list[Lag]:
+def _behind_in_group(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
     group = set(group_of(rollout, rollout.step))
     nodes = [node for node in view.shard_nodes() if node.node_id in group]
     if rollout.committed:
@@ -263,11 +263,11 @@ def _behind_in_group(rollout: Rollout, view: FleetView) -> list[Lag]:
     return _without(nodes, rollout.model, rollout.to_version) + bare
 
 
-def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[Lag]:
+def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
     until = rollout.replay_until or 0
     # A serving process that holds rows itself tells by which plan; one that asks shard nodes applies no deltas.
     found = [
-        Lag(
+        StepBlocker(
             f"{node.node_id}: applied delta {report.delta_sequence} of {until}"
             f"{f': {report.reason}' if report.reason else ''}",
             # A long replay is loading as well, unless something keeps it from going on.
@@ -281,15 +281,17 @@ def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[Lag]:
     return found + _bare_shards(view, rollout.model, rollout.to_version)
 
 
-def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[Lag]:
+def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[StepBlocker]:
     return [
-        Lag(f"{node.node_id}: has not acted on epoch {epoch} yet", staging=not node.has(model, version, "ready"))
+        StepBlocker(
+            f"{node.node_id}: has not acted on epoch {epoch} yet", staging=not node.has(model, version, "ready")
+        )
         for node in view.serving()
         if model in node.live and node.applied.get(model, 0) < epoch
     ]
 
 
-def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
+def _elsewhere(view: FleetView, model: str, version: int | None) -> list[StepBlocker]:
     # Without a version a process has nothing to turn to until it retires what it has.
     if version is None:
         return []
@@ -297,13 +299,13 @@ def _elsewhere(view: FleetView, model: str, version: int | None) -> list[Lag]:
     for node in view.serving():
         live, ready = node.live.get(model), node.has(model, version, "ready")
         if live != version and (live is not None or ready):
-            found.append(Lag(f"{node.node_id}: answers with version {live}", staging=not ready))
+            found.append(StepBlocker(f"{node.node_id}: answers with version {live}", staging=not ready))
     if not found and not any(node.live.get(model) == version for node in view.serving()):
-        found.append(Lag(f"no serving process answers with version {version}", staging=True))
+        found.append(StepBlocker(f"no serving process answers with version {version}", staging=True))
     return found
 
 
-def _not_back(view: FleetView, model: str, version: int | None) -> list[Lag]:
+def _not_back(view: FleetView, model: str, version: int | None) -> list[StepBlocker]:
     if version is None:
         return []
     nodes = [node for node in view.shard_nodes() if not node.has(model, version, "refused")]

@@ -25,7 +25,7 @@ from loader.registry.fleet import (
     delta_stream,
     rollout_key,
 )
-from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, lags
+from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, step_blockers
 from loader.rollout.guards import GuardLimits, GuardReport, compare
 from loader.rollout.plan import (
     Event,
@@ -374,7 +374,7 @@ def status_of(
         return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
     written = wanted is not None and wanted.epoch > rollout.base_epoch
     written = written and wanted is not None and same_wish(wanted, wanted_in_step(rollout, wanted.epoch))
-    lagging = cannot_roll(rollout, view) if not written else lags(rollout, view, wanted.epoch if wanted else 0)
+    lagging = cannot_roll(rollout, view) if not written else step_blockers(rollout, view, wanted.epoch if wanted else 0)
     waiting_for = [lag.text for lag in lagging]
     guards = None
     if rollout.bake_began_at is not None:

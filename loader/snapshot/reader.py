@@ -40,13 +40,6 @@ from loader.snapshot.manifest import (
     read_manifest,
     snapshot_file,
 )
-from loader.snapshot.per_row import (
-    COUNTS_TENSOR,
-    check_vocabulary_header,
-    check_vocabulary_ids,
-    decode_strings,
-    id_type_is_string,
-)
 from loader.snapshot.program import ProgramArchive
 from loader.snapshot.row_classes import RowClasses, check_classes_header
 from loader.snapshot.store import hash_file
@@ -59,6 +52,13 @@ from loader.snapshot.tensor_files import (
     load_numpy,
     map_tensor,
     read_header,
+)
+from loader.snapshot.vocabularies_and_counts import (
+    COUNTS_TENSOR,
+    check_vocabulary_header,
+    check_vocabulary_ids,
+    decode_strings,
+    id_type_is_string,
 )
 
 if TYPE_CHECKING:

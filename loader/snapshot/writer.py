@@ -47,13 +47,13 @@ from loader.snapshot.manifest import (
     manifest_texts,
     parse_manifest,
 )
-from loader.snapshot.per_row import Vocabulary, access_count_tensors, vocabulary_tensors
 from loader.snapshot.program import Program, program_bytes
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
 from loader.snapshot.tables import NUM_BUCKETS, TableSpec, quoted_errors
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
+from loader.snapshot.vocabularies_and_counts import Vocabulary, access_count_tensors, vocabulary_tensors
 
 _DENSE_PATH = "dense.safetensors"
 _GOLDEN_PATH = "golden.safetensors"

@@ -60,8 +60,8 @@ from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
+from serving.versions.loaded_version import ranking_parts
 from serving.versions.loading import ModelSource, load_served_model
-from serving.versions.served_model import ranking_parts
 from shard_node.bags import Float32Array
 from shard_node.node import LocalShard
 

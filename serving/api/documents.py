@@ -36,7 +36,7 @@ from serving.formats.infer import BINARY, parse_version
 from serving.formats.schema import RequestSchema, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
 from serving.rank.service import RankingService
-from serving.versions.served_model import ServedModel
+from serving.versions.loaded_version import LoadedVersion
 from shard_node.access_counts import LookupSampler
 from shard_node.generation import Generation
 
@@ -555,7 +555,7 @@ def version_index(service: RankingService, *, ready_only: bool) -> list[Document
     return index
 
 
-def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATES) -> list[Generation[ServedModel]]:
+def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATES) -> list[Generation[LoadedVersion]]:
     found = [one for one in service.generations.all() if one.state in states]
     return sorted(found, key=lambda one: (one.model, one.version))
 
@@ -573,7 +573,7 @@ def _configured(spec: TensorSpec) -> Document:
     return {"name": spec.name, "data_type": _CONFIG_TYPES[spec.datatype], "dims": list(spec.shape)}
 
 
-def _statistics(generation: Generation[ServedModel], clock_zero_s: float) -> Document:
+def _statistics(generation: Generation[LoadedVersion], clock_zero_s: float) -> Document:
     totals = generation.payload.counter.totals()
     durations = {
         "success": (totals.succeeded, totals.succeeded_s),

@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from loader.errors import OverloadedError, ShardrankError
 from serving.api.documents import create_documents, create_probes
-from serving.api.http_gate import Gate, Gates
+from serving.api.http_connection import HttpConnection, HttpListener
 from serving.api.http_messages import CODINGS, HttpReply, Refuse, defect_reply, error_reply, expand, read_body
 from serving.api.listening import CountFailure, Place
 from serving.api.tokens import Tokens
@@ -117,7 +117,7 @@ class HttpApp:
         if match is None:
             await answer_whole(self.documents, scope, receive, send)
             return
-        gate: Gate = scope["state"]["gate"]
+        gate: HttpConnection = scope["state"]["gate"]
         # Of several headers of a name the first counts.
         headers: Headers = dict(reversed(scope["headers"]))
         parent = None
@@ -134,7 +134,7 @@ class HttpApp:
         gate.answered(scope["state"]["protocol"])
 
     async def _answered(
-        self, match: re.Match[str], headers: Headers, receive: Receive, gate: Gate, parent: Parent | None
+        self, match: re.Match[str], headers: Headers, receive: Receive, gate: HttpConnection, parent: Parent | None
     ) -> HttpReply:
         max_bytes = self._service.limits.max_body_bytes
         try:
@@ -204,7 +204,7 @@ def _text(value: bytes | None) -> str:
 
 
 class _Wire(asyncio.Transport):
-    def __init__(self, gate: Gate, transport: asyncio.Transport) -> None:
+    def __init__(self, gate: HttpConnection, transport: asyncio.Transport) -> None:
         super().__init__()
         self._gate = gate
         self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
@@ -222,7 +222,7 @@ class _Wire(asyncio.Transport):
 
 
 def behind_gate(
-    config: uvicorn.Config, gate: Gate, transport: asyncio.Transport, state: ServerState
+    config: uvicorn.Config, gate: HttpConnection, transport: asyncio.Transport, state: ServerState
 ) -> HttpToolsProtocol:
     """Connect what parses a connection's requests and calls the application, with the gate in their scope."""
     protocol = HttpToolsProtocol(config, state, {"gate": gate, "transport": transport})
@@ -263,12 +263,12 @@ class HttpServer:
         )
         config.load()
         buffers = buffers or ByteBudget(LARGEST_MESSAGES * limits.max_body_bytes)
-        self._gates = Gates(partial(behind_gate, config), limits, failed, buffers, clock, ssl, refuse)
+        self._gates = HttpListener(partial(behind_gate, config), limits, failed, buffers, clock, ssl, refuse)
         self._drain_timeout_s = drain_timeout_s
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, place: Place | None = None) -> int:
-        """Listen, as `Front.listen` does. Returns the port. Raises ConfigError."""
+        """Listen, as `ConnectionListener.listen` does. Returns the port. Raises ConfigError."""
         bound = self._gates.listen(host, port, "HTTP", place)
         self._ticking = asyncio.create_task(self._tick())
         return bound

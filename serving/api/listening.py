@@ -172,7 +172,7 @@ class Accepted(asyncio.BaseProtocol):
 Made = TypeVar("Made", bound=Accepted)
 
 
-class Front(abc.ABC, Generic[Made]):
+class ConnectionListener(abc.ABC, Generic[Made]):
     """Accepts connections as far as limits allow, and shakes hands with each if it speaks TLS.
 
     At most `MAX_HANDSHAKES` are under way; one more ends the oldest: honest ones take milliseconds. One that fails is

@@ -178,7 +178,7 @@ class CardLayout:
             if mapped.bags.weights is not None:
                 weights *= mapped.bags.weights
             mapped = replace(mapped, bags=mapped.bags.with_values(mapped.bags.values, weights))
-        return router.look_ups(mapped).rows
+        return router.rows_to_fetch(mapped).rows
 
     def combine(self, areas: Sequence[Tensor], projections: Mapping[str, Tensor]) -> None:
         """Write what is in scratch into the inputs of a whole class; idempotent.

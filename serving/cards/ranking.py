@@ -30,7 +30,7 @@ from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts, Scored
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.cuda.card_engine import CardEngine, Lane
+from shard_node.cuda.card_engine import CardEngine, CardStream
 from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.node import LocalShard, Shard
 
@@ -64,7 +64,7 @@ class CardBatch:
     Raises MemoryBudgetError if the card or the host has no room; nothing is kept then.
     """
 
-    def __init__(self, lane: Lane, model: CardModel, most: BatchClass) -> None:
+    def __init__(self, lane: CardStream, model: CardModel, most: BatchClass) -> None:
         self.most = most
         self.num_uses = 0
         self.can_capture = True
@@ -229,7 +229,7 @@ class CardScorer:
     """
 
     engine: CardEngine
-    lane: Lane
+    lane: CardStream
     on_close: Callable[[], None]
     limits: RequestLimits
     max_batches: int = MAX_BATCHES
@@ -398,9 +398,9 @@ class CardRanking(Ranking):
         self.scorer = scorer
         self._models: dict[RankingParts, CardModel] = {}
 
-    def use(self, parts: RankingParts) -> None:
+    def set_weights(self, parts: RankingParts) -> None:
         """Go on with another dense model, and no other."""
-        super().use(parts)
+        super().set_weights(parts)
         self._models = {}
 
     async def prepare(self, parts: RankingParts) -> None:
@@ -412,9 +412,9 @@ class CardRanking(Ranking):
                 return
             await asyncio.sleep(self._clock() - began)
 
-    def offer(self, parts: RankingParts) -> None:
+    def stage_weights(self, parts: RankingParts) -> None:
         """As `Ranking.offer`; nothing stays on the card of steps that can't answer any more."""
-        super().offer(parts)
+        super().stage_weights(parts)
         self._models = {one: model for one, model in self._models.items() if one in self._steps}
         self.scorer.keep(self._models.values())
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from loader.access_counts import AccessCounts
     from loader.description import ModelDescription, TableDescription
     from loader.snapshot.manifest import ModelSpec
-    from loader.snapshot.per_row import Vocabulary
     from loader.snapshot.row_classes import RowClasses
     from loader.snapshot.row_source import RowSource
+    from loader.snapshot.vocabularies_and_counts import Vocabulary
     from loader.stores.cache import StorePlace
 
 
@@ -183,7 +183,7 @@ class Pruned(NamedTuple):
         from loader.access_counts import merged_by_table, read_access_counts
         from loader.errors import ExportError
         from loader.traces import read_traces
-        from router.fitting import count_rows, fitted
+        from router.table_sizing import count_rows, fitted
 
         if not prune and (keep or keep_share is not None):
             raise ExportError(f"{'--keep' if keep else '--keep-share'} goes with --prune")
@@ -338,7 +338,7 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
     import numpy as np
 
     from loader.errors import ExportError
-    from loader.snapshot.per_row import id_type_is_string
+    from loader.snapshot.vocabularies_and_counts import id_type_is_string
 
     tables = {one.name: one for one in spec.logical_tables}
     _check_tables("--vocabulary", tables, [table])

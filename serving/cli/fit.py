@@ -17,8 +17,8 @@ from serving.cli.settings import Options
 if TYPE_CHECKING:
     from loader.access_counts import AccessCounts
     from loader.description import ModelDescription
-    from router.fitting import RowLookups, TableMeasures
-    from router.levers import LeveredTable, Proposal
+    from router.table_shrinking import LeveredTable, Proposal
+    from router.table_sizing import RowLookups, TableMeasures
 
 PERCENT = ".2%"
 MAX_TABLES = 20
@@ -28,7 +28,7 @@ _BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
 
 def _levers(text: str) -> tuple[str, ...]:
-    from router.levers import LEVERS
+    from router.table_shrinking import LEVERS
 
     named = tuple(text.split(","))
     if unknown := [name for name in named if name not in LEVERS]:
@@ -87,8 +87,8 @@ def fit(model: str, **options: Any) -> None:
       shardrank fit shop.json --trace item=items.npy --trace user=users.npy --max-collision-share 1% --json
       shardrank fit shop.json --counts shop-counts.safetensors --bytes 8GB --levers prune,precision
     """
-    from router.fitting import measure
-    from router.levers import LEVERS, LeveredTable, Propose, size_curve
+    from router.table_shrinking import LEVERS, LeveredTable, Propose, size_curve
+    from router.table_sizing import measure
 
     if options["out"] is not None and options["limit_bytes"] is None:
         raise click.UsageError("--out needs --bytes: without it nothing is proposed.")
@@ -153,7 +153,7 @@ def _read_lookups(
     """
     from loader.access_counts import read_access_counts
     from loader.traces import read_traces
-    from router.fitting import RowLookups, fitted
+    from router.table_sizing import RowLookups, fitted
 
     counts, traces = options["counts"], options["traces"]
     if counts is not None and traces:
@@ -193,7 +193,7 @@ def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:
 
     Each row has the name of the dtypes, `code_bytes`, `scale_bytes`, `class_bytes`, `stored_bytes` and `of_float32`.
     """
-    from router.levers import DTYPE_ROUNDS
+    from router.table_shrinking import DTYPE_ROUNDS
 
     float32 = sum(4 * table.num_embeddings * table.table.width for table in tables)
     by_dtypes = {"as described": list(tables)}
@@ -227,7 +227,7 @@ def _text(value: float | None, form: str = ",.0f") -> str:
 
 
 def _print_measures(measured: Sequence[TableMeasures], *, ids_known: bool) -> None:
-    from router.fitting import CACHE_SHARES
+    from router.table_sizing import CACHE_SHARES
 
     largest = sorted(measured, key=lambda table: -table.stored_bytes)[:MAX_TABLES]
     title = f"the largest {MAX_TABLES} of {len(measured)}" if len(measured) > MAX_TABLES else "all with a trace"

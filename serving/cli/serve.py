@@ -207,7 +207,7 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     from loader.registry import open_registry
     from loader.registry.fleet import FleetRegistry
     from serving.rank.service import RankingService
-    from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
+    from serving.versions.fleet_member import FleetMember, LocalRows, ServingConfig
     from shard_node.agent.agent import AgentConfig
     from shard_node.agent.node_agent import NodeActions
     from shard_node.node import ShardNode
@@ -234,7 +234,7 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
         actions = NodeActions(rows, fleet, partition, settings.node_config(options, serving.node_id), card_set=card_set)
         local = LocalRows(rows, actions, partial(settings.plan_of, options, plan, 1))
     reopen = partial(open_registry, options["registry"])
-    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local, reopen)
+    node = FleetMember(fleet, service, serving, AgentConfig(models=models), local, reopen)
 
     def on_listening(listening: Listening) -> None:
         node.address = options["advertise"] or advertised_url(listening, settings.scheme(options))

@@ -182,7 +182,7 @@ class _Held(NamedTuple):
         return cls(dict(reports), answering, state.last_deltas())
 
 
-def told_state(state: FleetState, changes: Changes, history: History) -> Document:
+def state_document(state: FleetState, changes: Changes, history: History) -> Document:
     """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
     models, held = state.models(), _Held.of(state)
     nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
@@ -431,7 +431,7 @@ class Board:
     def _state_event(self) -> bytes:
         source = {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed}
         about = {"source": source, "problem": self._problem}
-        return _event("state", about | told_state(self._state, self._changes, self.history))
+        return _event("state", about | state_document(self._state, self._changes, self.history))
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from loader.errors import ShardrankError
-from serving.versions.served_versions import ServedVersions
+from serving.versions.version_choice import VersionChoice
 from shard_node.agent.node_agent import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
 from shard_node.generation import Generation
@@ -67,12 +67,12 @@ class _Told(NamedTuple):
     faults: int = 0
 
 
-class NodeWatch:
+class Readiness:
     """Keeps what the shards of every live model last said. Arguments are those of `RankingService`."""
 
     def __init__(
         self,
-        versions: ServedVersions,
+        versions: VersionChoice,
         max_staleness_s: Mapping[str, float] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:

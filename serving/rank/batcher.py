@@ -2,8 +2,8 @@
 
 A request goes at once to an idle replica. While all are busy requests wait, and the next free replica pops as many as
 fit a batch; so batches grow with the load, and no request waits for others to join it. By recent batch times
-(`BatchPace`) a request is refused at once if it would be too late, and dropped as soon as its deadline can't be met. No
-estimate keeps a replica idle: an empty queue accepts anything, and the last request of a queue is tried.
+(`BatchTimeEstimate`) a request is refused at once if it would be too late, and dropped as soon as its deadline can't
+be met. No estimate keeps a replica idle: an empty queue accepts anything, and the last request of a queue is tried.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Batch(NamedTuple):
     at_once: int
 
 
-class BatchPace:
+class BatchTimeEstimate:
     """The time of a full batch, by the last batches but the slowest, and those in flight. Not thread-safe.
 
     Attributes:
@@ -163,7 +163,7 @@ class Batcher:
         self._since, self._longest_s, self._longest_before_s = -inf, 0.0, 0.0
         # When a full queue was last looked through for what nobody waits for.
         self._looked = -inf
-        self._pace = BatchPace()
+        self._pace = BatchTimeEstimate()
         self._idle: list[Wake] = []
         self._closed_because = ""
 
@@ -383,7 +383,7 @@ class _WaitingLookup(NamedTuple):
     future: asyncio.Future[None]
 
 
-class UntakenAnswers:
+class LookupMemoryLimit:
     """Bounds the floats of lookups until their clients have read them. Belongs to one event loop.
 
     A lookup without room waits: after others of its owner, a connection, and after all once the bound is reached. One
@@ -397,8 +397,8 @@ class UntakenAnswers:
         self._waits: Counter[Hashable] = Counter()
         self._writing = asyncio.Lock()
 
-    async def take(self, owner: Hashable, num_floats: int, timeout_s: float) -> None:
-        """Wait until there is room for an owner's answer; `give` must follow.
+    async def acquire(self, owner: Hashable, num_floats: int, timeout_s: float) -> None:
+        """Wait until there is room for an owner's answer; `release` must follow.
 
         Raises OverloadedError at once if too many of the owner wait, DeadlineExceededError without room in time.
         """
@@ -415,7 +415,7 @@ class UntakenAnswers:
         except BaseException as error:
             if not waiting.future.cancelled():
                 # It was admitted at the same moment.
-                self.give(owner, num_floats)
+                self.release(owner, num_floats)
             else:
                 # It may have been first in line.
                 self._let_in()
@@ -424,7 +424,7 @@ class UntakenAnswers:
             says = f"earlier answers were not taken in time; the limit is max_untaken_floats = {self._max_floats}"
             raise DeadlineExceededError(says) from None
 
-    def give(self, owner: Hashable, num_floats: int) -> None:
+    def release(self, owner: Hashable, num_floats: int) -> None:
         """Make room: an answer was taken, or is given up."""
         self._uncount(self._held, owner, num_floats)
         self._let_in()

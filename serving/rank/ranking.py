@@ -32,7 +32,7 @@ from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import batch_spans, traced_batch, traced_lookup
 from serving.rank.batcher import Pending
-from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, Forms
+from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
 
@@ -215,7 +215,7 @@ class RankingParts:
     schema: RequestSchema
     models: DeviceCopies
     assembler: InputAssembler
-    forms: Forms = EXACT
+    forms: ReplyEncoding = EXACT
     dense_step: int = 0
     min_sequence: int = UNKNOWN_SEQUENCE
 
@@ -267,15 +267,15 @@ class Ranking:
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
         self._output_names = tuple(parts.schema.features.spec.dense_model.outputs)
-        Ranking.use(self, parts)
+        Ranking.set_weights(self, parts)
 
-    def using(self, parts: RankingParts) -> Self:
+    def with_weights(self, parts: RankingParts) -> Self:
         """Make a ranking of the same router with another dense model; it ends with this one."""
         other = copy.copy(self)
-        other.use(parts)
+        other.set_weights(parts)
         return other
 
-    def use(self, parts: RankingParts) -> None:
+    def set_weights(self, parts: RankingParts) -> None:
         """Go on with another dense model, and no other."""
         self.parts = parts
         self._steps = [parts]
@@ -284,14 +284,14 @@ class Ranking:
     async def prepare(self, parts: RankingParts) -> None:
         """Do beforehand what batches need once that another step is to score; others are scored meanwhile."""
 
-    def offer(self, parts: RankingParts) -> None:
+    def stage_weights(self, parts: RankingParts) -> None:
         """Score with another step of the same model's weights as soon as rows have the deltas that it needs."""
         self._steps = [parts, self.parts]
         for shard in self._shards:
             if isinstance(shard, ReplicatedShard):
                 shard.min_sequence = self.parts.min_sequence
 
-    async def has_taken(self) -> bool:
+    async def weights_active(self) -> bool:
         """Return whether the step that was offered last answers; calls `nodes` if no batch has shown it."""
         offered = self._steps[0]
         if offered is not self.parts:

@@ -33,10 +33,10 @@ from serving.limits import RequestLimits
 from serving.observe.calls import Call, Outcome, outcome_of
 from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import Parent, Tracer, call_span
-from serving.observe.watch import NodeWatch, StateCollector
-from serving.rank.batcher import Pending, UntakenAnswers
-from serving.versions.served_model import ServedModel
-from serving.versions.served_versions import ServedVersions
+from serving.observe.watch import Readiness, StateCollector
+from serving.rank.batcher import LookupMemoryLimit, Pending
+from serving.versions.loaded_version import LoadedVersion
+from serving.versions.version_choice import VersionChoice
 from shard_node.byte_budget import ByteBudget
 from shard_node.generation import Lease
 
@@ -50,7 +50,7 @@ CLOSE_GRACE_S = 5.0
 MAX_EXPANDING = 2
 
 
-class RankingService(ServedVersions):
+class RankingService(VersionChoice):
     """Holds the served versions and answers requests. Belongs to no event loop; thread-safe.
 
     Args:
@@ -77,10 +77,10 @@ class RankingService(ServedVersions):
         self.limits = limits or RequestLimits()
         self.clock = clock
         self.wall_clock = wall_clock
-        self.watch = NodeWatch(self, max_staleness_s, wall_clock)
+        self.watch = Readiness(self, max_staleness_s, wall_clock)
         self.metrics = ServingMetrics(StateCollector(self.watch.samples))
         self.tracer: Tracer | None = None
-        self.untaken = UntakenAnswers(self.limits.max_untaken_floats)
+        self.untaken = LookupMemoryLimit(self.limits.max_untaken_floats)
         self.buffers = ByteBudget(self.limits.max_buffered_bytes, self.metrics.buffer_refused)
         self.metrics.buffered_bytes = lambda: self.buffers.buffered
         self.expanding = asyncio.Semaphore(MAX_EXPANDING)
@@ -302,14 +302,14 @@ async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pendi
     """Answer a lookup, once there is room for its answer."""
     num_floats, untaken = cast(LookupRequest, pending.request).num_floats, service.untaken
     try:
-        await untaken.take(client.connection, num_floats, pending.deadline - pending.call.parsed)
+        await untaken.acquire(client.connection, num_floats, pending.deadline - pending.call.parsed)
     except BaseException:
         # It waited for earlier answers that its client has not read: no guard counts that.
         pending.call.pinned = True
         pending.lease.release()
         raise
     pending.call.leased = service.clock()
-    give = partial(untaken.give, client.connection, num_floats)
+    give = partial(untaken.release, client.connection, num_floats)
     try:
         answered = await service.wait(pending, client.watch)
         pending.call.answered = service.clock()
@@ -332,7 +332,7 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Ans
 
 def _parsed(
     service: RankingService, codec: Codec, call: Call, body: Buffer
-) -> tuple[Unparsed, Request, Lease[ServedModel]]:
+) -> tuple[Unparsed, Request, Lease[LoadedVersion]]:
     call.received = service.clock()
     service.admit(call)
     unparsed = codec.read(body, service.limits)

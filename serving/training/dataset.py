@@ -22,8 +22,8 @@ from loader.description import ModelDescription, TableDescription
 from loader.errors import ShardrankError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.per_row import Vocabulary
 from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings, schema_errors
+from loader.snapshot.vocabularies_and_counts import Vocabulary
 from shard_node.bags import Float32Array, Int64Array
 
 GENRES = ("unknown", "Action", "Adventure", "Animation", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",

@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.per_row import Vocabulary
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import DividedTable, TableSpec, fingerprint_strings, projection_name
+from loader.snapshot.vocabularies_and_counts import Vocabulary
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes

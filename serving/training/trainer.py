@@ -27,7 +27,7 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping, schema_errors
 from loader.snapshot.writer import export_snapshot
 from loader.traces import count_values
-from router.fitting import fitted
+from router.table_sizing import fitted
 from serving.training.dataset import (
     CROSSES,
     FilmsDataset,

@@ -21,7 +21,7 @@ from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from serving.observe.metrics import ServingMetrics
-from serving.versions.served_model import ServedModel
+from serving.versions.loaded_version import LoadedVersion
 from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generations
 
@@ -59,7 +59,7 @@ class DenseSteps:
         self._unread: dict[tuple[str, int], _Unread] = {}
         self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
-    async def look(self, served: ServedModel) -> None:
+    async def look(self, served: LoadedVersion) -> None:
         """Offer a version the newest step, if it has an older one. Raises RegistryError.
 
         A version without any first accepts, unchecked for drift, the step that other processes accepted last: the
@@ -97,7 +97,7 @@ class DenseSteps:
             unread.pause_s = min(2 * unread.pause_s, MAX_PAUSE_S)
         return now < unread.again_at
 
-    async def _try(self, served: ServedModel, record: DenseStep, max_drift: float) -> bool:
+    async def _try(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> bool:
         key = served.model, served.version
         if self._is_read_later(record):
             return False
@@ -128,7 +128,7 @@ class DenseSteps:
         logger.info("dense step %d of %s %d is offered, rows from delta %d on", record.step, *key, record.sequence)
         return True
 
-    async def run(self, generations: Generations[ServedModel]) -> None:
+    async def run(self, generations: Generations[LoadedVersion]) -> None:
         """Look for new steps of what is served, until cancelled."""
         is_silent = False
         while True:
@@ -153,7 +153,7 @@ class DenseSteps:
                 is_silent = True
             await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
 
-    def _take(self, served: ServedModel, record: DenseStep, max_drift: float) -> None:
+    def _take(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> None:
         torch.set_num_threads(1)
         tensors = read_step(self._store, record)
         # What is served, though the store may have another one in its place by now.

@@ -22,7 +22,7 @@ from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from router.replicas import ReplicaSource, ReplicatedShard
 from serving.errors import InternalError
 from serving.rank.service import RankingService
-from serving.versions.served_model import LoadOptions, ServedModel, ShardsFactory
+from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
 from shard_node.buckets import Sharding
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
@@ -82,7 +82,7 @@ def load_served_model(
     service: RankingService,
     progress: Progress = no_progress,
     loop: asyncio.AbstractEventLoop | None = None,
-) -> ServedModel:
+) -> LoadedVersion:
     """Open, load and check a version. Blocks; `service.install` makes it live.
 
     `loop` runs in another thread, and is where requests come from; it ranks if `num_replicas` is 0. Raises
@@ -122,7 +122,7 @@ def load_served_model(
                 nodes[-1].generations.stage(snapshot.spec.model, snapshot.version, tables)
                 nodes[-1].generations.flip(snapshot.spec.model, snapshot.version)
             shards = local_shards(nodes)
-        return ServedModel.load(
+        return LoadedVersion.load(
             snapshot,
             plan,
             shards,
@@ -143,7 +143,7 @@ async def load_when_possible(
     source: ModelSource,
     service: RankingService,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> ServedModel:
+) -> LoadedVersion:
     """Load and install a version; while its shards can't be asked, try again. Raises as `load_served_model`."""
     pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
     while True:

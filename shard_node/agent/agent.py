@@ -28,7 +28,7 @@ from loader.registry.fleet import (
     rollout_key,
 )
 from loader.snapshot.tables import Frozen, Name
-from shard_node.agent.stagings import StagingConfig, Stagings
+from shard_node.agent.version_loading import StagingConfig, Stagings
 
 logger = logging.getLogger(__name__)
 

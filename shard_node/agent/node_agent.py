@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import Field
 
 from loader.errors import RolloutError, SnapshotCorruptError, SnapshotNotFoundError
-from loader.progress import Pace, Progress, Wish, in_background, no_progress
+from loader.progress import CancelToken, Progress, Throttle, in_background, no_progress
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -65,7 +65,7 @@ def stage_tables(
     card_set: CardSet | None = None,
     observed: ObservedCounts | None = None,
     verify: bool = True,
-    pace: Pace | None = None,
+    pace: Throttle | None = None,
     progress: Progress = no_progress,
 ) -> LoadedTables:
     """Load what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
@@ -77,7 +77,7 @@ def stage_tables(
     Raises MemoryBudgetError, with the numbers; SnapshotError as `Snapshot.open`, and for a version of another identity,
     or with a row that is not finite; PlanError as `plan_of`.
     """
-    paced = (pace or Pace()).over(progress)
+    paced = (pace or Throttle()).over(progress)
     snapshot = Snapshot.open(folder, verify=False, files="rows")
     if snapshot.identity != published.identity:
         raise SnapshotCorruptError(
@@ -186,9 +186,9 @@ class NodeActions:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
         config, keep = self._config, await identities_in_use(self._fleet, self._config.store)
 
-        def work(wish: Wish) -> tuple[LoadedTables, HeldSnapshot]:
+        def work(wish: CancelToken) -> tuple[LoadedTables, HeldSnapshot]:
             progress = wish.over(share_of(tell))
-            pace = Pace(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest)
+            pace = Throttle(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest)
             held = self._store.hold(
                 model,
                 version,

@@ -42,7 +42,7 @@ Launch = tuple[str, tuple[int, int], Sequence[ctypes.Structure]]
 _FLOATS_PER_CHUNK = 4
 
 
-class Lane:
+class CardStream:
     """One way through one card: a stream, on which its owner may put more. Made by `CardEngine.lane`.
 
     It has one user at a time, and is closed before the engine. A slot has fixed addresses and launch shapes for all
@@ -53,10 +53,10 @@ class Lane:
         self.rows = rows
         self.card = rows.cards.cards[card]
         self.stream = self.card.stream()
-        self._slots: set[Slot] = set()
+        self._slots: set[BatchBuffer] = set()
         self._reader = rows.order.reader(self.stream)
 
-    def prepare(self, runs: OutputRuns, size: BatchSize) -> Slot:
+    def prepare(self, runs: OutputRuns, size: BatchSize) -> BatchBuffer:
         """Reserve memory for batches up to a size; `runs` say where the bags of each key go, within their output.
 
         Raises InvalidBagsError for a size that positions of 32 bits can't tell, MemoryBudgetError if the card or the
@@ -64,12 +64,12 @@ class Lane:
         """
         if size.num_values > MAX_BATCH_VALUES or int(size.bags_per_key.sum()) >= MAX_BATCH_VALUES:
             raise InvalidBagsError(f"a batch has at most {MAX_BATCH_VALUES} values and fewer bags, got {size}")
-        slot = Slot(self, RunTable(self.rows.shapes, runs), size)
+        slot = BatchBuffer(self, RunTable(self.rows.shapes, runs), size)
         self._slots.add(slot)
         return slot
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Run `work`, in which lookups are put on the stream: `Slot.enqueue`.
+        """Run `work`, in which lookups are put on the stream: `BatchBuffer.enqueue`.
 
         All that one `work` looks up sees every row write in full or not at all. It holds row writes up only while it
         runs, not while the card works.
@@ -111,8 +111,8 @@ class Lane:
         for kernel, grid, params in launches:
             self.card.launch(kernel, grid, params, self.stream)
 
-    def forget(self, slot: Slot) -> None:
-        """Take a slot back; called by `Slot.close`."""
+    def forget(self, slot: BatchBuffer) -> None:
+        """Take a slot back; called by `BatchBuffer.close`."""
         self._slots.discard(slot)
 
     def close(self) -> None:
@@ -123,14 +123,14 @@ class Lane:
         self.rows.order.forget(self._reader)
 
 
-class Slot:
-    """Room for one batch at a time on a lane. Made by `Lane.prepare`.
+class BatchBuffer:
+    """Room for one batch at a time on a lane. Made by `CardStream.prepare`.
 
     `out` has the pooled bags, as the runs say; elements that no bag is written to are left as they are. `extra` goes up
     with the batch, is to be written after `fill`, and lies on the card at byte `extra_at` of `batch`.
     """
 
-    def __init__(self, lane: Lane, runs: RunTable, size: BatchSize) -> None:
+    def __init__(self, lane: CardStream, runs: RunTable, size: BatchSize) -> None:
         self._lane = lane
         self._runs = runs
         self._size = size
@@ -185,7 +185,7 @@ class Slot:
             self._lane.rows.lookups.add(tables, part)
 
     def enqueue(self) -> None:
-        """Put the copy up of what the batch takes, and the launches, on the stream. Within `Lane.launch`."""
+        """Put the copy up of what the batch takes, and the launches, on the stream. Within `CardStream.launch`."""
         card, stream = self._lane.card, self._lane.stream
         for first, end in self._used:
             card.copy_to_card(self.batch.address + first, self._pinned, first, end - first, stream)
@@ -213,7 +213,7 @@ class HostPool:
     Used by one thread at a time.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: CardStream) -> None:
         self._lane = lane
         self._upload = Upload(lane.rows.cards, [(lane.card, lane.stream)])
         self._out: Memory | None = None
@@ -331,7 +331,7 @@ class CardEngine:
             self._writer = RowWriter(self._rows)
             # Card by card, so that callers who take turns also take cards in turn.
             for number in [*range(len(cards.cards))] * POOLS_PER_CARD:
-                self._pools.append(HostPool(Lane(self._rows, number)))
+                self._pools.append(HostPool(CardStream(self._rows, number)))
         except BaseException:
             self._free_buffers()
             raise
@@ -361,9 +361,9 @@ class CardEngine:
         """As `Engine.answer`, of sums: rows lie on the cards in another form than the stored one."""
         return Answer(self.pool(bags))
 
-    def lane(self, card: int) -> Lane:
+    def lane(self, card: int) -> CardStream:
         """Make a lane of a card for a ranking replica, which closes it before the engine is closed."""
-        return Lane(self._rows, card)
+        return CardStream(self._rows, card)
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. Returns when the rows are on their way: every later `pool` sees them.

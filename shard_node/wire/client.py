@@ -15,7 +15,7 @@ from pydantic import Field
 from loader.access_counts import AccessCounts
 from loader.errors import DeadlineExceededError, OverloadedError
 from loader.snapshot.tables import Frozen
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, TlsHandshakeError, WireError
 from shard_node.node import NodeInfo
@@ -251,7 +251,7 @@ class ShardClient:
         return not self._is_closed and self._connecting is None and self._connection is None and not self._num_failures
 
     async def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> Answer:
         """As `Shard.pool`, but whether the answer fits the bags is not checked. It is views into the received frame.
 
@@ -270,7 +270,13 @@ class ShardClient:
             return await self._pool(model, version, bags, deadline, forms, context)
 
     async def _pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms, trace: SpanContext | None = None
+        self,
+        model: str,
+        version: int,
+        bags: KeyedBags,
+        deadline: float,
+        forms: ReplyEncoding,
+        trace: SpanContext | None = None,
     ) -> Answer:
         def encode(request_id: int, budget_us: int) -> list[Buffer]:
             # Only now it is certain who gets it: the call may have waited for another connection.

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from loader.access_counts import AccessCounts, decode_access_counts, encode_access_counts
 from loader.errors import DeadlineExceededError, ExportError, OverloadedError, ShardrankError
 from shard_node import errors
-from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
+from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, WireError
 from shard_node.node import NodeInfo
@@ -79,7 +79,7 @@ class PoolRequest:
     offsets: npt.NDArray[np.integer[Any]]
     values: npt.NDArray[np.integer[Any]]
     weights: Float32Array | None
-    forms: Forms = FLOAT32_SUMS
+    forms: ReplyEncoding = FLOAT32_SUMS
     takes_sequence: bool = False
     trace: SpanContext | None = None
 
@@ -95,7 +95,7 @@ def encode_pool(
     model: str,
     version: int,
     bags: KeyedBags,
-    forms: Forms = FLOAT32_SUMS,
+    forms: ReplyEncoding = FLOAT32_SUMS,
     trace: SpanContext | None = None,
 ) -> list[Buffer]:
     """Encode a POOL frame as buffers to be written one after the other. They look into the bags: don't change those.
@@ -141,7 +141,7 @@ def decode_pool(frame: Frame) -> PoolRequest:
         _flat(arrays[2], "POOL offsets", _INT32, _INT64),
         _flat(arrays[3], "POOL values", _INT32, _INT64),
         _flat(arrays[4], "POOL weights", _FLOAT32) if len(arrays) == 5 else None,
-        Forms(bool(note & _TAKES_STORED), bool(note & _TAKES_FLOAT16)),
+        ReplyEncoding(bool(note & _TAKES_STORED), bool(note & _TAKES_FLOAT16)),
         bool(note & _TAKES_SEQUENCE),
         trace,
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.progress import CalledOffError, Pace, Wish, in_background
+from loader.progress import CalledOffError, CancelToken, Throttle, in_background
 from shardrank_testing.rollout_fleet import Clock
 
 
@@ -23,7 +23,7 @@ async def test_work_runs_in_a_thread_and_its_result_comes_back():
 async def test_cancelled_work_has_ended_when_the_caller_goes_on():
     begun, ended = threading.Event(), threading.Event()
 
-    def work(wish: Wish) -> None:
+    def work(wish: CancelToken) -> None:
         begun.set()
         try:
             while True:
@@ -43,7 +43,7 @@ async def test_a_result_that_nobody_waits_for_is_freed():
     begun, go_on = threading.Event(), threading.Event()
     freed: list[str] = []
 
-    def work(wish: Wish) -> str:
+    def work(wish: CancelToken) -> str:
         begun.set()
         go_on.wait()
         return "rows"
@@ -61,7 +61,7 @@ async def test_a_result_that_nobody_waits_for_is_freed():
 
 
 def test_progress_ends_work_that_is_not_wanted_any_more():
-    wish, seen = Wish(), []
+    wish, seen = CancelToken(), []
     progress = wish.over(lambda *step: seen.append(step))
     progress("load", 1, 2)
     wish.call_off()
@@ -78,7 +78,7 @@ def test_work_takes_no_more_than_its_share_of_the_time(share, pieces):
         clock.now += duration_s
         rests.append(duration_s)
 
-    paced = Pace(share, None, clock, sleep).over()
+    paced = Throttle(share, None, clock, sleep).over()
     for number, duration_s in enumerate(pieces):
         clock.now += duration_s
         paced("load", number + 1, len(pieces))

@@ -17,7 +17,7 @@ from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.reader import Snapshot
 from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.replicas import ReplicaSource, ReplicatedShard
-from shard_node.answer import Answer, Forms
+from shard_node.answer import Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import NodeInfo, ShardNode
@@ -45,7 +45,7 @@ class WatchedClient(ShardClient):
         self.gate.set()
         self.closed, self.reported = asyncio.Event(), asyncio.Event()
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms) -> Answer:
+    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding) -> Answer:
         self.pools += 1
         await self.gate.wait()
         return await super().pool(model, version, bags, deadline, forms)

@@ -19,7 +19,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import VALUE_BYTES, Cutter, Router
-from shard_node.answer import Answer, Forms, add_answers
+from shard_node.answer import Answer, ReplyEncoding, add_answers
 from shard_node.bags import CheckedBags, KeyedBags
 from shard_node.errors import InvalidBagsError
 from shard_node.node import LocalShard
@@ -95,7 +95,15 @@ async def test_shards_behind_sockets_give_the_references_answer(stores, tmp_path
                 assert [block.tobytes() for block in remote.blocks] == [block.tobytes() for block in expected.blocks]
 
 
-@pytest.mark.parametrize("forms", [Forms(), Forms(float16=True), Forms(stored=True), Forms(stored=True, float16=True)])
+@pytest.mark.parametrize(
+    "forms",
+    [
+        ReplyEncoding(),
+        ReplyEncoding(float16=True),
+        ReplyEncoding(stored=True),
+        ReplyEncoding(stored=True, float16=True),
+    ],
+)
 async def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
     """Their bytes are counted by form."""
     stored = stores["mixed", None]
@@ -103,7 +111,7 @@ async def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
     async with remote_router(stored.snapshot, Topology(shards=2, cards=2), tmp_path) as router:
         for seed, max_hotness in enumerate((1, 2, 9, 9)):
             bags = stored.bags(np.random.default_rng(seed), 9, max_hotness)
-            exact = await lookup(router, stored.snapshot, bags, forms=Forms())
+            exact = await lookup(router, stored.snapshot, bags, forms=ReplyEncoding())
             embeddings = await lookup(router, stored.snapshot, bags, forms=forms)
             requested, rows, float16, float32 = embeddings.times.wire_bytes()
             assert requested > 0

@@ -13,7 +13,7 @@ from loader.snapshot.writer import export_snapshot
 from router.planning.capacity import capacity
 from router.planning.inputs import CapacityOptions, LookupProfile
 from serving.rank.ranking import MergedBatch
-from serving.versions.served_model import ServedModel
+from serving.versions.loaded_version import LoadedVersion
 from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.card_engines import OnCards, engine_params, options_for
 from shardrank_testing.card_ranking import (
@@ -41,7 +41,7 @@ def shop_twins(folder: Path, kind: str, levers: dict | None = None, **how) -> Tw
     return write_twins(folder, description, dense=random_tensors(spec, 5), version=1, **how)
 
 
-def batches_of(served: ServedModel) -> list[MergedBatch]:
+def batches_of(served: LoadedVersion) -> list[MergedBatch]:
     """The same requests for every model of that shape."""
     rng = np.random.default_rng(3)
     candidates = (((1,), 4), ((7, 3), 4), ((40, 2), 4), ((5, 1, 20), 26))

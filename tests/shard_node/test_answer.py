@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from shard_node.answer import Answer, Forms, add_answers, group_keys, rounded, travel_as_stored
+from shard_node.answer import Answer, ReplyEncoding, add_answers, group_keys, rounded, travel_as_stored
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
@@ -35,7 +35,7 @@ SPEC = model_of(
 )
 MODEL, VERSION = SPEC.model, 1
 LAYOUT = TableLayout.of(SPEC)
-EVERY_FORM = [Forms(stored, float16) for stored in (False, True) for float16 in (False, True)]
+EVERY_FORM = [ReplyEncoding(stored, float16) for stored in (False, True) for float16 in (False, True)]
 
 
 def node_over(engine: Engine, plan: Plan) -> ShardNode:
@@ -150,7 +150,7 @@ def test_empty_bags_are_zeros_in_every_form(nodes, lengths, num_owners):
         bags = bags_of_lengths({table: [0] * len(of_table) for table, of_table in lengths.items()})
     owner = (np.arange(bags.num_values) % max(1, num_owners)).astype(np.uint8)
     parts = split(bags, owner, range(num_owners)) if num_owners else []
-    answers = [nodes[0].answer(MODEL, VERSION, part.bags, Forms(stored=True)) for part in parts]
+    answers = [nodes[0].answer(MODEL, VERSION, part.bags, ReplyEncoding(stored=True)) for part in parts]
     added = add_answers(LAYOUT, bags, parts, answers)
     for actual, expected in zip(added, nodes[0].pool(MODEL, VERSION, bags), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
@@ -179,18 +179,18 @@ def test_sums_too_large_for_float16_travel_in_float32():
     node = node_over(ReferenceEngine(SPEC, rows), Plan.make(SPEC))
     first, last = 0, len(LAYOUT.tables) - 1
     bags = bags_of_lengths({first: [1, 2], last: [1, 1]})
-    answer = node.answer(MODEL, VERSION, bags, Forms(float16=True))
+    answer = node.answer(MODEL, VERSION, bags, ReplyEncoding(float16=True))
     assert answer.sums[0].dtype == np.float32
     assert answer.sums[-1].dtype == np.float16
     # Another part of the same group, with smaller sums, may be in float16 beside it.
     parts = split(bags, np.array([0, 0, 1, 1, 0], np.uint8), range(2))
-    answers = [node.answer(MODEL, VERSION, part.bags, Forms(float16=True)) for part in parts]
+    answers = [node.answer(MODEL, VERSION, part.bags, ReplyEncoding(float16=True)) for part in parts]
     assert {one.sums[0].dtype for one in answers} == {np.dtype(np.float16)}
     added = add_answers(LAYOUT, bags, parts, answers)
     assert added[0].tolist() == [[40_000.0] * 4, [80_000.0] * 4]
     assert added[-1].tolist() == [[40_000.0] * 64] * 2
     parts = split(bags, np.array([1, 0, 0, 1, 0], np.uint8), range(2))
-    answers = [node.answer(MODEL, VERSION, part.bags, Forms(float16=True)) for part in parts]
+    answers = [node.answer(MODEL, VERSION, part.bags, ReplyEncoding(float16=True)) for part in parts]
     assert [one.sums[0].dtype for one in answers] == [np.float32, np.float16]
     assert add_answers(LAYOUT, bags, parts, answers)[0].tolist() == [[40_000.0] * 4, [80_000.0] * 4]
 

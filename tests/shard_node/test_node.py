@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from router.plan import Plan
-from shard_node.answer import EXACT, FLOAT32_SUMS, Forms, add_answers
+from shard_node.answer import EXACT, FLOAT32_SUMS, ReplyEncoding, add_answers
 from shard_node.bags import TableLayout
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError
 from shard_node.node import LoadedTables, ShardNode
@@ -70,7 +70,7 @@ def pooled(node: ShardNode) -> tuple[np.ndarray, int]:
     return sums, sequence
 
 
-def answered(node: ShardNode, forms: Forms = FLOAT32_SUMS) -> tuple[np.ndarray, int]:
+def answered(node: ShardNode, forms: ReplyEncoding = FLOAT32_SUMS) -> tuple[np.ndarray, int]:
     answer = node.answer(MODEL, VERSION, BAGS, forms)
     return add_answers(TableLayout.of(SPEC), BAGS, [whole(BAGS)], [answer])[0], answer.sequence
 

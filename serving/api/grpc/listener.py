@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 from loader.errors import OverloadedError
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import TURN_S, Accepted, Front, Place, forget_unsent
+from serving.api.listening import TURN_S, Accepted, ConnectionListener, Place, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
 
 TURN_OF_ALL_S = 0.01
@@ -240,7 +240,7 @@ class Http2Protocol(Accepted, asyncio.Protocol):
             self.abort()
 
 
-class Http2Listener(Front[Http2Protocol]):
+class Http2Listener(ConnectionListener[Http2Protocol]):
     """Listens, and keeps the connections. Belongs to one event loop.
 
     `make_exchange` makes what serves a stream. A connection that causes more than `max_idle_work_s` of work without a
@@ -289,15 +289,15 @@ class Http2Listener(Front[Http2Protocol]):
         await self.all_closed(LINGER_S)
 
     def idle_connections(self) -> Iterable[Http2Protocol]:
-        """See `Front`."""
+        """See `ConnectionListener`."""
         return self._idle
 
     def note(self, kind: str) -> None:
-        """See `Front`."""
+        """See `ConnectionListener`."""
         self._note(kind)
 
     def leave(self, connection: Http2Protocol) -> None:
-        """See `Front`."""
+        """See `ConnectionListener`."""
         self._idle.pop(connection, None)
         super().leave(connection)
 

@@ -89,7 +89,7 @@ class GrpcServer:
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, place: Place | None = None) -> int:
-        """Listen, as `Front.listen` does. Returns the port. Raises ConfigError."""
+        """Listen, as `ConnectionListener.listen` does. Returns the port. Raises ConfigError."""
         bound = self._listener.start(host, port, "gRPC", place)
         self._watcher = asyncio.create_task(self._health.watch())
         return bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
-from loader.rollout.coverage import FleetView, Roster, cannot_roll, lags, refusals
+from loader.rollout.coverage import FleetView, RecentNodes, cannot_roll, refusals, step_blockers
 from loader.rollout.plan import plan_steps, undone
 from shardrank_testing.rollout_fleet import rollout_record
 
@@ -34,7 +34,7 @@ def node(name, states, *, shard=None, shards=2, live=None, applied=0, draining=F
 
 
 def texts(rollout, *nodes, num_shards=2, missing=(), settled=True):
-    return [lag.text for lag in lags(rollout, FleetView(num_shards, nodes, tuple(missing), settled), 5)]
+    return [lag.text for lag in step_blockers(rollout, FleetView(num_shards, nodes, tuple(missing), settled), 5)]
 
 
 SHARDS = (node("a", BOTH, shard=0), node("b", BOTH, shard=1))
@@ -74,7 +74,9 @@ def test_a_step_waits_for_those_that_lack_what_it_needs(step, nodes, expected):
 )
 def test_a_lost_new_version_is_not_waited_for_long(step, nodes, text, staging):
     """If the shard has the old one: only a shard that has neither, or a process, is given the time of staging."""
-    assert [(lag.text, lag.staging) for lag in lags(in_step(step), FleetView(2, nodes), 5)] == [(text, staging)]
+    assert [(lag.text, lag.staging) for lag in step_blockers(in_step(step), FleetView(2, nodes), 5)] == [
+        (text, staging)
+    ]
 
 
 @pytest.mark.parametrize("state", ["ready", "draining"])
@@ -134,7 +136,7 @@ def test_a_group_rolls_while_others_have_the_live_version():
 
 
 def test_a_node_just_lost_is_waited_for_and_then_forgotten():
-    roster, fleet = Roster(2.0), FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
+    roster, fleet = RecentNodes(2.0), FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
     assert not roster.observe(SHARDS, fleet, 10.0).settled
     assert roster.observe(SHARDS, fleet, 12.0).settled
     view = roster.observe(SHARDS[:1], fleet, 13.0)

@@ -13,7 +13,7 @@ from loader.registry.fleet import DenseStep
 from loader.snapshot.reader import Snapshot
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking
-from serving.versions.served_model import ServedModel, ranking_parts
+from serving.versions.loaded_version import LoadedVersion, ranking_parts
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.card_ranking import (
     DENSE,
@@ -52,7 +52,7 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(paths) -> Iterator[dict[str, ServedModel]]:
+def on_cpu(paths) -> Iterator[dict[str, LoadedVersion]]:
     with ExitStack() as stack:
         yield {kind: stack.enter_context(served_on(path, None)) for kind, path in paths.items()}
 
@@ -89,7 +89,7 @@ def test_bfloat16_scores_are_those_of_the_cpu(paths, on_cpu, rng, kind, on):
             batch = shop_batch(served, rng, candidates)
 
             async def work(ranking: Ranking, batch=batch) -> np.ndarray:
-                return (await ranking.using(parts).score(batch, FAR_S))[0]
+                return (await ranking.with_weights(parts).score(batch, FAR_S))[0]
 
             of_cards, of_cpu = ask(served._replicas[0], work), ask(on_cpu[kind]._replicas[0], work)
             # The same rows, rounded to 8 bits of mantissa at the same places; sums before that in another order.

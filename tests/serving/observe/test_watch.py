@@ -18,8 +18,8 @@ from router.plan import Plan
 from serving.api.node_port import running_node_port
 from serving.cli.serve import _load, shard_node
 from serving.rank.service import RankingService
+from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from serving.versions.loading import ModelSource, load_served_model
-from serving.versions.served_model import LoadOptions, ServedModel
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.errors import GenerationNotFoundError
@@ -63,7 +63,7 @@ async def test_a_process_whose_version_no_shard_has_is_not_ready(api_model, addr
         await server.close()
 
 
-def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> ServedModel:
+def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> LoadedVersion:
     """The model with its rows in this process, as far along its deltas as `position` says."""
     snapshot = Snapshot.open(model.path)
     plan = Plan.make(snapshot.spec)
@@ -72,7 +72,7 @@ def following_model(model: ApiModel, service: RankingService, position: DeltaPos
     node.generations.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
     node.generations.flip(MODEL, snapshot.version)
     options, shards = LoadOptions(dtype="float32"), [LocalShard(node)]
-    return ServedModel.load(snapshot, plan, lambda _: shards, options, metrics=service.metrics, on_close=node.close)
+    return LoadedVersion.load(snapshot, plan, lambda _: shards, options, metrics=service.metrics, on_close=node.close)
 
 
 def delta_metric(text: str, name: str) -> float:

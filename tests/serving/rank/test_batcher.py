@@ -11,7 +11,7 @@ import pytest
 
 from loader.errors import DeadlineExceededError, OverloadedError
 from serving.limits import RequestLimits
-from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, Pending, UntakenAnswers, finish
+from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, LookupMemoryLimit, Pending, finish
 from shardrank_testing.nodes import until
 from shardrank_testing.serving_api import MODEL, api_service, running_api
 from shardrank_testing.waiting import Clock, Model
@@ -125,50 +125,50 @@ def test_every_request_of_many_threads_is_taken_exactly_once(model):
 FAR_S = 30.0
 
 
-async def asking(untaken: UntakenAnswers, owner: str, num_floats: int) -> asyncio.Task[None]:
+async def asking(untaken: LookupMemoryLimit, owner: str, num_floats: int) -> asyncio.Task[None]:
     """A lookup that has asked for room."""
-    task = asyncio.create_task(untaken.take(owner, num_floats, FAR_S))
+    task = asyncio.create_task(untaken.acquire(owner, num_floats, FAR_S))
     for _ in range(3):
         await asyncio.sleep(0)
     return task
 
 
 async def test_one_owner_has_a_quarter_of_the_room_and_others_go_on():
-    untaken = UntakenAnswers(400)
-    await untaken.take("a", 100, FAR_S)
+    untaken = LookupMemoryLimit(400)
+    await untaken.acquire("a", 100, FAR_S)
     waits = await asking(untaken, "a", 1)
     assert not waits.done()
     for owner in ("b", "c", "d"):
-        await untaken.take(owner, 100, FAR_S)
+        await untaken.acquire(owner, 100, FAR_S)
     full = await asking(untaken, "e", 1)
     assert not full.done()
-    untaken.give("b", 100)
+    untaken.release("b", 100)
     await full
     assert not waits.done()
-    untaken.give("a", 100)
+    untaken.release("a", 100)
     await waits
 
 
 async def test_who_waits_too_long_is_told_the_limit_and_makes_room():
-    untaken = UntakenAnswers(400)
-    await untaken.take("a", 100, FAR_S)
+    untaken = LookupMemoryLimit(400)
+    await untaken.acquire("a", 100, FAR_S)
     with pytest.raises(DeadlineExceededError, match="max_untaken_floats = 400"):
-        await untaken.take("a", 10, 0.01)
-    untaken.give("a", 100)
-    await untaken.take("a", 100, FAR_S)
+        await untaken.acquire("a", 10, 0.01)
+    untaken.release("a", 100)
+    await untaken.acquire("a", 100, FAR_S)
 
 
 async def test_an_owner_of_whom_many_wait_is_refused_at_once():
-    untaken = UntakenAnswers(4)
-    await untaken.take("a", 4, FAR_S)
+    untaken = LookupMemoryLimit(4)
+    await untaken.acquire("a", 4, FAR_S)
     waiting = [await asking(untaken, "a", 1) for _ in range(MAX_WAITING_OF_AN_OWNER)]
     with pytest.raises(OverloadedError, match="lookups of this client wait"):
-        await untaken.take("a", 1, FAR_S)
+        await untaken.acquire("a", 1, FAR_S)
     waiting[0].cancel()
     await asyncio.gather(waiting[0], return_exceptions=True)
     last = await asking(untaken, "a", 1)
     assert not last.done()
-    untaken.give("a", 4)
+    untaken.release("a", 4)
     await waiting[1]
 
 

@@ -23,9 +23,9 @@ from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
+from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from serving.versions.loading import ModelSource, load_when_possible
-from serving.versions.served_model import LoadOptions, ServedModel
-from shard_node.answer import Answer, Forms
+from shard_node.answer import Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
@@ -53,7 +53,7 @@ async def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, cap
     snapshot = Snapshot.open(api_model.path)
     plan = Plan.make(snapshot.spec)
     node = make_node(snapshot, plan, 0)
-    served = ServedModel.load(
+    served = LoadedVersion.load(
         snapshot, plan, lambda on_retry: [DeadlyShard(node)], LoadOptions(dtype="float32"), on_close=node.close
     )
     service = RankingService()
@@ -148,7 +148,7 @@ class HeldNode(ShardNode):
         self.asked: list[int] = []
         self._fails = fails
 
-    def answer(self, model: str, version: int, bags: KeyedBags, forms: Forms) -> Answer:
+    def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
         number = len(self.asked)
         self.asked.append(bags.num_values)
         assert self.go.wait(NEVER_S)

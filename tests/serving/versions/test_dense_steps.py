@@ -122,7 +122,7 @@ async def test_a_step_waits_for_its_rows(training):
     async def choose(ranking: Ranking) -> list[int]:
         # Of a node that reports no delta (-1), only the snapshot's own weights are safe.
         found = [ranking.choose(sequence).dense_step for sequence in (0, 1, 2**63 - 1, 0, -1)]
-        ranking.offer(dataclasses.replace(ranking.parts, dense_step=5, min_sequence=7))
+        ranking.stage_weights(dataclasses.replace(ranking.parts, dense_step=5, min_sequence=7))
         found += [ranking.choose(sequence).dense_step for sequence in (1, 7)]
         with raises_kind("shard_unavailable", match="rows are of delta 0, dense step 4 needs 1"):
             ranking.choose(0)

@@ -19,8 +19,8 @@ from router.plan import Plan
 from serving.embedded import Ranker
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
+from serving.versions.loaded_version import LoadedVersion
 from serving.versions.loading import ModelSource, load_served_model, load_when_possible
-from serving.versions.served_model import ServedModel
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.errors import raises_kind
@@ -65,7 +65,7 @@ class Fleet:
             self.servers[shard] = NodeServer(make_node(self.snapshot, self.plan, shard))
             await self.servers[shard].start([self.addresses[shard]])
 
-    async def load(self, **options: Any) -> ServedModel:
+    async def load(self, **options: Any) -> LoadedVersion:
         """Start all shards, and serve the model over them."""
         await self.start(*range(SHARDS))
         loop = asyncio.get_running_loop()

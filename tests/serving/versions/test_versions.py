@@ -19,9 +19,9 @@ from serving.errors import InvalidRequestError
 from serving.observe.calls import Call
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
+from serving.versions.loaded_version import LoadedVersion
 from serving.versions.loading import ModelSource, load_served_model
-from serving.versions.served_model import ServedModel
-from serving.versions.served_versions import CanaryChoice, key_hash
+from serving.versions.version_choice import CanaryChoice, key_hash
 from shard_node.errors import GenerationNotFoundError, NodeUnavailableError
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.serving_api import (
@@ -46,7 +46,7 @@ def newer(tmp_path_factory) -> ApiModel:
     return write_api_model(tmp_path_factory.mktemp("newer"), version=2, seed=9)
 
 
-def loaded(model: ApiModel, service: RankingService) -> ServedModel:
+def loaded(model: ApiModel, service: RankingService) -> LoadedVersion:
     return load_served_model(ModelSource(snapshot=model.path, dtype="float32"), service)
 
 

@@ -12,7 +12,7 @@ from loader.errors import RegistryRecordError, RegistryUnavailableError, Snapsho
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel, rollout_key, wanted_key
 from shard_node.agent.agent import AgentConfig, Remembered
-from shard_node.agent.stagings import StagingConfig
+from shard_node.agent.version_loading import StagingConfig
 from shard_node.errors import MemoryBudgetError
 from shardrank_testing.agents import PROMPT, HandClock, ScriptedActions, agent_on, running_node
 from shardrank_testing.bags import random_table_bags

@@ -11,7 +11,7 @@ import torch
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda.batch import BatchShapes, BatchSize, OutputRuns, RunTable
-from shard_node.cuda.card_engine import CardEngine, Lane, Slot
+from shard_node.cuda.card_engine import BatchBuffer, CardEngine, CardStream
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shardrank_testing.bags import bags_of
 from shardrank_testing.card_engines import OnCards
@@ -48,13 +48,13 @@ def emulated(stored) -> Iterator[CardEngine]:
 
 
 @pytest.fixture
-def lane(engine) -> Iterator[Lane]:
+def lane(engine) -> Iterator[CardStream]:
     lane = engine.lane(len(engine.card_set.cards.cards) - 1)
     yield lane
     lane.close()
 
 
-def check_batch(lane: Lane, slot: Slot, runs: OutputRuns, rows: list[np.ndarray], bags: KeyedBags) -> None:
+def check_batch(lane: CardStream, slot: BatchBuffer, runs: OutputRuns, rows: list[np.ndarray], bags: KeyedBags) -> None:
     """Pool a batch: each bag is in its columns, and nothing else is written."""
     out = lane.card.tensor(slot.out, 0, (runs.out_elements,), TORCH_DTYPES[runs.out_dtype])
     lane.stream.synchronize()

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from loader.access_counts import AccessCounts
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, SnapshotNotFoundError
 from shard_node import errors
-from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
+from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.errors import InvalidBagsError, RemoteError, WireError
 from shard_node.tracing import MAX_STATE_BYTES, SpanContext
@@ -59,7 +59,7 @@ def assert_same_bags(actual: KeyedBags, expected: KeyedBags) -> None:
 
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-FORMS = [Forms(stored, float16) for stored in (False, True) for float16 in (False, True)]
+FORMS = [ReplyEncoding(stored, float16) for stored in (False, True) for float16 in (False, True)]
 STATES = st.text(st.characters(codec="ascii"), max_size=MAX_STATE_BYTES)
 CONTEXTS = st.none() | st.builds(SpanContext, st.integers(0, 2**128 - 1), U64, STATES)
 
@@ -78,11 +78,11 @@ def test_any_request_comes_back_as_it_was_sent(bags, version, model, request_id,
 
 
 @pytest.mark.parametrize(
-    ("note", "forms", "takes_sequence"), [(0, FLOAT32_SUMS, False), (0x8002, Forms(float16=True), False)]
+    ("note", "forms", "takes_sequence"), [(0, FLOAT32_SUMS, False), (0x8002, ReplyEncoding(float16=True), False)]
 )
 def test_older_and_unknown_notes_of_accepted_forms(note, forms, takes_sequence):
     """The note is the second u16 of the first array header, where older clients send 0."""
-    frame = received(wire.encode_pool(1, 0, "m", 1, film_bags([1]), Forms(stored=True)))
+    frame = received(wire.encode_pool(1, 0, "m", 1, film_bags([1]), ReplyEncoding(stored=True)))
     frame.body[10:12] = np.array([note], "<u2").view(np.uint8)
     request = wire.decode_pool(frame)
     assert (request.forms, request.takes_sequence) == (forms, takes_sequence)

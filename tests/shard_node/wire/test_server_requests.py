@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from loader.errors import DeadlineExceededError
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError, RemoteError, WireError
@@ -256,7 +256,7 @@ async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_
         assert call.error.startswith("generation_not_found: ")
 
 
-@pytest.mark.parametrize("forms", [FLOAT32_SUMS, Forms(float16=True)])
+@pytest.mark.parametrize("forms", [FLOAT32_SUMS, ReplyEncoding(float16=True)])
 async def test_unrequested_rows_as_stored_are_no_answer(place, tmp_path, forms):
     stored = Answer([np.zeros((0, 4), np.float32)], [np.zeros((1, 16), np.uint8)])
 

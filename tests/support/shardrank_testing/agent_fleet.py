@@ -20,7 +20,7 @@ from router.hot_rows import HotRowsConfig
 from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
-from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
+from serving.versions.fleet_member import FleetMember, LocalRows, ServingConfig
 from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.buckets import NodeIdentity, Partition
@@ -71,7 +71,7 @@ class AgentFleet:
     num_shards: int
     fleet: FleetRegistry
     nodes: dict[str, RunningShardNode] = field(default_factory=dict)
-    servings: list[tuple[ServingNode, RankingService]] = field(default_factory=list)
+    servings: list[tuple[FleetMember, RankingService]] = field(default_factory=list)
 
     async def publish(self, snapshot: Path) -> None:
         """Puts a version that lies in the store on record."""
@@ -100,7 +100,7 @@ class AgentFleet:
         limits: RequestLimits | None = None,
         card_set: CardSet | None = None,
         hot_rows: HotRowsConfig | None = None,
-    ) -> tuple[ServingNode, RankingService]:
+    ) -> tuple[FleetMember, RankingService]:
         """A serving process that has not begun to load; with `local` it has rows of its own, on cards if there are."""
         service = RankingService(limits, expected_models=None)
         name = f"serve-{len(self.servings)}"
@@ -120,7 +120,7 @@ class AgentFleet:
             cards = 1 if card_set is None else len(card_set.cards.cards)
             rows = self._node(fleet, name, 0, 1, cards, card_set=card_set)
             local_rows = LocalRows(*rows, lambda snapshot: plan_by(1, snapshot, cards))
-        node = ServingNode(fleet, service, config, QUICK, local_rows, reopen)
+        node = FleetMember(fleet, service, config, QUICK, local_rows, reopen)
         self.servings.append((node, service))
         return node, service
 
@@ -176,7 +176,7 @@ def plan_by(num_shards: int, snapshot: Snapshot, cards: int) -> Plan:
 
 async def with_live(
     fleet: AgentFleet, versions: Mapping[int, ApiModel], **options: Any
-) -> tuple[ServingNode, RankingService]:
+) -> tuple[FleetMember, RankingService]:
     """A serving process with version 1 live, and all versions published; `options` as of `AgentFleet.serving`."""
     for model in versions.values():
         await fleet.publish(model.path)

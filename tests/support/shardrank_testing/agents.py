@@ -19,7 +19,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig
-from shard_node.agent.stagings import StagingConfig
+from shard_node.agent.version_loading import StagingConfig
 from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode

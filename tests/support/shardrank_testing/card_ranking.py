@@ -18,8 +18,8 @@ from serving.limits import RequestLimits
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.replica import Replica
 from serving.rank.service import RankingService
+from serving.versions.loaded_version import LoadedVersion
 from serving.versions.loading import ModelSource, load_served_model
-from serving.versions.served_model import ServedModel
 from shard_node.bags import Float32Array
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import describe
@@ -113,7 +113,7 @@ def shop_request(
     return {**parts, "timeout_ms": 30_000}
 
 
-def shop_batch(served: ServedModel, rng: np.random.Generator, candidates: Sequence[int], **how: Any) -> MergedBatch:
+def shop_batch(served: LoadedVersion, rng: np.random.Generator, candidates: Sequence[int], **how: Any) -> MergedBatch:
     """Requests with that many candidates each, merged as a replica merges them."""
     spec = served.schema.features.spec
     requests = [shop_request(spec, rng, count, **how) for count in candidates]
@@ -125,7 +125,7 @@ def ask(replica: Replica, work: Any) -> Any:
     return replica.call(work).result(60)
 
 
-def score(served: ServedModel, batch: MergedBatch, replica: int = 0) -> Float32Array:
+def score(served: LoadedVersion, batch: MergedBatch, replica: int = 0) -> Float32Array:
     """A batch's scores from one replica."""
 
     async def work(ranking: Ranking) -> Float32Array:
@@ -136,7 +136,7 @@ def score(served: ServedModel, batch: MergedBatch, replica: int = 0) -> Float32A
     return ask(served._replicas[replica], work)
 
 
-def ranking_of(served: ServedModel, replica: int = 0) -> CardRanking:
+def ranking_of(served: LoadedVersion, replica: int = 0) -> CardRanking:
     """A replica's ranking, which must be one on a card."""
 
     async def work(ranking: Ranking) -> Ranking:
@@ -160,7 +160,7 @@ def num_replays(scorer: CardScorer) -> int:
 @contextmanager
 def served_on(
     path: Path, on: OnCards | None, limits: RequestLimits | None = None, **options: Any
-) -> Iterator[ServedModel]:
+) -> Iterator[LoadedVersion]:
     """A version with its rows on cards, or, for None, in RAM; closed at the end. In float32 if nothing else is said."""
     service = RankingService(limits or RequestLimits(max_batch_candidates=64))
     source: Mapping[str, Any] = {"snapshot": path, "dtype": "float32"}

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from serving.api.listening import Accepted, Front, Place
+from serving.api.listening import Accepted, ConnectionListener, Place
 from shard_node.byte_budget import ByteBudget
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -20,7 +20,7 @@ SPAWN = multiprocessing.get_context("spawn")
 class Named(Accepted, asyncio.Protocol):
     """Says which worker it is of, and stays open."""
 
-    def __init__(self, front: NamedFront, address: str) -> None:
+    def __init__(self, front: NamedListener, address: str) -> None:
         self.front, self.address = front, address
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -32,7 +32,7 @@ class Named(Accepted, asyncio.Protocol):
         self.front.lose(self)
 
 
-class NamedFront(Front[Named]):
+class NamedListener(ConnectionListener[Named]):
     """Takes whoever connects."""
 
     def __init__(self, worker: int) -> None:
@@ -53,7 +53,7 @@ def run_worker(place: Place, port: int, ready: Event, stop: Event) -> None:
     """Listen until told to stop."""
 
     async def main() -> None:
-        front = NamedFront(place.worker)
+        front = NamedListener(place.worker)
         front.listen("127.0.0.1", port, "names", place)
         ready.set()
         await asyncio.to_thread(stop.wait)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from serving.api.http import behind_gate
-from serving.api.http_gate import Gates
+from serving.api.http_connection import HttpListener
 from serving.api.http_messages import HttpReply
 from serving.api.listening import forget_unsent
 from serving.limits import RequestLimits
@@ -114,7 +114,7 @@ class Wire(asyncio.Transport):
 
 
 class Served:
-    """Gates over an application that says what it got. It never gets what has the header `x-refuse` if `refuses`."""
+    """A listener over an application that reports what it got; requests with the header `x-refuse` end if `refuses`."""
 
     def __init__(
         self, limits: RequestLimits = LIMITS, clock: Clock | None = None, hold: bool = False, refuses: bool = False
@@ -137,7 +137,7 @@ class Served:
             return HttpReply(503, b"no", headers=(("retry-after", "1"),)) if refuses and b"x-refuse" in head else None
 
         behind = partial(behind_gate, config)
-        self.gates = Gates(behind, limits, self.metrics.failed, self.buffers, self.clock, refuse=refuse)
+        self.gates = HttpListener(behind, limits, self.metrics.failed, self.buffers, self.clock, refuse=refuse)
 
     def _leave(self) -> None:
         self.left += 1

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from loader.snapshot.manifest import ModelSpec
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
@@ -78,7 +78,7 @@ class NearShard:
         self._node = node
 
     async def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> Answer:
         return self._node.answer(model, version, bags, forms)
 

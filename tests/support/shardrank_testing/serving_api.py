@@ -32,9 +32,9 @@ from serving.models.ranking_models import build_model
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService, answer
 from serving.server import Listening, ServerConfig, running_server
+from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from serving.versions.loading import ModelSource, load_served_model
-from serving.versions.served_model import LoadOptions, ServedModel
-from shard_node.answer import FLOAT32_SUMS, Forms
+from shard_node.answer import FLOAT32_SUMS, ReplyEncoding
 from shard_node.answer import Answer as ShardAnswer
 from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
@@ -318,7 +318,7 @@ class GatedShard(NearShard):
         self._gate = gate
 
     async def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> ShardAnswer:
         if not self._gate.open.is_set():
             await self._gate.pass_through()
@@ -331,7 +331,7 @@ def gated_service(model: ApiModel, gate: Gate, limits: RequestLimits | None = No
     service, snapshot = RankingService(limits, expected_models=[MODEL]), Snapshot.open(model.path)
     plan = Plan.make(snapshot.spec)
     node = make_node(snapshot, plan, 0)
-    served = ServedModel.load(
+    served = LoadedVersion.load(
         snapshot,
         plan,
         lambda on_retry: [GatedShard(node, gate)],

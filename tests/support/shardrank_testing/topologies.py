@@ -24,7 +24,7 @@ from router.plan import Plan
 from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
 from shard_node.access_counts import TABLE_SHIFT
-from shard_node.answer import EXACT, Forms
+from shard_node.answer import EXACT, ReplyEncoding
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
@@ -174,7 +174,7 @@ def random_feature_bags(
     return bags.with_values(bags.values, np.where(weighted, bags.weights, 1.0).astype(np.float32))
 
 
-def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0, forms: Forms = EXACT):
+def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0, forms: ReplyEncoding = EXACT):
     """One lookup, as a coroutine."""
     return router.lookup(snapshot.spec.model, snapshot.version, bags, time.monotonic() + timeout_s, forms)
 

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from loader.errors import RegistryError, SnapshotCorruptError, UnavailableError
-from loader.progress import Pace, Wish, ended, in_background
+from loader.progress import CancelToken, Throttle, ended, in_background
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -47,8 +47,8 @@ from router.replica_directory import ReplicaDirectory
 from router.replicas import ReplicaSource
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
+from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
 from serving.versions.loading import local_shards, replicated_shards
-from serving.versions.served_model import LoadOptions, ServedModel, ShardsFactory
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
@@ -83,7 +83,7 @@ class LocalRows:
     plan_of: Callable[[Snapshot], Plan]
 
 
-class ServingNode:
+class FleetMember:
     """Does what its agent requests, until `leave`. Belongs to the registry's event loop.
 
     If `agent_config` names no models, the process is not ready without those that are desired at the start. Without
@@ -287,13 +287,13 @@ class ServingNode:
         tell: Callable[[float], None],
         loop: asyncio.AbstractEventLoop,
         keep: Collection[str],
-        wish: Wish,
-    ) -> ServedModel:
+        wish: CancelToken,
+    ) -> LoadedVersion:
         # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
         config, service, model, version = self._config, self._service, published.model, published.version
         progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
-        paced = Pace(config.stage_cpu_share, sleep=wish.rest).over(progress)
+        paced = Throttle(config.stage_cpu_share, sleep=wish.rest).over(progress)
         with ExitStack() as closing:
             # Shard nodes fetch and check the row files.
             files = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
@@ -314,7 +314,7 @@ class ServingNode:
                 assert topology is not None
                 plan, shards, hot = self._remote_shards(snapshot, topology, closing)
             kept = ExitStack()
-            served = ServedModel.load(
+            served = LoadedVersion.load(
                 snapshot,
                 plan,
                 shards,
@@ -360,7 +360,7 @@ class ServingNode:
         lookups, hits = before.lookups + int(status.lookups.sum()), before.hits + int(status.hits.sum())
         self._hot_reports[key] = HotReport(rows=status.rows, size_bytes=status.size_bytes, lookups=lookups, hits=hits)
 
-    def _discard(self, served: ServedModel) -> None:
+    def _discard(self, served: LoadedVersion) -> None:
         """Free a version that nobody used, in a thread of its own."""
 
         def discard() -> None:

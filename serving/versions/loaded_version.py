@@ -43,7 +43,7 @@ from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
 from serving.versions.warming import Warming
 from shard_node.access_counts import LookupSampler
-from shard_node.answer import HALVES
+from shard_node.answer import STORED_AND_FLOAT16
 from shard_node.bags import KeyedBags
 from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
 from shard_node.wire.tls import TlsClientConfig
@@ -90,7 +90,7 @@ class LoadOptions(Frozen):
     warming: Warming | None = None
 
 
-class ServedModel:
+class LoadedVersion:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
     `submit` and `overload` are the batcher's; `access` has the counts of lookups that this process answers itself,
@@ -129,7 +129,7 @@ class ServedModel:
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
         hot: HotRows | None = None,
-    ) -> ServedModel:
+    ) -> LoadedVersion:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
         Ranking replicas are threads; where rows are on cards they take turns over these. With `num_replicas` 0 `loop`
@@ -172,7 +172,7 @@ class ServedModel:
             assert loop is not None
             found = replicas[0].ranking.parts
             try:
-                takers = [_on_loop(lambda: ranking(0).using(found), batcher, loop, clock)]
+                takers = [_on_loop(lambda: ranking(0).with_weights(found), batcher, loop, clock)]
             finally:
                 _stop(checked_with, replicas)
         metrics.set_version("dense_step", spec.model, snapshot.version, 0)
@@ -216,7 +216,7 @@ class ServedModel:
 
     async def takes_dense(self) -> bool:
         """Return whether the step before answers: a new one would take its place. Raises ShardrankError."""
-        asked = [asyncio.wrap_future(replica.call(Ranking.has_taken)) for replica in self._replicas]
+        asked = [asyncio.wrap_future(replica.call(Ranking.weights_active)) for replica in self._replicas]
         return all(await asyncio.gather(*asked))
 
     def change_dense(
@@ -244,7 +244,7 @@ class ServedModel:
 
         async def offer(ranking: Ranking) -> None:
             await ranking.prepare(parts)
-            ranking.offer(parts)
+            ranking.stage_weights(parts)
 
         _on_all(replicas, offer)
         self.dense_step = record.step
@@ -402,7 +402,7 @@ def check_version(
             parts = ranking_parts(snapshot, parts.schema, wanted)
             checked = replace(checked, dtype=parts.dtype)
         if wire_asked == "float16":
-            parts = replace(parts, forms=HALVES)
+            parts = replace(parts, forms=STORED_AND_FLOAT16)
         _use(replicas, parts)
 
     async def warm(ranking: Ranking) -> None:
@@ -420,7 +420,7 @@ def _on_all(replicas: Sequence[Replica], work: Callable[[Ranking], Coroutine[Any
 
 def _use(replicas: Sequence[Replica], parts: RankingParts) -> None:
     for replica in replicas:
-        replica.ranking.use(parts)
+        replica.ranking.set_weights(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +452,7 @@ class _GoldenCheck:
                 break
             fallbacks.append(fallback)
         if halves:
-            with_halves = replace(parts, forms=HALVES)
+            with_halves = replace(parts, forms=STORED_AND_FLOAT16)
             wire_fallback = self.why_not(with_halves, "float16 sums of shards", "shards answer in float32")
             if not wire_fallback:
                 _use(self.replicas, with_halves)
@@ -502,7 +502,7 @@ class _GoldenCheck:
         name, version, clock = self.snapshot.spec.model, self.snapshot.version, self.clock
 
         async def check(own: Ranking) -> float:
-            ranking, largest = own if other is None else own.using(other), 0.0
+            ranking, largest = own if other is None else own.with_weights(other), 0.0
             for batch, exported in golden_batches(self.parts.schema, self.golden):
                 began = clock()
                 deadline = began + GOLDEN_TIMEOUT_S

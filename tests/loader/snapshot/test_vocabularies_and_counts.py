@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ExportError
-from loader.snapshot import per_row
-from loader.snapshot.per_row import vocabulary_tensors
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import VocabularyMapping, fingerprint_strings
+from loader.snapshot.vocabularies_and_counts import vocabulary_tensors
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 
 
@@ -112,7 +111,10 @@ def test_a_vocabulary_that_maps_no_rows_to_ids_is_refused(id_type, ids, message)
 
 def test_two_strings_whose_fingerprints_collide_are_refused(monkeypatch):
     # No colliding pair of XXH3-64 is at hand, so the fingerprint is cut to 8 bits.
-    monkeypatch.setattr(per_row, "fingerprint_strings", lambda strings: fingerprint_strings(strings) & 0xFF)
+    monkeypatch.setattr(
+        "loader.snapshot.vocabularies_and_counts.fingerprint_strings",
+        lambda strings: fingerprint_strings(strings) & 0xFF,
+    )
     table = one_table_spec(300, id_mapping=VocabularyMapping(id_type="string")).tables[0]
     strings = [f"s{number}" for number in range(300)]
     message = r"rows (\d+) and (\d+) \('s\1' and 's\2'\) have the same fingerprint"

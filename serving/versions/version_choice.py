@@ -17,7 +17,7 @@ import xxhash
 
 from loader.errors import ConfigError, UnavailableError
 from serving.errors import NotFoundError
-from serving.versions.served_model import ServedModel
+from serving.versions.loaded_version import LoadedVersion
 from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generation, Generations, Lease
 
@@ -44,14 +44,14 @@ def key_hash(model: str, key: str) -> int:
     return xxhash.xxh64_intdigest(f"{model}\0{key}".encode("utf-8", "surrogatepass"))
 
 
-class ServedVersions:
+class VersionChoice:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
     `expected_models` must be live; None if `expect` will say. `on_freed` is called with each version that was freed.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
-        self.generations: Generations[ServedModel] = Generations(self._free, low_priority=False)
+        self.generations: Generations[LoadedVersion] = Generations(self._free, low_priority=False)
         self._on_freed = on_freed
         self.expected = None if expected_models is None else tuple(expected_models)
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class ServedVersions:
         """Say which models must be live before the process is ready. A model that comes later does not count."""
         self.expected = tuple(models)
 
-    def install(self, served: ServedModel) -> None:
+    def install(self, served: LoadedVersion) -> None:
         """Make a loaded version the live one of its model, and retire the others when their requests have ended."""
         self.install_staged(served)
         self.flip(served.model, served.version)
@@ -71,7 +71,7 @@ class ServedVersions:
             if other.model == served.model and other.version != served.version and other.state == "staged":
                 self.retire(other.model, other.version)
 
-    def install_staged(self, served: ServedModel) -> None:
+    def install_staged(self, served: LoadedVersion) -> None:
         """Put a loaded version beside the live one. Raises RolloutError if it is here already."""
         self.generations.stage(served.model, served.version, served)
 
@@ -80,7 +80,7 @@ class ServedVersions:
         self.generations.flip(model, version)
         self._end_canary(model, version)
 
-    def retire(self, model: str, version: int) -> Generation[ServedModel]:
+    def retire(self, model: str, version: int) -> Generation[LoadedVersion]:
         """Withdraw a version; its `retired` event is set after its last request. Raises GenerationNotFoundError."""
         self._end_canary(model, version)
         return self.generations.retire(model, version)
@@ -107,7 +107,9 @@ class ServedVersions:
         """Tell the model's canary; None if there is none."""
         return self._canaries.get(model)
 
-    def lease(self, model: str, version: int | None = None, key: Callable[[], str] | None = None) -> Lease[ServedModel]:
+    def lease(
+        self, model: str, version: int | None = None, key: Callable[[], str] | None = None
+    ) -> Lease[LoadedVersion]:
         """Take a lease on the given version; without one, on the canary or, also without `key`, on the live one.
 
         `key` returns a request's key, or "", and is only called while there is a canary. Raises NotFoundError,
@@ -132,7 +134,7 @@ class ServedVersions:
             says = f"model: {wanted} is not served here; served are {here}"
             raise NotFoundError(says, kind="model_not_found", field="model") from error
 
-    def _free(self, served: ServedModel) -> None:
+    def _free(self, served: LoadedVersion) -> None:
         try:
             served.close()
         finally:

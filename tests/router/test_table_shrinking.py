@@ -15,8 +15,8 @@ from loader.description import Block, DtypeByPopularity, QuotientRemainderMappin
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.tables import HashMapping
 from loader.traces import count_values
-from router.fitting import RowLookups, TableIds
-from router.levers import LEVERS, LeveredTable, Propose, share_of_lookups, size_curve, stored_bytes
+from router.table_shrinking import LEVERS, LeveredTable, Propose, share_of_lookups, size_curve, stored_bytes
+from router.table_sizing import RowLookups, TableIds
 
 
 def table(name: str, rows: int, dim: int = 32, *features: str, **options: Any) -> TableDescription:

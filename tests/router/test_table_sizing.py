@@ -15,8 +15,8 @@ from loader.snapshot.manifest import DenseModelSpec, FeatureSpec
 from loader.snapshot.tables import HashMapping, VocabularyMapping
 from loader.traces import count_values
 from router.errors import FittingError
-from router.fitting import RowLookups, TableIds, fitted, measure, smallest_size
 from router.id_mapping import hashed_rows
+from router.table_sizing import RowLookups, TableIds, fitted, measure, smallest_size
 
 
 def table(rows: int | str = 10, *features: str, **options) -> TableDescription:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.api.http_gate import LINGER_S
+from serving.api.http_connection import LINGER_S
 from serving.limits import RequestLimits
 from shardrank_testing.http_wire import LIMITS, Served, chunked, errors, post, read_from, settled, statuses
 from shardrank_testing.waiting import Clock

@@ -32,7 +32,7 @@ from serving.api.http_messages import (
     whole_answer,
     without_upgrade,
 )
-from serving.api.listening import TURN_S, Accepted, CountFailure, Front, forget_unsent
+from serving.api.listening import TURN_S, Accepted, ConnectionListener, CountFailure, forget_unsent
 from serving.errors import malformed
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
@@ -49,7 +49,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _Phase = Literal["head", "body", "chunks", "complete"]
 
 
-class Gate(Accepted, asyncio.BufferedProtocol):
+class HttpConnection(Accepted, asyncio.BufferedProtocol):
     """One connection.
 
     Attributes:
@@ -58,7 +58,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         has_begun: whether some of a request has come, but not all of it.
     """
 
-    def __init__(self, gates: Gates, address: str) -> None:
+    def __init__(self, gates: HttpListener, address: str) -> None:
         self._gates = gates
         self.address = address
         self.has_connected = self.has_begun = self.is_ended = self.is_feeding = self._is_lost = False
@@ -191,7 +191,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._untaken.append(callback)
 
     @property
-    def connection(self) -> Gate:
+    def connection(self) -> HttpConnection:
         """What stands for its connection."""
         return self
 
@@ -492,10 +492,10 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self.end()
 
 
-NewProtocol: TypeAlias = Callable[[Gate, asyncio.Transport, ServerState], HttpToolsProtocol]
+NewProtocol: TypeAlias = Callable[[HttpConnection, asyncio.Transport, ServerState], HttpToolsProtocol]
 
 
-class Gates(Front[Gate]):
+class HttpListener(ConnectionListener[HttpConnection]):
     """What the connections of one listener share, and what they wait for: since when, the longest first.
 
     Attributes:
@@ -516,31 +516,31 @@ class Gates(Front[Gate]):
         refuse: Refuse = lambda head: None,
     ) -> None:
         super().__init__(buffers, limits.max_connections, limits.receive_timeout_s, ssl)
-        self.new_connection = partial(Gate, self)
+        self.new_connection = partial(HttpConnection, self)
         self.limits, self.clock, self.refuse = limits, clock, refuse
         self.new_protocol, self._failed = new_protocol, failed
         self.is_draining = False
         self.state = ServerState()
-        self._waiting: tuple[dict[Gate, float], ...] = ({}, {}, {}, {}, {})
+        self._waiting: tuple[dict[HttpConnection, float], ...] = ({}, {}, {}, {}, {})
         self.idle, self.receiving, self.lingering, self.unread, self.closing = self._waiting
-        self.ahead: set[Gate] = set()
+        self.ahead: set[HttpConnection] = set()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
         self._ended: Counter[str] = Counter()
 
-    def idle_connections(self) -> Iterable[Gate]:
-        """See `Front`: then those of which nothing has come."""
+    def idle_connections(self) -> Iterable[HttpConnection]:
+        """See `ConnectionListener`: then those of which nothing has come."""
         return chain(self.idle, (gate for gate in self.receiving if not gate.has_begun))
 
     def num_open(self) -> int:
-        """See `Front`."""
+        """See `ConnectionListener`."""
         return len(self.open) - len(self.closing)
 
     def tell_refused(self, connection: socket.socket, error: OverloadedError) -> None:
-        """See `Front`."""
+        """See `ConnectionListener`."""
         connection.send(error_answer(error, self.state.default_headers))
 
-    def leave(self, connection: Gate) -> None:
-        """See `Front`."""
+    def leave(self, connection: HttpConnection) -> None:
+        """See `ConnectionListener`."""
         self.forget(connection)
         super().leave(connection)
 
@@ -561,11 +561,11 @@ class Gates(Front[Gate]):
         """End what has waited for too long."""
         timeout_s = self.limits.receive_timeout_s
         for waiting, allowed_s, end in (
-            (self.receiving, timeout_s, Gate.end_late),
-            (self.idle, self.limits.keep_alive_s, Gate.end),
-            (self.lingering, LINGER_S, Gate.end),
-            (self.unread, timeout_s, Gate.drop_unread),
-            (self.closing, timeout_s, Gate.drop),
+            (self.receiving, timeout_s, HttpConnection.end_late),
+            (self.idle, self.limits.keep_alive_s, HttpConnection.end),
+            (self.lingering, LINGER_S, HttpConnection.end),
+            (self.unread, timeout_s, HttpConnection.drop_unread),
+            (self.closing, timeout_s, HttpConnection.drop),
         ):
             before = self.clock() - allowed_s
             for gate in list(takewhile(lambda gate: waiting[gate] <= before, waiting)):  # noqa: B023  # used at once
@@ -574,7 +574,7 @@ class Gates(Front[Gate]):
         for gate in [gate for gate in self.ahead if gate.poll(0)]:
             gate.drop()
 
-    def forget(self, gate: Gate) -> None:
+    def forget(self, gate: HttpConnection) -> None:
         """Take a connection out of all that wait."""
         for waiting in self._waiting:
             waiting.pop(gate, None)

@@ -23,7 +23,7 @@ from loader.divided_rows import rows_with_share
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.row_classes import classes_bytes
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, DividedTable, Frozen, HashMapping, RowDtype, TableSpec
-from router.fitting import RowLookups, TableIds, smallest_size
+from router.table_sizing import RowLookups, TableIds, smallest_size
 
 Lever: TypeAlias = Literal["prune", "precision", "fit", "unify", "compose", "dims", "shard"]
 LEVERS: tuple[Lever, ...] = get_args(Lever)
