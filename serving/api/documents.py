@@ -446,7 +446,7 @@ class _Documents:
             self._check(request, right)
             with self._service.call(api, counted) as call:
                 if not is_probe:
-                    self._service.admit(call)
+                    self._service.complete(call)
                 if takes_body:
                     return await tell(request)
                 told = tell(model, request.path_params.get("version", ""))

@@ -49,8 +49,8 @@ class Traced:
 class BatchTimes:
     """Where the time of one batch went, in seconds; every request in it has waited for all of it.
 
-    On cards `lookup` is None and `lookup_s` has the mapping and packing of ids. `began` and `ended` are monotonic
-    seconds; a lookup has no candidates.
+    On cards `lookup` is None and `lookup_s` has the mapping and packing of ids. `started_at` and `ended_at` are
+    monotonic seconds; a lookup has no candidates.
     """
 
     num_requests: int = 1
@@ -60,8 +60,8 @@ class BatchTimes:
     lookup_s: float = 0.0
     rank_s: float = 0.0
     answer_s: float = 0.0
-    began: float = 0.0
-    ended: float = 0.0
+    started_at: float = 0.0
+    ended_at: float = 0.0
     trace: Traced | None = None
 
     def seconds(self) -> tuple[float, ...]:
@@ -82,7 +82,7 @@ class Call:
         model: name of the served model, once it is known; never what a client made up.
         version, counter, generation: of what answers it, once that is chosen: at `leased`.
         pinned: its client named the version, so no guard counts it.
-        admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
+        is_complete: whether it counts towards `max_in_flight`; until then towards `max_receiving`.
     """
 
     api: str
@@ -101,12 +101,12 @@ class Call:
     batch: BatchTimes | None = None
     answered: float = 0.0
     encoded: float = 0.0
-    admitted: bool = False
+    is_complete: bool = False
     trace: Traced | None = None
 
     def around_batch(self) -> tuple[float, ...]:
         """List the seconds in each stage of `BEFORE_BATCH` and of `AFTER_BATCH`, of a call that was answered."""
-        hand_back_s = self.answered - self.batch.ended if self.batch is not None else 0.0
+        hand_back_s = self.answered - self.batch.ended_at if self.batch is not None else 0.0
         return (
             self.received - self.began,
             self.leased - self.received,

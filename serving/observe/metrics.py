@@ -135,8 +135,8 @@ class ServingMetrics:
             "shardrank_batch_candidates", "Candidates in a batch.", ("model",), buckets=_BATCH_CANDIDATES
         )
         self._counters = counters
-        self.in_flight = self._gauges["requests_in_flight"]
         self.buffered_bytes: Callable[[], int] = lambda: 0
+        self.num_in_flight: Callable[[], int] = lambda: 0
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_error = cache(counters["requests"].labels), cache(counters["errors"].labels)
         self._of_outcome = cache(counters["version_requests"].labels)
@@ -250,6 +250,7 @@ class ServingMetrics:
     def _make_observations(self) -> None:
         make_observations(self._kept)
         self._gauges["buffered_bytes"].set(self.buffered_bytes())
+        self._gauges["requests_in_flight"].set(self.num_in_flight())
 
     async def keep_up(self) -> None:
         """Keep this process's numbers where other workers look for them, until it is cancelled."""

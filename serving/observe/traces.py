@@ -10,7 +10,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from loader.errors import ShardrankError
@@ -124,14 +124,11 @@ def running_tracer(config: TraceConfig | None, metrics: ServingMetrics) -> Itera
         yield Tracer(sink, config.sample_share, note=metrics.spans_ended)
 
 
-def traced_batch(calls: Iterable[Call]) -> Traced | None:
-    """Begin the span of a batch, in the trace of the first of its calls that is sampled; None if none is.
+def traced_batch(sampled: Sequence[Traced]) -> Traced:
+    """Begin the span of a batch, in the trace of the first of its sampled calls.
 
     It and those calls are linked, so that it is found from each of them.
     """
-    sampled = [call.trace for call in calls if call.trace is not None]
-    if not sampled:
-        return None
     first = sampled[0].context
     batch = first.child()
     for trace in sampled:
@@ -162,21 +159,27 @@ def batch_spans(
         stages = times.lookup.map_s, times.lookup.split_s, times.lookup.shard_wait_s, times.lookup.add_s
         of_lookup |= {name: 1e3 * seconds for name, seconds in zip(_LOOKUP_STAGES, stages, strict=True)}
     text = "" if error is None else error_text(error)
-    began, ended, lookup_began = times.began, times.ended, times.began + times.merge_s
+    started_at, ended_at, lookup_at = times.started_at, times.ended_at, times.started_at + times.merge_s
     # A lookup that failed has no time: it lasted until the batch ended.
-    lookup_ended, lookup_text = (lookup_began + times.lookup_s, "") if times.lookup_s else (ended, text)
+    pooled_at, lookup_text = (lookup_at + times.lookup_s, "") if times.lookup_s else (ended_at, text)
     batch = trace.context
     spans = [
         Span(
-            "shardrank.batch", "internal", batch, trace.parent, began, ended, of_batch | candidates, trace.links, text
+            "shardrank.batch",
+            "internal",
+            batch,
+            trace.parent,
+            started_at,
+            ended_at,
+            of_batch | candidates,
+            trace.links,
+            text,
         ),
-        Span(
-            "shardrank.lookup", "internal", trace.lookup, batch, lookup_began, lookup_ended, of_lookup, (), lookup_text
-        ),
+        Span("shardrank.lookup", "internal", trace.lookup, batch, lookup_at, pooled_at, of_lookup, (), lookup_text),
     ]
     if times.rank_s:
-        dense, rank_ended = batch.child(), lookup_ended + times.rank_s
-        spans.append(Span("shardrank.dense", "internal", dense, batch, lookup_ended, rank_ended, of_model | candidates))
+        dense, scored_at = batch.child(), pooled_at + times.rank_s
+        spans.append(Span("shardrank.dense", "internal", dense, batch, pooled_at, scored_at, of_model | candidates))
     trace.sink.put(*spans)
 
 

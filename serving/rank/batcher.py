@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
-from serving.errors import InvalidRequestError
+from serving.errors import InternalError
 from serving.formats.requests import Answer, Encoded, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
@@ -34,10 +34,11 @@ KEPT, SLOWEST = 8, 2
 """Recent batches that count, and how many of them are left out: a process may have been stopped meanwhile."""
 logger = logging.getLogger(__name__)
 Wake: TypeAlias = Callable[[], None]
+RankBatch: TypeAlias = Callable[[Sequence["Pending"]], Awaitable["Sequence[Answer | Exception]"]]
 PRUDENCE = 2
 """An answer must be due within 1/PRUDENCE of the time left: a request waits unseen in its socket while a batch is
 ranked, and batches may take longer than those before."""
-LOOK_AGAIN_S = 0.001
+CLEAR_AGAIN_S = 0.001
 REMEMBERED_S = 2.0
 """The longest time given to a request is kept for so long, up to twice."""
 CANT_BE_MET = "the deadline could not be met any more; nothing was begun"
@@ -46,8 +47,8 @@ SHARE_OF_AN_OWNER = 4
 MAX_WAITING_OF_AN_OWNER = 64
 
 
-def share_of(request: Request, longest_sequence: int, limits: RequestLimits) -> float:
-    """Return a request's share of a full batch, by the limit that it fills most; more than 1 if it is larger."""
+def fraction_of_batch(request: Request, longest_sequence: int, limits: RequestLimits) -> float:
+    """Return a request's fraction of a full batch, by the limit that it fills most; more than 1 if it is larger."""
     if isinstance(request, LookupRequest):
         return max(1 / limits.max_batch_requests, request.num_floats / limits.max_lookup_floats)
     return max(
@@ -58,55 +59,54 @@ def share_of(request: Request, longest_sequence: int, limits: RequestLimits) -> 
     )
 
 
-class _Batch(NamedTuple):
-    seconds_a_share: float
-    seconds: float
-    share: float
-    at_once: int
-
-
 class BatchTimeEstimate:
     """The time of a full batch, by the last batches but the slowest, and those in flight. Not thread-safe.
+
+    A batch is counted by its fraction of a full one, as of `fraction_of_batch`.
 
     Attributes:
         full_s: seconds that a full batch takes; 0 until more than SLOWEST batches ended.
         at_once: how many were in flight at a time.
-        free_since: when the last batch ended if others waited then, else None.
+        in_flight: when each batch in flight was begun, and its fraction, by a number of the caller's.
+        idle_since: when the last batch ended if others waited then, else None.
     """
 
     def __init__(self) -> None:
         self.full_s, self.at_once = 0.0, 1.0
-        self._out: dict[int, tuple[float, float]] = {}
-        self.free_since: float | None = None
-        self._ended: deque[_Batch] = deque(maxlen=KEPT)
+        self.in_flight: dict[int, tuple[float, float]] = {}
+        self.idle_since: float | None = None
+        # Seconds of a full batch at its pace, its own seconds, its fraction, how many were in flight.
+        self._recent: deque[tuple[float, float, float, int]] = deque(maxlen=KEPT)
 
-    def begin(self, number: int, share: float, now: float) -> None:
-        """Count a batch in; `number` identifies it among those in flight.
+    def begin(self, number: int, fraction: float, now: float) -> None:
+        """Count a batch in.
 
         It counts from when the one before was answered, if it waited then: reading and refusing delay it too.
         """
-        self._out[number] = (now if self.free_since is None else self.free_since, share)
-        self.free_since = None
+        self.in_flight[number] = (now if self.idle_since is None else self.idle_since, fraction)
+        self.idle_since = None
 
-    def end(self, number: int, now: float, waits: bool = False) -> None:
-        """Count a batch out that was answered; `waits`: other requests do."""
-        at_once = len(self._out)
-        began, share = self._out.pop(number)
-        self.free_since = now if waits and not self._out else None
-        self._ended.append(_Batch((now - began) / share, now - began, share, at_once))
-        if counted := sorted(self._ended)[:-SLOWEST]:
-            shares = sum(one.share for one in counted)
-            self.full_s = sum(one.seconds for one in counted) / shares
-            self.at_once = sum(one.at_once * one.share for one in counted) / shares
+    def end(self, number: int, now: float, is_awaited: bool) -> None:
+        """Count a batch out that was answered; `is_awaited`: other requests wait for a replica."""
+        at_once = len(self.in_flight)
+        started_at, fraction = self.in_flight.pop(number)
+        self.idle_since = now if is_awaited and not self.in_flight else None
+        taken_s = now - started_at
+        self._recent.append((taken_s / fraction, taken_s, fraction, at_once))
+        counted_s = counted = weighted = 0.0
+        for _, seconds, part, number_at_once in sorted(self._recent)[:-SLOWEST]:
+            counted_s += seconds
+            counted += part
+            weighted += number_at_once * part
+        if counted:
+            self.full_s, self.at_once = counted_s / counted, weighted / counted
 
-    def batch_s(self, share: float) -> float:
-        """Return how long a batch of such a share takes, at most a full one."""
-        return self.full_s * min(1.0, share)
-
-    def wait_s(self, share: float, now: float) -> float:
-        """Return how long the batches in flight, and then such a share of waiting requests, will take."""
-        out_s = sum(max(0.0, began + self.full_s * own - now) for began, own in self._out.values())
-        return (out_s + self.full_s * share) / self.at_once
+    def wait_s(self, fraction: float, now: float) -> float:
+        """Return how long the batches in flight, and then such a fraction of waiting requests, will take."""
+        seconds = self.full_s * fraction
+        for started_at, part in self.in_flight.values():
+            seconds += max(0.0, started_at + self.full_s * part - now)
+        return seconds / self.at_once
 
 
 @dataclass(slots=True, eq=False)
@@ -114,11 +114,12 @@ class Pending:
     """One admitted request, until `deadline` (monotonic seconds).
 
     Attributes:
-        lease: on the version that answers; `finish` releases it.
-        future: gets the answer or the error; None once no client waits, to break the cycle with an error's traceback.
+        lease: on the version that answers; released before the answer is passed on.
+        future: gets the answer or the error; None for a request that is not queued, and once no client waits, to break
+            the cycle with an error's traceback.
         loop: of the future; None for a `concurrent.futures.Future`.
         longest_sequence: ids in the longest bag of a feature that is not pooled.
-        share: of a full batch.
+        fraction: of a full batch.
         abandoned: set when no client waits any more; if it has not begun, it is dropped.
     """
 
@@ -129,22 +130,21 @@ class Pending:
     future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None
     loop: asyncio.AbstractEventLoop | None
     longest_sequence: int = 0
-    share: float = 0.0
+    fraction: float = 0.0
     abandoned: bool = False
 
-    def expire(self) -> None:
-        """Fail it for its deadline. As `leave`, only on the loop of its future."""
-        _settle([(self.future, DeadlineExceededError("the deadline passed before the answer was complete"))])
-
-    def leave(self) -> None:
-        """Fail it, as its client has gone."""
-        _settle([(self.future, InvalidRequestError("", "the client closed the connection", kind="client_gone"))])
+    def fail(self, error: ShardrankError) -> None:
+        """Fail it: its deadline has passed, or its client has gone. Only on the loop of its future."""
+        _resolve([(self.future, error)])
 
 
 class Batcher:
     """A bounded queue of one version's requests, with batching. Thread-safe.
 
     `is_none`, bool [F], are the context features that are not pooled, padded to a batch's longest; None without any.
+
+    Attributes:
+        rank_on_loop: ranks a batch on this event loop, which is that of the APIs; None if replicas have threads.
     """
 
     def __init__(
@@ -153,17 +153,18 @@ class Batcher:
         clock: Callable[[], float] = time.monotonic,
         is_none: npt.NDArray[np.bool_] | None = None,
     ) -> None:
+        self.rank_on_loop: tuple[asyncio.AbstractEventLoop, RankBatch] | None = None
         self._limits = limits
         self._is_none = is_none
         self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[Pending] = deque()
-        self._share = 0.0
+        self._fraction = 0.0
         # The longest time that a request was given since some moment, and in the `REMEMBERED_S` before that.
         self._since, self._longest_s, self._longest_before_s = -inf, 0.0, 0.0
-        # When a full queue was last looked through for what nobody waits for.
-        self._looked = -inf
-        self._pace = BatchTimeEstimate()
+        # When a full queue was last searched for requests that no client waits for.
+        self._cleared_at = -inf
+        self._estimate = BatchTimeEstimate()
         self._idle: list[Wake] = []
         self._closed_because = ""
 
@@ -172,27 +173,50 @@ class Batcher:
         """Count the requests in the queue."""
         return len(self._queue)
 
+    async def rank_alone(self, pending: Pending) -> Answer | None:
+        """Rank a request in the caller's task, with neither queue nor future; None if others wait or are ranked.
+
+        Its lease is released, unless the result is None. Raises as a future of `submit` would.
+        """
+        if self.rank_on_loop is None or self._queue:
+            return None
+        loop, rank = self.rank_on_loop
+        self._measure(pending)
+        with self._lock:
+            if self._estimate.in_flight or self._closed_because or loop is not pending.loop:
+                return None
+            self._estimate.begin(id(pending), pending.fraction, self._clock())
+        try:
+            (outcome,) = await rank([pending])
+        except Exception as error:
+            if isinstance(error, ShardrankError):
+                raise
+            raise ranking_failed(error, 1) from error
+        finally:
+            pending.lease.release()
+            self.ended(pending)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
     def submit(self, pending: Pending) -> None:
         """Queue a request and wake an idle replica. Its lease will be released, also if it is refused.
 
-        Raises OverloadedError if the queue is full or it would be too late, UnavailableError after `close`.
+        Raises OverloadedError if the queue is full, UnavailableError after `close`.
         """
-        if self._is_none is not None and isinstance(pending.request, RankRequest):
-            pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
-        pending.share = share_of(pending.request, pending.longest_sequence, self._limits)
-        dropped: list[Pending] = []
+        self._measure(pending)
+        expired: list[Pending] = []
         wake = None
         with self._lock:
-            # Known also of one that is refused.
             self._forget_times()
             self._longest_s = max(self._longest_s, pending.deadline - pending.call.began)
-            refusal: ShardrankError | None = self._refusal() if self._closed_because else None
-            refusal = refusal or self._overload(pending.deadline - self._clock(), pending.share, dropped)
+            refusal: ShardrankError | None = self._refusal() if self._closed_because else self._full(expired)
             if refusal is None:
                 self._queue.append(pending)
-                self._share += pending.share
+                self._fraction += pending.fraction
                 wake = self._idle.pop() if self._idle else None
-        _expire(dropped)
+        if expired:
+            _expire(expired)
         if refusal is not None:
             pending.lease.release()
             try:
@@ -207,84 +231,94 @@ class Batcher:
         """Return why a request with at most `remaining_s` would wait in vain; None if it would not.
 
         It is assumed to have the longest time of recent ones, and, as the `ahead` others that are not queued yet, the
-        average share of those that wait.
+        average fraction of those that wait.
         """
         if not self._queue:
             return None
-        dropped: list[Pending] = []
+        expired: list[Pending] = []
         with self._lock:
             self._forget_times()
             longest_s = max(self._longest_s, self._longest_before_s)
             has_s = longest_s if remaining_s is None else min(remaining_s, longest_s)
-            refusal = self._overload(has_s, self._share / max(1, len(self._queue)), dropped, ahead)
-        _expire(dropped)
+            refusal = self._full(expired, ahead)
+            if refusal is None and self._queue:
+                fraction = self._fraction / len(self._queue)
+                before = self._fraction + ahead * fraction
+                full_s = self._estimate.full_s
+                due_s = self._estimate.wait_s(before, self._clock()) + full_s * min(1.0, before + fraction)
+                if due_s * PRUDENCE > has_s:
+                    queued = f"{len(self._queue) + ahead} requests queued; expected latency {1000 * due_s:.0f} ms"
+                    limit = f"the limit is 1/{PRUDENCE} of the {1000 * has_s:.0f} ms left until the deadline"
+                    refusal = OverloadedError(f"{queued}, {limit}")
+        if expired:
+            _expire(expired)
         return refusal
 
-    def take(self, wake: Wake) -> list[Pending] | None:
+    def pop(self, wake: Wake) -> list[Pending] | None:
         """Pop the next batch for a free replica: rank requests that fit one, or a lookup. Never blocks.
 
         If it is empty, `wake` will be called once, from any thread, when there may be one. None after `close`. `ended`
         must follow each other batch.
         """
-        dropped: list[Pending] = []
+        expired: list[Pending] = []
         hopeless: list[Pending] = []
         with self._lock:
-            batch = self._take_batch(dropped, hopeless) if self._queue else []
+            batch = self._pop_batch(expired, hopeless) if self._queue else []
             if not batch:
                 if self._closed_because:
                     return None
-                self._pace.free_since = None
+                self._estimate.idle_since = None
                 self._idle.append(wake)
-        _expire(dropped)
+        if expired:
+            _expire(expired)
         if hopeless:
             finish((pending, OverloadedError(CANT_BE_MET)) for pending in hopeless)
         return batch
 
-    def ended(self, batch: list[Pending]) -> None:
+    def ended(self, batch: list[Pending] | Pending) -> None:
         """Count out a batch that was answered."""
         with self._lock:
-            self._pace.end(id(batch), self._clock(), waits=bool(self._queue))
+            self._estimate.end(id(batch), self._clock(), bool(self._queue))
 
     def close(self, reason: str = "it is being unloaded") -> None:
         """Refuse all requests with a reason, and let the replicas end."""
         with self._lock:
             self._closed_because = reason
-            left, self._queue, self._share = self._queue, deque(), 0.0
+            left, self._queue, self._fraction = self._queue, deque(), 0.0
             idle, self._idle = self._idle, []
         finish((pending, self._refusal()) for pending in left)
         for wake in idle:
             _wake(wake)
+
+    def _measure(self, pending: Pending) -> None:
+        if self._is_none is not None and isinstance(pending.request, RankRequest):
+            pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
+        pending.fraction = fraction_of_batch(pending.request, pending.longest_sequence, self._limits)
 
     def _refusal(self) -> UnavailableError:
         return UnavailableError(
             f"this model version does not answer any more: {self._closed_because}", kind="shutting_down"
         )
 
-    def _overload(self, has_s: float, share: float, dropped: list[Pending], ahead: int = 0) -> OverloadedError | None:
-        """Return why a request with so many seconds would wait in vain, behind `ahead` others not queued yet."""
+    def _full(self, expired: list[Pending], ahead: int = 0) -> OverloadedError | None:
+        """Return the error of a full queue, from which requests that no client waits for were dropped before."""
         limit = self._limits.max_queue
-        if len(self._queue) + ahead >= limit:
-            if self._clock() - self._looked >= LOOK_AGAIN_S:
-                # `abandoned` is read once per request: another thread may set it, and it must land in one of the two.
-                now, waiting = self._clock(), self._queue
-                self._looked, self._queue = now, deque()
-                for pending in waiting:
-                    (dropped if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
-                self._count()
-            if len(self._queue) + ahead >= limit:
-                return OverloadedError(f"{len(self._queue) + ahead} requests wait, the limit max_queue = {limit}")
-        if not self._queue:
+        if len(self._queue) + ahead < limit:
             return None
-        before = self._share + ahead * share
-        due_s = self._pace.wait_s(before, self._clock()) + self._pace.batch_s(before + share)
-        if PRUDENCE * due_s <= has_s:
+        if self._clock() - self._cleared_at >= CLEAR_AGAIN_S:
+            now, waiting = self._clock(), self._queue
+            self._cleared_at, self._queue = now, deque()
+            for pending in waiting:
+                # Read `abandoned` once per request: another thread may set it, and it must land in one of the two.
+                (expired if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
+            self._count()
+        if len(self._queue) + ahead < limit:
             return None
-        waits = f"{len(self._queue) + ahead} requests wait, and an answer is due in about {1000 * due_s:.0f} ms"
-        return OverloadedError(f"{waits}; it may be 1/{PRUDENCE} of the {1000 * has_s:.0f} ms that there are")
+        return OverloadedError(f"{len(self._queue) + ahead} requests queued, the limit is max_queue = {limit}")
 
     def _count(self) -> None:
         # Summed each time: rounding errors of differences would add up.
-        self._share = sum(pending.share for pending in self._queue)
+        self._fraction = sum([pending.fraction for pending in self._queue])
 
     def _forget_times(self) -> None:
         """Forget the times that requests were given long ago, but for those that wait."""
@@ -292,27 +326,27 @@ class Batcher:
         if now - self._since >= REMEMBERED_S:
             self._longest_before_s = self._longest_s if now - self._since < 2 * REMEMBERED_S else 0.0
             self._since = now
-            self._longest_s = max((one.deadline - one.call.began for one in self._queue), default=0.0)
+            self._longest_s = max((pending.deadline - pending.call.began for pending in self._queue), default=0.0)
 
-    def _take_batch(self, dropped: list[Pending], hopeless: list[Pending]) -> list[Pending]:
-        queue, now, pace = self._queue, self._clock(), self._pace
+    def _pop_batch(self, expired: list[Pending], hopeless: list[Pending]) -> list[Pending]:
+        queue, now, full_s = self._queue, self._clock(), self._estimate.full_s
         limits, batch = self._limits, list[Pending]()
         num_candidates = num_ids = longest_sequence = 0
-        share, earliest = 0.0, inf
+        fraction, earliest = 0.0, inf
         while queue and len(batch) < limits.max_batch_requests:
             head = queue[0]
             if head.abandoned or head.deadline <= now:
-                dropped.append(queue.popleft())
+                expired.append(queue.popleft())
                 continue
-            # The last one is tried, to learn what batches take by now.
-            if now + pace.batch_s(head.share) > head.deadline and (batch or len(queue) > 1):
+            # The last request is tried, to learn what batches cost by now.
+            if now + full_s * min(1.0, head.fraction) > head.deadline and (batch or len(queue) > 1):
                 hopeless.append(queue.popleft())
                 continue
             request = head.request
             if isinstance(request, LookupRequest):
                 if not batch:
                     batch.append(queue.popleft())
-                    share = head.share
+                    fraction = head.fraction
                 break
             num_candidates += request.num_candidates
             num_ids += request.bags.values.size
@@ -322,16 +356,22 @@ class Batcher:
                 num_candidates <= limits.max_batch_candidates
                 and num_ids <= limits.max_batch_ids
                 and num_candidates * longest_sequence <= limits.max_batch_pairs
-                and now + pace.batch_s(share + head.share) <= earliest
+                and now + full_s * min(1.0, fraction + head.fraction) <= earliest
             )
             if batch and not fits:
                 break
             batch.append(queue.popleft())
-            share += head.share
+            fraction += head.fraction
         self._count()
         if batch:
-            pace.begin(id(batch), share, now)
+            self._estimate.begin(id(batch), fraction, now)
         return batch
+
+
+def ranking_failed(error: Exception, num_requests: int) -> InternalError:
+    """Log a bug in the ranking of a batch, and return what its client gets."""
+    logger.error("a batch of %d requests failed", num_requests, exc_info=error)
+    return InternalError(f"ranking failed: {type(error).__name__}")
 
 
 def _wake(wake: Wake) -> bool:
@@ -345,30 +385,28 @@ def _wake(wake: Wake) -> bool:
 
 
 def _expire(dropped: list[Pending]) -> None:
-    if not dropped:
-        return
-    late = "the deadline passed while the request waited for a ranking replica"
-    finish((pending, DeadlineExceededError(late)) for pending in dropped)
+    error = "the deadline passed while the request waited for a ranking replica"
+    finish((pending, DeadlineExceededError(error)) for pending in dropped)
 
 
 def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
     """Release leases and resolve futures, on each event loop in one call; once a request, from any thread."""
-    here = asyncio._get_running_loop()
+    running = asyncio._get_running_loop()
     by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
     for pending, outcome in outcomes:
         pending.lease.release()
         by_loop[pending.loop].append((pending.future, outcome))
-    for loop, settled in by_loop.items():
-        if loop is None or loop is here:
-            _settle(settled)
+    for loop, resolved in by_loop.items():
+        if loop is None or loop is running:
+            _resolve(resolved)
             continue
         # If the loop was closed, no client waits on it.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_settle, settled)
+            loop.call_soon_threadsafe(_resolve, resolved)
 
 
-def _settle(settled: Iterable[tuple[Any, Answer | BaseException]]) -> None:
-    for future, outcome in settled:
+def _resolve(outcomes: Iterable[tuple[Any, Answer | BaseException]]) -> None:
+    for future, outcome in outcomes:
         if future is None or future.done():
             continue
         if isinstance(outcome, BaseException):

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
@@ -37,7 +38,7 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
 
 LOCAL_REPLICA = "local"
-_REQUEST, _DEADLINE, _IS_PINNED = map(attrgetter, ("request", "deadline", "call.pinned"))
+_REQUEST, _DEADLINE, _IS_PINNED, _TRACE = map(attrgetter, ("request", "deadline", "call.pinned", "call.trace"))
 
 Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
 """Makes one array, in the batch's order, of each request's elements."""
@@ -69,10 +70,9 @@ class MergedBatch:
 def merge(requests: Sequence[RankRequest]) -> MergedBatch:
     """Join requests of one model version, feature by feature. A single request is not copied."""
     if len(requests) == 1:
-        one = requests[0]
-        count = one.num_candidates
-        starts = np.array((0, count), np.int64)
-        return MergedBatch(one.bags, starts, np.zeros(count, np.int64), one.context_dense[None, :], one.candidate_dense)
+        only, count = requests[0], requests[0].num_candidates
+        starts, owner = np.array((0, count), np.int64), np.zeros(count, np.int64)
+        return MergedBatch(only.bags, starts, owner, only.context_dense[None, :], only.candidate_dense)
     counts = np.array([request.num_candidates for request in requests], dtype=np.int64)
     return MergedBatch(
         merge_bags([request.bags for request in requests]),
@@ -203,7 +203,7 @@ def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_ca
     return order
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RankingParts:
     """What replicas of one version share, only read.
 
@@ -221,12 +221,12 @@ class RankingParts:
 
     @property
     def dtype(self) -> NumberFormat:
-        """Tell the number format that the dense model is computed in."""
+        """Return the number format that the dense model is computed in."""
         return self.models.on(CPU).number_format
 
-    @property
+    @cached_property
     def projections(self) -> dict[str, torch.Tensor]:
-        """Get the dense model's projections by part, on the CPU."""
+        """Return the dense model's projections by part, on the CPU."""
         return self.models.on(CPU).projections_by_part
 
 
@@ -338,24 +338,26 @@ class Ranking:
         await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
-        """Rank requests together: each gets its answer, or its own error (an unknown id, a score not finite).
+        """Rank requests together: each gets its answer, or its error (an unknown id, a score not finite).
 
         Raises ShardrankError if the rows can't be looked up; then no request has an answer.
         """
-        began = self._clock()
+        started_at = self._clock()
         requests = cast(list[RankRequest], list(map(_REQUEST, waiting)))
         batch = merge(requests)
-        times = BatchTimes(len(requests), int(batch.candidate_starts[-1]), self._clock() - began, began=began)
-        times.trace = traced_batch(one.call for one in waiting)
+        merge_s = self._clock() - started_at
+        times = BatchTimes(len(requests), int(batch.candidate_starts[-1]), merge_s, started_at=started_at)
+        if traces := list(filter(None, map(_TRACE, waiting))):
+            times.trace = traced_batch(traces)
         try:
             scored = await self.score(batch, max(map(_DEADLINE, waiting)), times)
         except BaseException as error:
-            self._tell_trace(times, "rank", error)
+            self._end_trace(times, "rank", error)
             raise
         scored_at = self._clock()
         is_counted = ~np.fromiter(map(_IS_PINNED, waiting), bool, len(waiting))
         outcomes = self._outcomes(requests, batch, scored, is_counted)
-        self._tell_times(times, scored_at, waiting, "rank")
+        self._end_batch(times, scored_at, waiting, "rank")
         return outcomes
 
     def _outcomes(
@@ -374,8 +376,8 @@ class Ranking:
         for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True):
             best = order[start:end][: request.top_k]
             named = dict(zip(names, scores[1:, start:end], strict=True)) if names else {}
-            own, request_id = scores[0, start:end], request.request_id
-            outcomes.append(RankAnswer(model, version, own, best, request_id, dense_step, named, sequence))
+            of_request, request_id = scores[0, start:end], request.request_id
+            outcomes.append(RankAnswer(model, version, of_request, best, request_id, dense_step, named, sequence))
         # A sum is finite only if all of them are, and one number is asked faster than many.
         if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
             self._counter.scored(scores[0] if is_counted.all() else scores[0, is_counted[batch.request_of_candidate]])
@@ -403,47 +405,51 @@ class Ranking:
         Scores of candidates with an id without a row mean nothing. Raises DeadlineExceededError before scoring,
         ShardrankError if the lookup failed.
         """
-        began = self._clock()
+        started_at = self._clock()
         parts = self.parts
-        looking_up = self.router.lookup(self._model_name, parts.version, batch.bags, deadline, parts.forms)
+        lookup = self.router.lookup(self._model_name, parts.version, batch.bags, deadline, parts.forms)
         trace = None if times is None else times.trace
-        embeddings = await (looking_up if trace is None else traced_lookup(trace, looking_up))
-        routed = self._clock()
+        embeddings = await (lookup if trace is None else traced_lookup(trace, lookup))
+        routed_at = self._clock()
         if times is not None:
-            times.lookup, times.lookup_s = embeddings.times, routed - began
-        if routed >= deadline:
+            times.lookup, times.lookup_s = embeddings.times, routed_at - started_at
+        if routed_at >= deadline:
             raise DeadlineExceededError("the deadline passed while the rows were looked up")
-        chosen = self.choose(embeddings.sequence)
-        scores = self.score_rows(batch, embeddings, chosen)
+        # Weights may have changed meanwhile.
+        parts = self.parts
+        if len(self._steps) > 1 or embeddings.sequence < parts.min_sequence:
+            parts = self.choose(embeddings.sequence)
+        scores = self.score_rows(batch, embeddings, parts)
         if times is not None:
-            times.rank_s = self._clock() - routed
-        return Scored(scores, embeddings.rejected, chosen.dense_step, embeddings.sequence)
+            times.rank_s = self._clock() - routed_at
+        return Scored(scores, embeddings.rejected, parts.dense_step, embeddings.sequence)
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
-        """Look embeddings up, and tell the request the times. Raises InvalidRequestError for an id without a row."""
-        began = self._clock()
+        """Look embeddings up, and pass the times to the request. Raises InvalidRequestError for an id without a row."""
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
-        times = BatchTimes(began=began, trace=traced_batch([waiting.call]))
-        looking_up = self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
+        times = BatchTimes(started_at=self._clock())
+        if waiting.call.trace is not None:
+            times.trace = traced_batch([waiting.call.trace])
+        embeddings = self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
         try:
-            embeddings = await (looking_up if times.trace is None else traced_lookup(times.trace, looking_up))
+            pooled = await (embeddings if times.trace is None else traced_lookup(times.trace, embeddings))
         except BaseException as error:
-            self._tell_trace(times, "lookup", error)
+            self._end_trace(times, "lookup", error)
             raise
-        routed = self._clock()
-        if len(embeddings.rejected):
-            raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, int(embeddings.rejected.bag[0]))
+        routed_at = self._clock()
+        if len(pooled.rejected):
+            raise unknown_id(self.parts.schema, request, pooled.rejected, 0, int(pooled.rejected.bag[0]))
         features, projections = self.parts.schema.features, self.parts.projections
         of_parts = {name: matrix.numpy() for name, matrix in projections.items()}
-        found = {
+        by_feature = {
             features.features[key].name: FeatureEmbeddings(
-                embeddings.feature(key, of_parts), embeddings.lengths(key) if features.is_none[key] else None
+                pooled.feature(key, of_parts), pooled.lengths(key) if features.is_none[key] else None
             )
             for key in request.bags.keys.tolist()
         }
-        answer = LookupAnswer(self._model_name, version, found, request.request_id)
-        times.lookup, times.lookup_s = embeddings.times, routed - began
-        self._tell_times(times, routed, [waiting], "lookup")
+        answer = LookupAnswer(self._model_name, version, by_feature, request.request_id)
+        times.lookup, times.lookup_s = pooled.times, routed_at - times.started_at
+        self._end_batch(times, routed_at, [waiting], "lookup")
         return answer
 
     def score_rows(self, batch: MergedBatch, embeddings: Embeddings, parts: RankingParts | None = None) -> Float32Array:
@@ -462,17 +468,18 @@ class Ranking:
         # What a batch was rounded up by is nobody's.
         return scores[:, : batch.request_of_candidate.size]
 
-    def _tell_times(self, times: BatchTimes, answering: float, waiting: Sequence[Pending], method: str) -> None:
-        times.ended = self._clock()
-        times.answer_s = times.ended - answering
+    def _end_batch(self, times: BatchTimes, scored_at: float, waiting: Sequence[Pending], method: str) -> None:
+        times.ended_at = self._clock()
+        times.answer_s = times.ended_at - scored_at
         for pending in waiting:
             pending.call.batch = times
         self._metrics.batch_ended(self._model_name, times, method)
-        self._tell_trace(times, method)
-
-    def _tell_trace(self, times: BatchTimes, method: str, error: BaseException | None = None) -> None:
         if times.trace is not None:
-            times.ended = times.ended or self._clock()
+            self._end_trace(times, method)
+
+    def _end_trace(self, times: BatchTimes, method: str, error: BaseException | None = None) -> None:
+        if times.trace is not None:
+            times.ended_at = times.ended_at or self._clock()
             batch_spans(times.trace, times, self._model_name, self.parts.version, method, error)
 
 

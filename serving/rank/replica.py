@@ -24,7 +24,7 @@ import uvloop
 from loader.errors import ShardrankError, UnavailableError
 from serving.errors import InternalError
 from serving.formats.requests import Answer, LookupRequest
-from serving.rank.batcher import Batcher, Pending, finish
+from serving.rank.batcher import Batcher, Pending, finish, ranking_failed
 from serving.rank.ranking import Ranking
 
 logger = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ Result = TypeVar("Result")
 
 STOP_TIMEOUT_S = 10.0
 STOP_POLL_S = 0.1
-# Of the time between two batches, while somebody calls.
-CALL_TURN_S = 0.005
+# Of the time between two batches, while coroutines of `call` run.
+CALL_TIME_S = 0.005
 # Batches of a loop in flight: while two are, larger ones form.
-MAX_OUT = 2
-# Of errors about the shards or the clock, for which another try with fewer requests would not help.
-_OF_THE_WHOLE_BATCH = (503, 504)
+MAX_IN_FLIGHT = 2
+# Errors about the shards or the clock, for which another try with fewer requests would not help.
+_STATUSES_OF_A_BATCH = (503, 504)
 
 
 class _OnLoop:
@@ -145,7 +145,7 @@ class Replica(_OnLoop):
             loop.call_soon_threadsafe(woken.set)
 
         try:
-            while (batch := self._batcher.take(wake)) is not None:
+            while (batch := self._batcher.pop(wake)) is not None:
                 if not batch:
                     await woken.wait()
                     woken.clear()
@@ -154,7 +154,7 @@ class Replica(_OnLoop):
                 # With rows in this process nothing above awaits, and other calls would wait for an empty queue. They
                 # take several iterations of the loop.
                 if self._calls:
-                    await asyncio.wait([*map(asyncio.wrap_future, tuple(self._calls))], timeout=CALL_TURN_S)
+                    await asyncio.wait([*map(asyncio.wrap_future, tuple(self._calls))], timeout=CALL_TIME_S)
                 elif self._batcher.num_waiting:
                     await asyncio.sleep(0)
         finally:
@@ -162,7 +162,10 @@ class Replica(_OnLoop):
 
 
 class LoopReplica(_OnLoop):
-    """Ranks batches on a loop in another thread than the caller's; at most two that wait for shards are out."""
+    """Ranks queued batches on the event loop of the APIs; at most two of them wait for shards.
+
+    A request that is alone is ranked by its own task (`Batcher.rank_alone`).
+    """
 
     def __init__(
         self, ranking: Ranking, batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
@@ -170,7 +173,7 @@ class LoopReplica(_OnLoop):
         super().__init__(batcher, loop, clock)
         self.ranking = ranking
         self._loop_thread = 0
-        self._out: set[asyncio.Task[None]] = set()
+        self._in_flight: set[asyncio.Task[None]] = set()
         self._will_be_woken = False
 
     def start(self) -> None:
@@ -196,7 +199,8 @@ class LoopReplica(_OnLoop):
         self._loop_thread = threading.get_ident()
         # As in every replica: more intra-op threads than one collapse when the machine is busy.
         torch.set_num_threads(1)
-        self._turn()
+        self._batcher.rank_on_loop = self._loop, self.ranking.rank
+        self._begin_batch()
 
     def _wake(self) -> None:
         if threading.get_ident() == self._loop_thread:
@@ -206,13 +210,13 @@ class LoopReplica(_OnLoop):
 
     def _woken(self) -> None:
         self._will_be_woken = False
-        self._turn()
+        self._begin_batch()
 
-    def _turn(self) -> None:
-        if self._will_be_woken or len(self._out) == MAX_OUT:
+    def _begin_batch(self) -> None:
+        if self._will_be_woken or len(self._in_flight) == MAX_IN_FLIGHT:
             return
         try:
-            batch = self._batcher.take(self._wake)
+            batch = self._batcher.pop(self._wake)
         except BaseException as error:
             # It ends, as one on a thread would, and readiness shows it.
             self.failure = error
@@ -225,7 +229,7 @@ class LoopReplica(_OnLoop):
             answering = self._answer(batch)
             if self.ranking.router.waits:
                 task = self._loop.create_task(answering)
-                self._out.add(task)
+                self._in_flight.add(task)
                 task.add_done_callback(self._ended)
                 return
             try:
@@ -241,10 +245,10 @@ class LoopReplica(_OnLoop):
     def _go_on(self) -> None:
         # After answers are written, what the sockets had is read and parsed, or refused, in one iteration of the loop;
         # what came meanwhile, which would be refused after a batch, in a second one.
-        self._loop.call_soon(self._loop.call_soon, self._loop.call_soon, self._turn)
+        self._loop.call_soon(self._loop.call_soon, self._loop.call_soon, self._begin_batch)
 
-    def _ended(self, out: asyncio.Task[None]) -> None:
-        self._out.discard(out)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._in_flight.discard(task)
         self._go_on()
 
 
@@ -254,12 +258,11 @@ async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | Bas
             return [await ranking.lookup(batch[0])]
         return list(await ranking.rank(batch))
     except ShardrankError as error:
-        if len(batch) == 1 or error.http_status in _OF_THE_WHOLE_BATCH:
+        if len(batch) == 1 or error.http_status in _STATUSES_OF_A_BATCH:
             return [error] * len(batch)
     except Exception as error:
-        logger.exception("a batch of %d requests failed", len(batch))
+        failure = ranking_failed(error, len(batch))
         if len(batch) == 1:
-            failure = InternalError(f"ranking failed: {type(error).__name__}")
             failure.__cause__ = error
             return [failure]
     # No checked request should fail a batch. If one did, only that one fails.

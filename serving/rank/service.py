@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.description import ModelInfo
+from serving.errors import InvalidRequestError
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -83,6 +84,7 @@ class RankingService(VersionChoice):
         self.untaken = LookupMemoryLimit(self.limits.max_untaken_floats)
         self.buffers = ByteBudget(self.limits.max_buffered_bytes, self.metrics.buffer_refused)
         self.metrics.buffered_bytes = lambda: self.buffers.buffered
+        self.metrics.num_in_flight = lambda: self.in_flight
         self.expanding = asyncio.Semaphore(MAX_EXPANDING)
         self.on_ranked: tuple[OnRanked, ...] = ()
         self._receiving = 0
@@ -100,8 +102,23 @@ class RankingService(VersionChoice):
             raise
         self.end_call(call)
 
+    def admit(self, api: str, method: str, remaining_s: float | None, ahead: int = 0) -> Call:
+        """Count in a rank or lookup call whose head has come, unless it would wait in vain; `end_call` must follow.
+
+        `remaining_s` are the seconds until its deadline, None if that is not known yet; `ahead` others of this loop
+        iteration are admitted and not queued yet. Raises OverloadedError.
+        """
+        if self._receiving + self._admitted and (refusal := self.overload(remaining_s, ahead)) is not None:
+            self.refused(api, method, refusal.kind)
+            try:
+                raise refusal
+            finally:
+                # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
+                del refusal
+        return self.begin_call(api, method)
+
     def begin_call(self, api: str, method: str) -> Call:
-        """Count one call in, as being received until it is admitted; `end_call` must follow. Raises OverloadedError."""
+        """Count one call in, as being received until it is complete; `end_call` must follow. Raises OverloadedError."""
         call = Call(api, method, self.clock())
         with self._counting:
             is_full = self._receiving >= self.limits.max_receiving
@@ -111,17 +128,27 @@ class RankingService(VersionChoice):
             error = OverloadedError(f"too many requests that are not complete yet; the limit is {limit}")
             self.metrics.call_ended(call, error.kind, None, call.began)
             raise error
-        self.metrics.in_flight.inc()
         return call
+
+    def complete(self, call: Call) -> None:
+        """Count a call as complete; idempotent. Raises OverloadedError if too many are in flight."""
+        with self._counting:
+            if call.is_complete:
+                return
+            if self._admitted < self.limits.max_in_flight:
+                self._receiving -= 1
+                self._admitted += 1
+                call.is_complete = True
+                return
+        raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
 
     def end_call(self, call: Call, error: BaseException | None = None) -> None:
         """Count a call out, with what it ended with."""
         with self._counting:
-            if call.admitted:
+            if call.is_complete:
                 self._admitted -= 1
             else:
                 self._receiving -= 1
-        self.metrics.in_flight.dec()
         now, status = self.clock(), "ok"
         outcome: Outcome | None = "ok"
         if error is not None:
@@ -152,7 +179,7 @@ class RankingService(VersionChoice):
         """
         refusal = None
         for generation in self.generations.live():
-            refusal = generation.payload.overload(remaining_s, ahead)
+            refusal = generation.payload.batcher.overload(remaining_s, ahead)
             if refusal is None:
                 break
         return refusal
@@ -162,31 +189,23 @@ class RankingService(VersionChoice):
         live = self.generations.live()
         self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", kind, count)
 
-    def admit(self, call: Call) -> None:
-        """Admit a call whose request is complete; idempotent. Raises OverloadedError if too many are in flight."""
-        with self._counting:
-            if call.admitted:
-                return
-            if self._admitted < self.limits.max_in_flight:
-                self._receiving -= 1
-                self._admitted += 1
-                call.admitted = True
-                return
-        raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
-
     async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
-        """Return a replica's answer to a request, on the event loop of its future; its lease will be released.
+        """Return the answer to a request, ranked here if it is alone, else by a replica; its lease will be released.
 
         A request that has not begun when `watch_client` calls back, or the caller is cancelled, is dropped. Raises
         InvalidRequestError for an id without a row, DeadlineExceededError, OverloadedError, and ShardrankError from the
         shards.
         """
-        future = cast("asyncio.Future[Answer]", pending.future)
-        pending.lease.generation.payload.submit(pending)
-        timer = future.get_loop().call_later(max(0.0, pending.deadline - self.clock()), pending.expire)
-        watch_client(pending.leave)
+        batcher, loop = pending.lease.generation.payload.batcher, pending.loop
+        assert loop is not None
+        future = pending.future = loop.create_future()
+        batcher.submit(pending)
+        late = DeadlineExceededError("the deadline passed before the answer was complete")
+        timer = loop.call_later(max(0.0, pending.deadline - self.clock()), pending.fail, late)
+        gone = InvalidRequestError("", "the client closed the connection", kind="client_gone")
+        watch_client(partial(pending.fail, gone))
         try:
-            return await future
+            return cast(Answer, await future)
         finally:
             timer.cancel()
             pending.abandoned = True
@@ -197,7 +216,7 @@ class RankingService(VersionChoice):
     def wait_in_thread(self, pending: Pending) -> Answer:
         """Return a replica's answer, while the calling thread waits; the future has no loop. Raises as `wait`."""
         future = cast("concurrent.futures.Future[Answer]", pending.future)
-        pending.lease.generation.payload.submit(pending)
+        pending.lease.generation.payload.batcher.submit(pending)
         try:
             return future.result(max(0.0, pending.deadline - self.clock()))
         except TimeoutError:
@@ -253,43 +272,44 @@ class Caller(Protocol):
 
 
 async def answer(
-    service: RankingService, codec: Codec, receive: Receive, client: Caller, parent: Parent | None = None
+    service: RankingService,
+    codec: Codec,
+    receive: Receive,
+    client: Caller,
+    parent: Parent | None = None,
+    call: Call | None = None,
 ) -> Encoded:
     """Answer one call, whose request `receive` returns complete and decompressed, of the trace `parent`.
 
-    Raises ShardrankError with its HTTP and gRPC status.
+    `call` is what `RankingService.admit` returned, None if the call is to be admitted now. Raises ShardrankError with
+    its HTTP and gRPC status.
     """
-    refusal = service.overload(client.time_remaining())
-    if refusal is not None:
-        service.refused(codec.api, codec.method, refusal.kind)
-        try:
-            raise refusal
-        finally:
-            # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
-            del refusal
-    call = service.begin_call(codec.api, codec.method)
+    if call is None:
+        call = service.admit(codec.api, codec.method, client.time_remaining())
     if service.tracer is not None:
         call.trace = service.tracer.begin(parent)
     try:
         body = await receive()
         unparsed, request, lease = _parsed(service, codec, call, body)
         del body
-        deadline = call.began + request.timeout_s
+        call.deadline = call.began + request.timeout_s
         if (remaining_s := client.time_remaining()) is not None:
-            deadline = min(deadline, call.parsed + remaining_s)
-        loop = asyncio.get_running_loop()
-        call.deadline = deadline
-        pending = Pending(request, lease, deadline, call, loop.create_future(), loop)
+            call.deadline = min(call.deadline, call.parsed + remaining_s)
+        pending = Pending(request, lease, call.deadline, call, None, asyncio.get_running_loop())
         if isinstance(request, LookupRequest):
             encoded = await _looked_up(service, unparsed, pending, client)
         else:
             # The lease ends with the batch, and the version may be gone by then.
-            schema = lease.generation.payload.schema
-            answered = cast(RankAnswer, await service.wait(pending, client.watch))
+            served = lease.generation.payload
+            schema, answered = served.schema, None
+            if service.in_flight == 1:
+                answered = await served.batcher.rank_alone(pending)
+            if answered is None:
+                answered = await service.wait(pending, client.watch)
             call.answered = service.clock()
             encoded = unparsed.encode(answered)
-            for tell in service.on_ranked:
-                tell(schema, request, answered, call.began)
+            for notify in service.on_ranked:
+                notify(schema, request, cast(RankAnswer, answered), call.began)
         call.encoded = service.clock()
     except BaseException as error:
         service.end_call(call, error)
@@ -334,7 +354,7 @@ def _parsed(
     service: RankingService, codec: Codec, call: Call, body: Buffer
 ) -> tuple[Unparsed, Request, Lease[LoadedVersion]]:
     call.received = service.clock()
-    service.admit(call)
+    service.complete(call)
     unparsed = codec.read(body, service.limits)
     lease = service.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
     generation = call.generation = lease.generation

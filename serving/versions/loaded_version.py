@@ -93,7 +93,7 @@ class LoadOptions(Frozen):
 class LoadedVersion:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
-    `submit` and `overload` are the batcher's; `access` has the counts of lookups that this process answers itself,
+    `batcher` queues its requests; `access` has the counts of lookups that this process answers itself,
     without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's.
     """
 
@@ -111,8 +111,7 @@ class LoadedVersion:
         self.model, self.version = description.model, description.version
         self.schema, self.description = schema, description
         self.counter, self.checked, self.access = counter, checked, access
-        self.submit, self.overload = batcher.submit, batcher.overload
-        self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
+        self.batcher, self._replicas, self._on_close = batcher, replicas, on_close
         self.dense_step = 0
 
     @classmethod
@@ -186,7 +185,7 @@ class LoadedVersion:
     @property
     def num_waiting(self) -> int:
         """Count the requests that wait for a replica."""
-        return self._batcher.num_waiting
+        return self.batcher.num_waiting
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """Return what the nodes of all shards report, by address.
@@ -266,7 +265,7 @@ class LoadedVersion:
 
     def close(self) -> None:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
-        _stop(self._batcher, self._replicas)
+        _stop(self.batcher, self._replicas)
         self._on_close()
 
 

@@ -20,7 +20,7 @@ from loader.snapshot.tables import Frozen
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.observe.recording import last_requests
-from serving.rank.batcher import share_of
+from serving.rank.batcher import fraction_of_batch
 from serving.rank.ranking import Ranking, merge
 from serving.rank.replica import Replica
 
@@ -90,7 +90,7 @@ def _groups(requests: Sequence[RankRequest], schema: RequestSchema) -> Iterator[
     sizes, group, filled = itertools.cycle(GROUPS), list[RankRequest](), 0.0
     size = next(sizes)
     for request in allowed:
-        share = share_of(request, longest, limits)
+        share = fraction_of_batch(request, longest, limits)
         if group and (len(group) == size or filled + share > 1):
             yield group
             group, filled, size = [], 0.0, next(sizes)

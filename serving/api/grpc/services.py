@@ -292,7 +292,7 @@ def _document(
             data = await call.receive()
             counted.received = service.clock()
             if not is_probe:
-                service.admit(counted)
+                service.complete(counted)
             return tell(counted, _decoded(data, takes))
 
     return GrpcMethod(document, scope=scope)

@@ -38,14 +38,14 @@ async def test_what_would_wait_in_vain_is_refused_unread(api_model):
     async with gated_api(api_model) as api:
         async with one_waits(api.service, api.gate) as served:
             # As after full batches of 1000 s: one of a single request is expected to take 16 s.
-            served._batcher._pace.full_s = 1000.0
+            served.batcher._estimate.full_s = 1000.0
             # The first is refused by its head alone; the second, its connection's last one, by the application.
             for close in ({}, {"connection": "close"}):
                 answer = await api.http.post(PATH, content=NO_REQUEST, headers={"x-request-id": "r7", **close})
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "overloaded")
                 assert answer.headers["x-request-id"] == answer.json()["error"]["request_id"] == "r7"
                 assert answer.headers.get("connection") == close.get("connection")
-                assert "1 requests wait" in answer.json()["error"]["message"]
+                assert "1 requests queued" in answer.json()["error"]["message"]
                 assert answer.headers["retry-after"] == "1"
             answer = await api.http.post(f"/v2/models/{MODEL}/infer", content=NO_REQUEST)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -73,13 +73,13 @@ async def test_heads_count_as_if_those_before_them_were_in_the_queue(api_model):
         app = HttpApp(service)
         async with one_waits(service, gate) as served:
             # With two more ahead an answer takes 8/64 of a full batch's time.
-            served._batcher._pace.full_s = served._batcher._longest_s / 2 / 7 * 64
+            served.batcher._estimate.full_s = served.batcher._longest_s / 2 / 7 * 64
             for _ in range(2):
                 assert [app.refuse(head) for _ in range(2)] == [None, None]
                 reply = app.refuse(head)
                 assert reply is not None
                 assert (reply.status, dict(reply.headers)) == (503, {"x-request-id": "r7", "retry-after": "1"})
-                assert b"3 requests wait" in reply.body
+                assert b"3 requests queued" in reply.body
                 await asyncio.sleep(0)
             blanks = head.replace(b"r7", b"r" + b" " * 300_000 + b"7")
             assert [app.refuse(blanks) is None for _ in range(3)] == [True, True, False]
@@ -92,7 +92,7 @@ async def test_refusals_leave_no_cycles_to_the_collector(api_model):
     gate = Gate()
     with gated_service(api_model, gate) as service:
         async with one_waits(service, gate) as served:
-            served._batcher._pace.full_s = 1000.0
+            served.batcher._estimate.full_s = 1000.0
 
             async def refused() -> None:
                 try:

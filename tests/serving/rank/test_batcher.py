@@ -28,12 +28,12 @@ def unwoken() -> None:
 
 def test_an_idle_replica_is_woken_once(model):
     batcher, woken = Batcher(RequestLimits()), []
-    assert batcher.take(lambda: woken.append(1)) == []
+    assert batcher.pop(lambda: woken.append(1)) == []
     requests = [model.rank(), model.rank()]
     for request in requests:
         batcher.submit(request)
     assert woken == [1]
-    assert batcher.take(unwoken) == requests
+    assert batcher.pop(unwoken) == requests
 
 
 # Sizes are (candidates, longest sequence), and None a lookup.
@@ -52,7 +52,7 @@ def test_requests_are_joined_in_order_up_to_the_limits(model, limits, sizes, bat
     waiting = [model.lookup() if size is None else model.sized(size[0], 1, size[1]) for size in sizes]
     for request in waiting:
         batcher.submit(request)
-    taken = [batcher.take(unwoken) for _ in batches]
+    taken = [batcher.pop(unwoken) for _ in batches]
     assert [len(batch) for batch in taken] == batches
     assert [request for batch in taken for request in batch] == waiting
 
@@ -65,7 +65,7 @@ def test_expired_and_abandoned_requests_are_never_run(model):
         batcher.submit(one)
     abandoned.abandoned = True
     clock.now = 6.0
-    assert batcher.take(unwoken) == [alive]
+    assert batcher.pop(unwoken) == [alive]
     with pytest.raises(DeadlineExceededError):
         expired.future.result(0)
     assert model.leases == 1
@@ -87,7 +87,7 @@ def test_a_full_queue_drops_abandoned_requests_and_then_refuses(model):
     with pytest.raises(OverloadedError, match="max_queue = 3"):
         batcher.submit(model.rank())
     assert (batcher.num_waiting, model.leases) == (3, 3)
-    assert batcher.take(unwoken) == [alive, *newest]
+    assert batcher.pop(unwoken) == [alive, *newest]
 
 
 def test_every_request_of_many_threads_is_taken_exactly_once(model):
@@ -98,7 +98,7 @@ def test_every_request_of_many_threads_is_taken_exactly_once(model):
 
     def replica() -> None:
         woken = threading.Event()
-        while (batch := batcher.take(woken.set)) is not None:
+        while (batch := batcher.pop(woken.set)) is not None:
             if not batch:
                 woken.wait()
                 woken.clear()

@@ -19,7 +19,7 @@ def model() -> Model:
 
 
 def one_batch(batcher: Batcher, clock: Clock, seconds: float) -> list[Pending]:
-    batch = batcher.take(lambda: None)
+    batch = batcher.pop(lambda: None)
     assert batch
     clock.now += seconds
     batcher.ended(batch)
@@ -38,28 +38,24 @@ def warmed(model: Model, full_s: float) -> tuple[Batcher, Clock]:
 
 
 def test_a_request_that_would_be_late_is_refused_at_once(model):
-    batcher, clock = warmed(model, 1.0)
+    batcher, _ = warmed(model, 1.0)
     batcher.submit(model.rank(100))
-    held = model.leases
     # 1 s for what waits, 1 s for a batch of its own: within half of what it has.
-    with pytest.raises(OverloadedError, match=r"1 requests wait.* due in about 2000 ms.*1/2 of the 3900 ms"):
-        batcher.submit(model.rank(50, deadline=clock.now + 3.9))
-    assert (batcher.num_waiting, model.leases) == (1, held)
-    batcher.submit(model.rank(50, deadline=clock.now + 4.0))
-    assert batcher.num_waiting == 2
+    refusal = batcher.overload(3.9)
+    says = "1 requests queued; expected latency 2000 ms, the limit is 1/2 of the 3900 ms left until the deadline"
+    assert str(refusal) == says
+    assert batcher.overload(4.0) is None
 
 
 def test_batches_in_flight_count_for_their_expected_time(model):
     batcher, clock = warmed(model, 1.0)
     batcher.submit(model.rank(100))
-    assert batcher.take(lambda: None)
+    assert batcher.pop(lambda: None)
     batcher.submit(model.rank(50))
-    # 1 s that is out, half a second that waits, and a batch of 1 s.
-    with pytest.raises(OverloadedError, match="due in about 2500 ms"):
-        batcher.submit(model.rank(50, deadline=clock.now + 4.0))
+    # 1 s in flight, half a second that waits, and a batch of 1 s.
+    assert "expected latency 2500 ms" in str(batcher.overload(4.0))
     clock.now += 0.8
-    batcher.submit(model.rank(50, deadline=clock.now + 4.0))
-    assert batcher.num_waiting == 2
+    assert batcher.overload(4.0) is None
 
 
 def test_overload_is_known_before_a_request_is_read(model):
@@ -87,7 +83,7 @@ def test_what_can_not_be_met_any_more_is_dropped(model):
     batcher.submit(good)
     # There would be 0.7 s, and it takes 0.8 s.
     clock.now += 2.8
-    assert batcher.take(lambda: None) == [good]
+    assert batcher.pop(lambda: None) == [good]
     with pytest.raises(OverloadedError, match="could not be met"):
         late.future.result(0)
     assert model.leases == 1
@@ -100,8 +96,8 @@ def test_a_batch_grows_as_far_as_its_earliest_deadline_allows(model):
         batcher.submit(one)
     # The second has 0.7 s: enough for two of them, and not for three.
     clock.now += 4.3
-    assert batcher.take(lambda: None) == waiting[:2]
-    assert batcher.take(lambda: None) == waiting[2:]
+    assert batcher.pop(lambda: None) == waiting[:2]
+    assert batcher.pop(lambda: None) == waiting[2:]
 
 
 def test_after_stalls_replicas_are_never_idle(model):
@@ -153,18 +149,15 @@ def test_of_three_times_the_capacity_one_is_answered_in_time(model, deadline_s, 
                 clock.now += PARSED_S
                 pending = model.rank(int(rng.integers(200, 401)), clock.now + deadline_s, began=clock.now)
                 arrived[id(pending)] = came[number]
-                try:
-                    batcher.submit(pending)
-                except OverloadedError:
-                    is_refused = True
-            if is_refused:
+                batcher.submit(pending)
+            else:
                 clock.now += REFUSED_S
                 refused_s.append(clock.now - came[number])
             number += 1
         if not batcher.num_waiting:
             clock.now = max(clock.now, came[number]) if number < len(came) else clock.now
             continue
-        batch, began = batcher.take(lambda: None), clock.now
+        batch, began = batcher.pop(lambda: None), clock.now
         assert batch
         took_s = BATCH_S + CANDIDATE_S * sum(one.request.num_candidates for one in batch)
         clock.now += took_s * float(np.exp(rng.normal(-(noise**2) / 2, noise)))

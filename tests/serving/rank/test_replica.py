@@ -89,7 +89,7 @@ async def test_a_bug_fails_its_batch_and_the_replica_goes_on(api_model, num_repl
     service = await loaded(api_model, num_replicas=num_replicas)
     call, future = Call("embedded", "lookup", 0.0, parsed=None), Future()  # so that to look at the time raises
     lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
-    lease.payload._batcher.submit(Pending(request, lease, service.clock() + NEVER_S, call, future, None))
+    lease.payload.batcher.submit(Pending(request, lease, service.clock() + NEVER_S, call, future, None))
     with pytest.raises(InternalError, match="ranking was broken off"):
         await asyncio.wrap_future(future)
     assert_scores(api_model, [await ask(service, api_request(1))], [1])
@@ -194,12 +194,34 @@ def held_nodes(api_model: ApiModel, count: int = 1, fails: tuple[int, ...] = ())
 
 
 def ranking_in_task(service: RankingService, *seeds: int) -> list[asyncio.Task]:
-    return [asyncio.create_task(ask(service, api_request(seed))) for seed in seeds]
+    """Rank requests whose heads have all come before the first of them is ranked."""
+    calls = [service.admit("embedded", "rank", None) for _ in seeds]
+    return [
+        asyncio.create_task(ask(service, api_request(seed), call=call)) for seed, call in zip(seeds, calls, strict=True)
+    ]
 
 
 def assert_scores(api_model: ApiModel, answers: list, seeds: range | list[int]) -> None:
     for seed, answer in zip(seeds, answers, strict=True):
         np.testing.assert_allclose(answer.scores, api_model.scores(api_request(seed)), rtol=1e-5, atol=1e-5)
+
+
+async def test_a_request_that_is_alone_is_ranked_without_queue(api_model, tmp_path):
+    """Its own task ranks it; one that comes meanwhile is queued, and begun beside it."""
+    (node,) = held_nodes(api_model)
+    async with ranked_on_loop(api_model, tmp_path, node) as (service, _):
+        tasks = len(asyncio.all_tasks())
+        (alone,) = ranking_in_task(service, 0)
+        await until(lambda: len(node.asked) == 1)
+        with service.lease(MODEL) as lease:
+            assert lease.payload.batcher._estimate.in_flight
+        assert len(asyncio.all_tasks()) - tasks <= 2  # the call's, and that of its shard
+        others = ranking_in_task(service, 1, 2)
+        await until(lambda: len(node.asked) == 2)
+        node.go.set()
+        assert_scores(api_model, await asyncio.gather(alone, *others), range(3))
+        assert batches(service) == (2, 3)
+        assert [generation.leases for generation in service.generations.all()] == [0]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
@@ -209,9 +231,9 @@ async def test_a_third_batch_forms_while_two_wait_for_shards(api_model, tmp_path
     before = set(threading.enumerate())
     async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, _):
         assert not [one.name for one in set(threading.enumerate()) - before if one.name.startswith("rank-")]
-        asking = ranking_in_task(service, 0)
+        asking = ranking_in_task(service, 0, 1)
         await until(lambda: all(len(node.asked) == 1 for node in nodes))
-        asking += ranking_in_task(service, 1, 2)
+        asking += ranking_in_task(service, 2)
         await until(lambda: all(len(node.asked) == 2 for node in nodes))
         for seed in range(3, 12):
             asking += ranking_in_task(service, seed)

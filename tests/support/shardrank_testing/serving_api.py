@@ -29,6 +29,7 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.inputs import SequenceInput
 from serving.models.ranking_models import build_model
+from serving.observe.calls import Call
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService, answer
 from serving.server import Listening, ServerConfig, running_server
@@ -282,7 +283,12 @@ class Waiting:
 
 
 async def ask(
-    service: RankingService, request: Any, method: Method = "rank", watch: Any = None, model: str = MODEL
+    service: RankingService,
+    request: Any,
+    method: Method = "rank",
+    watch: Any = None,
+    model: str = MODEL,
+    call: Call | None = None,
 ) -> Any:
     """The answer to a request in the JSON form, as the one road gives it to any API."""
     codec = KeptAnswers(JsonCodec(method, model, "embedded"))
@@ -290,7 +296,7 @@ async def ask(
     async def receive() -> bytes:
         return request if isinstance(request, bytes) else encode_request(request)
 
-    await answer(service, codec, receive, Waiting() if watch is None else Waiting(watch))
+    await answer(service, codec, receive, Waiting() if watch is None else Waiting(watch), call=call)
     return codec.answers[0]
 
 
