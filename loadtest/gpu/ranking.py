@@ -25,7 +25,6 @@ from loadtest.workloads.prepare import write_random_snapshot
 from serving.formats.requests import Answer, RankAnswer, RankRequest
 from serving.models.layers import DtypeChoice
 from serving.observe.calls import Call
-from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
@@ -96,10 +95,10 @@ class InProcess:
 
     def rank(self, request: RankRequest) -> Float32Array:
         """Return the scores of a request, float32 [candidates]."""
-        started_at, future = self._service.clock(), Future[Answer]()
-        call, lease = Call("embedded", "rank", started_at, parsed=started_at), self._service.lease(self._model)
-        pending = Pending(request, lease, started_at + TIMEOUT_S, call, future, None)
-        return cast(RankAnswer, self._service.wait_in_thread(pending)).scores
+        now = self._service.clock()
+        call = Call("embedded", "rank", now, parsed_at=now, deadline=now + TIMEOUT_S, future=Future[Answer]())
+        call.request, call.lease = request, self._service.lease(self._model)
+        return cast(RankAnswer, self._service.wait_in_thread(call)).scores
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the seconds of each stage, and the batches on cards by how they were launched."""

@@ -5,9 +5,11 @@ docs/api.md (Stages) says what each stage is; the stages of a request follow eac
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import threading
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any, Literal, TypeAlias
 
@@ -16,8 +18,9 @@ import numpy as np
 from loader.errors import OverloadedError, ShardrankError
 from loader.registry.fleet import LATENCY_BOUNDS_MS, VersionStats
 from router.router import LookupTimes
+from serving.formats.requests import Request
 from shard_node.bags import Float32Array
-from shard_node.generation import Generation
+from shard_node.generation import Lease
 from shard_node.tracing import SpanContext, SpanSink
 
 Outcome: TypeAlias = Literal["ok", "error"]
@@ -75,45 +78,59 @@ class BatchTimes:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of an API, while it is handled and when it has ended. Times are monotonic seconds, 0 until they are.
+    """One call of an API, from its head to its response. Times are monotonic seconds, 0 until they are known.
 
     Attributes:
         api, method: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`; `rank`, `lookup` or `model`.
         model: name of the served model, once it is known; never what a client made up.
-        version, counter, generation: of what answers it, once that is chosen: at `leased`.
-        pinned: its client named the version, so no guard counts it.
+        version, counter: of what answers it, once that is chosen: at `leased_at`.
+        is_pinned: its client named the version, so no guard counts it.
         is_complete: whether it counts towards `max_in_flight`; until then towards `max_receiving`.
+        lease: on the version that answers, unset before `leased_at`; released before the answer is passed on.
+        request: parsed and checked, unset before `parsed_at`.
+        future: gets the answer or the error of a queued request; None of others, and once no client waits, to break
+            the cycle with an error's traceback.
+        loop: of the future; None for a `concurrent.futures.Future`.
+        longest_sequence: ids in the longest bag of a feature that is not pooled.
+        fraction: of a full batch.
+        is_abandoned: set when no client waits any more; if it has not begun, it is dropped.
     """
 
     api: str
     method: str
-    began: float
+    started_at: float
     model: str = ""
     version: int = 0
     counter: VersionCounter | None = None
-    generation: Generation[Any] | None = None
-    pinned: bool = False
+    is_pinned: bool = False
+    is_complete: bool = False
     deadline: float = 0.0
-    received: float = 0.0
-    leased: float = 0.0
-    parsed: float = 0.0
+    received_at: float = 0.0
+    leased_at: float = 0.0
+    parsed_at: float = 0.0
     queue_s: float = 0.0
     batch: BatchTimes | None = None
-    answered: float = 0.0
-    encoded: float = 0.0
-    is_complete: bool = False
+    answered_at: float = 0.0
+    encoded_at: float = 0.0
     trace: Traced | None = None
+    request: Request = field(init=False, repr=False)
+    lease: Lease[Any] = field(init=False, repr=False)
+    future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    longest_sequence: int = 0
+    fraction: float = 0.0
+    is_abandoned: bool = False
 
     def around_batch(self) -> tuple[float, ...]:
         """List the seconds in each stage of `BEFORE_BATCH` and of `AFTER_BATCH`, of a call that was answered."""
-        hand_back_s = self.answered - self.batch.ended_at if self.batch is not None else 0.0
+        hand_back_s = self.answered_at - self.batch.ended_at if self.batch is not None else 0.0
         return (
-            self.received - self.began,
-            self.leased - self.received,
-            self.parsed - self.leased,
+            self.received_at - self.started_at,
+            self.leased_at - self.received_at,
+            self.parsed_at - self.leased_at,
             self.queue_s,
             hand_back_s,
-            self.encoded - self.answered,
+            self.encoded_at - self.answered_at,
         )
 
 
@@ -164,10 +181,10 @@ class VersionCounter:
 
     def ended(self, call: Call, outcome: Outcome | None, now: float) -> None:
         """Count a call that ended now: `ok` if it was answered, else with what `outcome_of` says."""
-        bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * (now - call.leased))
-        seconds, batch, totals = now - call.began, call.batch, self._totals
+        bucket = bisect_left(LATENCY_BOUNDS_MS, 1000.0 * (now - call.leased_at))
+        seconds, batch, totals = now - call.started_at, call.batch, self._totals
         with self._lock:
-            if outcome is not None and not call.pinned:
+            if outcome is not None and not call.is_pinned:
                 (self._failed if outcome == "error" else self._answered)[bucket] += 1
             if call.method != "rank":
                 return

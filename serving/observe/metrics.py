@@ -162,8 +162,8 @@ class ServingMetrics:
         if status != "ok":
             self.failed(call.api, call.method, status)
         stages: tuple[str, ...] = ("total",)
-        seconds: tuple[float, ...] = (now - call.began,)
-        if call.batch is not None and call.encoded:
+        seconds: tuple[float, ...] = (now - call.started_at,)
+        if call.batch is not None and call.encoded_at:
             stages, seconds = CALL_STAGES, (*call.around_batch(), *seconds)
         self._kept.append((self._of_stages(stages, call.model, call.method), seconds))
         if outcome is not None:

@@ -188,7 +188,7 @@ def call_span(trace: Traced, call: Call, now: float, error: BaseException | None
     attributes: _Attributes = {"shardrank.api": call.api, "shardrank.method": call.method}
     if call.model:
         attributes["shardrank.model"], attributes["shardrank.version"] = call.model, call.version
-    if call.batch is not None and call.encoded:
+    if call.batch is not None and call.encoded_at:
         attributes |= {name: 1e3 * seconds for name, seconds in zip(_STAGES, call.around_batch(), strict=True)}
     text = ""
     if error is not None:
@@ -197,4 +197,6 @@ def call_span(trace: Traced, call: Call, now: float, error: BaseException | None
         status = error.http_status if isinstance(error, ShardrankError) else _SERVER_FAULT
         text = error_text(error) if isinstance(error, Exception) and status >= _SERVER_FAULT else ""
     name = f"{call.api} {call.method}"
-    trace.sink.put(Span(name, "server", trace.context, trace.parent, call.began, now, attributes, trace.links, text))
+    trace.sink.put(
+        Span(name, "server", trace.context, trace.parent, call.started_at, now, attributes, trace.links, text)
+    )

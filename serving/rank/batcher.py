@@ -9,14 +9,12 @@ be met. No estimate keeps a replica idle: an empty queue accepts anything, and t
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,13 +26,12 @@ from serving.errors import InternalError
 from serving.formats.requests import Answer, Encoded, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
-from shard_node.generation import Lease
 
 KEPT, SLOWEST = 8, 2
 """Recent batches that count, and how many of them are left out: a process may have been stopped meanwhile."""
 logger = logging.getLogger(__name__)
 Wake: TypeAlias = Callable[[], None]
-RankBatch: TypeAlias = Callable[[Sequence["Pending"]], Awaitable["Sequence[Answer | Exception]"]]
+RankBatch: TypeAlias = Callable[[Sequence[Call]], Awaitable["Sequence[Answer | Exception]"]]
 PRUDENCE = 2
 """An answer must be due within 1/PRUDENCE of the time left: a request waits unseen in its socket while a batch is
 ranked, and batches may take longer than those before."""
@@ -109,35 +106,6 @@ class BatchTimeEstimate:
         return seconds / self.at_once
 
 
-@dataclass(slots=True, eq=False)
-class Pending:
-    """One admitted request, until `deadline` (monotonic seconds).
-
-    Attributes:
-        lease: on the version that answers; released before the answer is passed on.
-        future: gets the answer or the error; None for a request that is not queued, and once no client waits, to break
-            the cycle with an error's traceback.
-        loop: of the future; None for a `concurrent.futures.Future`.
-        longest_sequence: ids in the longest bag of a feature that is not pooled.
-        fraction: of a full batch.
-        abandoned: set when no client waits any more; if it has not begun, it is dropped.
-    """
-
-    request: Request
-    lease: Lease[Any]
-    deadline: float
-    call: Call
-    future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None
-    loop: asyncio.AbstractEventLoop | None
-    longest_sequence: int = 0
-    fraction: float = 0.0
-    abandoned: bool = False
-
-    def fail(self, error: ShardrankError) -> None:
-        """Fail it: its deadline has passed, or its client has gone. Only on the loop of its future."""
-        _resolve([(self.future, error)])
-
-
 class Batcher:
     """A bounded queue of one version's requests, with batching. Thread-safe.
 
@@ -158,7 +126,7 @@ class Batcher:
         self._is_none = is_none
         self._clock = clock
         self._lock = threading.Lock()
-        self._queue: deque[Pending] = deque()
+        self._queue: deque[Call] = deque()
         self._fraction = 0.0
         # The longest time that a request was given since some moment, and in the `REMEMBERED_S` before that.
         self._since, self._longest_s, self._longest_before_s = -inf, 0.0, 0.0
@@ -173,7 +141,7 @@ class Batcher:
         """Count the requests in the queue."""
         return len(self._queue)
 
-    async def rank_alone(self, pending: Pending) -> Answer | None:
+    async def rank_alone(self, call: Call) -> Answer | None:
         """Rank a request in the caller's task, with neither queue nor future; None if others wait or are ranked.
 
         Its lease is released, unless the result is None. Raises as a future of `submit` would.
@@ -181,44 +149,44 @@ class Batcher:
         if self.rank_on_loop is None or self._queue:
             return None
         loop, rank = self.rank_on_loop
-        self._measure(pending)
+        self._measure(call)
         with self._lock:
-            if self._estimate.in_flight or self._closed_because or loop is not pending.loop:
+            if self._estimate.in_flight or self._closed_because or loop is not call.loop:
                 return None
-            self._estimate.begin(id(pending), pending.fraction, self._clock())
+            self._estimate.begin(id(call), call.fraction, self._clock())
         try:
-            (outcome,) = await rank([pending])
+            (outcome,) = await rank([call])
         except Exception as error:
             if isinstance(error, ShardrankError):
                 raise
             raise ranking_failed(error, 1) from error
         finally:
-            pending.lease.release()
-            self.ended(pending)
+            call.lease.release()
+            self.ended(call)
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
-    def submit(self, pending: Pending) -> None:
+    def submit(self, call: Call) -> None:
         """Queue a request and wake an idle replica. Its lease will be released, also if it is refused.
 
         Raises OverloadedError if the queue is full, UnavailableError after `close`.
         """
-        self._measure(pending)
-        expired: list[Pending] = []
+        self._measure(call)
+        expired: list[Call] = []
         wake = None
         with self._lock:
             self._forget_times()
-            self._longest_s = max(self._longest_s, pending.deadline - pending.call.began)
+            self._longest_s = max(self._longest_s, call.deadline - call.started_at)
             refusal: ShardrankError | None = self._refusal() if self._closed_because else self._full(expired)
             if refusal is None:
-                self._queue.append(pending)
-                self._fraction += pending.fraction
+                self._queue.append(call)
+                self._fraction += call.fraction
                 wake = self._idle.pop() if self._idle else None
         if expired:
             _expire(expired)
         if refusal is not None:
-            pending.lease.release()
+            call.lease.release()
             try:
                 raise refusal
             finally:
@@ -235,7 +203,7 @@ class Batcher:
         """
         if not self._queue:
             return None
-        expired: list[Pending] = []
+        expired: list[Call] = []
         with self._lock:
             self._forget_times()
             longest_s = max(self._longest_s, self._longest_before_s)
@@ -254,14 +222,14 @@ class Batcher:
             _expire(expired)
         return refusal
 
-    def pop(self, wake: Wake) -> list[Pending] | None:
+    def pop(self, wake: Wake) -> list[Call] | None:
         """Pop the next batch for a free replica: rank requests that fit one, or a lookup. Never blocks.
 
         If it is empty, `wake` will be called once, from any thread, when there may be one. None after `close`. `ended`
         must follow each other batch.
         """
-        expired: list[Pending] = []
-        hopeless: list[Pending] = []
+        expired: list[Call] = []
+        hopeless: list[Call] = []
         with self._lock:
             batch = self._pop_batch(expired, hopeless) if self._queue else []
             if not batch:
@@ -272,10 +240,10 @@ class Batcher:
         if expired:
             _expire(expired)
         if hopeless:
-            finish((pending, OverloadedError(CANT_BE_MET)) for pending in hopeless)
+            finish((call, OverloadedError(CANT_BE_MET)) for call in hopeless)
         return batch
 
-    def ended(self, batch: list[Pending] | Pending) -> None:
+    def ended(self, batch: list[Call] | Call) -> None:
         """Count out a batch that was answered."""
         with self._lock:
             self._estimate.end(id(batch), self._clock(), bool(self._queue))
@@ -286,21 +254,21 @@ class Batcher:
             self._closed_because = reason
             left, self._queue, self._fraction = self._queue, deque(), 0.0
             idle, self._idle = self._idle, []
-        finish((pending, self._refusal()) for pending in left)
+        finish((call, self._refusal()) for call in left)
         for wake in idle:
             _wake(wake)
 
-    def _measure(self, pending: Pending) -> None:
-        if self._is_none is not None and isinstance(pending.request, RankRequest):
-            pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
-        pending.fraction = fraction_of_batch(pending.request, pending.longest_sequence, self._limits)
+    def _measure(self, call: Call) -> None:
+        if self._is_none is not None and isinstance(call.request, RankRequest):
+            call.longest_sequence = int(call.request.bags.values_per_key()[self._is_none].max(initial=0))
+        call.fraction = fraction_of_batch(call.request, call.longest_sequence, self._limits)
 
     def _refusal(self) -> UnavailableError:
         return UnavailableError(
             f"this model version does not answer any more: {self._closed_because}", kind="shutting_down"
         )
 
-    def _full(self, expired: list[Pending], ahead: int = 0) -> OverloadedError | None:
+    def _full(self, expired: list[Call], ahead: int = 0) -> OverloadedError | None:
         """Return the error of a full queue, from which requests that no client waits for were dropped before."""
         limit = self._limits.max_queue
         if len(self._queue) + ahead < limit:
@@ -308,9 +276,9 @@ class Batcher:
         if self._clock() - self._cleared_at >= CLEAR_AGAIN_S:
             now, waiting = self._clock(), self._queue
             self._cleared_at, self._queue = now, deque()
-            for pending in waiting:
+            for call in waiting:
                 # Read `abandoned` once per request: another thread may set it, and it must land in one of the two.
-                (expired if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
+                (expired if call.is_abandoned or call.deadline <= now else self._queue).append(call)
             self._count()
         if len(self._queue) + ahead < limit:
             return None
@@ -318,7 +286,7 @@ class Batcher:
 
     def _count(self) -> None:
         # Summed each time: rounding errors of differences would add up.
-        self._fraction = sum([pending.fraction for pending in self._queue])
+        self._fraction = sum([call.fraction for call in self._queue])
 
     def _forget_times(self) -> None:
         """Forget the times that requests were given long ago, but for those that wait."""
@@ -326,16 +294,16 @@ class Batcher:
         if now - self._since >= REMEMBERED_S:
             self._longest_before_s = self._longest_s if now - self._since < 2 * REMEMBERED_S else 0.0
             self._since = now
-            self._longest_s = max((pending.deadline - pending.call.began for pending in self._queue), default=0.0)
+            self._longest_s = max((call.deadline - call.started_at for call in self._queue), default=0.0)
 
-    def _pop_batch(self, expired: list[Pending], hopeless: list[Pending]) -> list[Pending]:
+    def _pop_batch(self, expired: list[Call], hopeless: list[Call]) -> list[Call]:
         queue, now, full_s = self._queue, self._clock(), self._estimate.full_s
-        limits, batch = self._limits, list[Pending]()
+        limits, batch = self._limits, list[Call]()
         num_candidates = num_ids = longest_sequence = 0
         fraction, earliest = 0.0, inf
         while queue and len(batch) < limits.max_batch_requests:
             head = queue[0]
-            if head.abandoned or head.deadline <= now:
+            if head.is_abandoned or head.deadline <= now:
                 expired.append(queue.popleft())
                 continue
             # The last request is tried, to learn what batches cost by now.
@@ -384,28 +352,29 @@ def _wake(wake: Wake) -> bool:
     return True
 
 
-def _expire(dropped: list[Pending]) -> None:
+def _expire(dropped: list[Call]) -> None:
     error = "the deadline passed while the request waited for a ranking replica"
-    finish((pending, DeadlineExceededError(error)) for pending in dropped)
+    finish((call, DeadlineExceededError(error)) for call in dropped)
 
 
-def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
+def finish(outcomes: Iterable[tuple[Call, Answer | BaseException]]) -> None:
     """Release leases and resolve futures, on each event loop in one call; once a request, from any thread."""
     running = asyncio._get_running_loop()
     by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
-    for pending, outcome in outcomes:
-        pending.lease.release()
-        by_loop[pending.loop].append((pending.future, outcome))
+    for call, outcome in outcomes:
+        call.lease.release()
+        by_loop[call.loop].append((call.future, outcome))
     for loop, resolved in by_loop.items():
         if loop is None or loop is running:
-            _resolve(resolved)
+            resolve(resolved)
             continue
         # If the loop was closed, no client waits on it.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_resolve, resolved)
+            loop.call_soon_threadsafe(resolve, resolved)
 
 
-def _resolve(outcomes: Iterable[tuple[Any, Answer | BaseException]]) -> None:
+def resolve(outcomes: Iterable[tuple[Any, Answer | BaseException]]) -> None:
+    """Give futures their outcomes, unless they have one. Only on their loop."""
     for future, outcome in outcomes:
         if future is None or future.done():
             continue

@@ -29,16 +29,15 @@ from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
 from serving.models.layers import CPU, NumberFormat
 from serving.models.ranking_models import DeviceCopies
-from serving.observe.calls import BatchTimes, VersionCounter
+from serving.observe.calls import BatchTimes, Call, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import batch_spans, traced_batch, traced_lookup
-from serving.rank.batcher import Pending
 from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
 
 LOCAL_REPLICA = "local"
-_REQUEST, _DEADLINE, _IS_PINNED, _TRACE = map(attrgetter, ("request", "deadline", "call.pinned", "call.trace"))
+_REQUEST, _DEADLINE, _IS_PINNED, _TRACE = map(attrgetter, ("request", "deadline", "is_pinned", "trace"))
 
 Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
 """Makes one array, in the batch's order, of each request's elements."""
@@ -337,7 +336,7 @@ class Ranking:
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
         await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
 
-    async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
+    async def rank(self, waiting: Sequence[Call]) -> list[RankAnswer | Exception]:
         """Rank requests together: each gets its answer, or its error (an unknown id, a score not finite).
 
         Raises ShardrankError if the rows can't be looked up; then no request has an answer.
@@ -424,12 +423,12 @@ class Ranking:
             times.rank_s = self._clock() - routed_at
         return Scored(scores, embeddings.rejected, parts.dense_step, embeddings.sequence)
 
-    async def lookup(self, waiting: Pending) -> LookupAnswer:
+    async def lookup(self, waiting: Call) -> LookupAnswer:
         """Look embeddings up, and pass the times to the request. Raises InvalidRequestError for an id without a row."""
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
         times = BatchTimes(started_at=self._clock())
-        if waiting.call.trace is not None:
-            times.trace = traced_batch([waiting.call.trace])
+        if waiting.trace is not None:
+            times.trace = traced_batch([waiting.trace])
         embeddings = self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
         try:
             pooled = await (embeddings if times.trace is None else traced_lookup(times.trace, embeddings))
@@ -468,11 +467,11 @@ class Ranking:
         # What a batch was rounded up by is nobody's.
         return scores[:, : batch.request_of_candidate.size]
 
-    def _end_batch(self, times: BatchTimes, scored_at: float, waiting: Sequence[Pending], method: str) -> None:
+    def _end_batch(self, times: BatchTimes, scored_at: float, waiting: Sequence[Call], method: str) -> None:
         times.ended_at = self._clock()
         times.answer_s = times.ended_at - scored_at
-        for pending in waiting:
-            pending.call.batch = times
+        for call in waiting:
+            call.batch = times
         self._metrics.batch_ended(self._model_name, times, method)
         if times.trace is not None:
             self._end_trace(times, method)

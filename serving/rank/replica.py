@@ -24,7 +24,8 @@ import uvloop
 from loader.errors import ShardrankError, UnavailableError
 from serving.errors import InternalError
 from serving.formats.requests import Answer, LookupRequest
-from serving.rank.batcher import Batcher, Pending, finish, ranking_failed
+from serving.observe.calls import Call
+from serving.rank.batcher import Batcher, finish, ranking_failed
 from serving.rank.ranking import Ranking
 
 logger = logging.getLogger(__name__)
@@ -70,15 +71,15 @@ class _OnLoop:
         called.add_done_callback(self._calls.discard)
         return called
 
-    async def _answer(self, batch: list[Pending]) -> None:
+    async def _answer(self, batch: list[Call]) -> None:
         """Rank or look up a batch, and give each request its answer or error once; bugs are logged."""
         broken_off = InternalError("ranking was broken off; the server's log says more")
         outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
         try:
             try:
                 now = self._clock()
-                for pending in batch:
-                    pending.call.queue_s = now - pending.call.parsed
+                for call in batch:
+                    call.queue_s = now - call.parsed_at
                 outcomes = await _outcomes(self.ranking, batch)
             finally:
                 finish(zip(batch, outcomes, strict=True))
@@ -252,7 +253,7 @@ class LoopReplica(_OnLoop):
         self._go_on()
 
 
-async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | BaseException]:
+async def _outcomes(ranking: Ranking, batch: list[Call]) -> list[Answer | BaseException]:
     try:
         if isinstance(batch[0].request, LookupRequest):
             return [await ranking.lookup(batch[0])]
@@ -266,4 +267,4 @@ async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | Bas
             failure.__cause__ = error
             return [failure]
     # No checked request should fail a batch. If one did, only that one fails.
-    return [(await _outcomes(ranking, [pending]))[0] for pending in batch]
+    return [(await _outcomes(ranking, [call]))[0] for call in batch]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.description import ModelInfo
@@ -26,7 +26,6 @@ from serving.formats.requests import (
     LookupRequest,
     RankAnswer,
     RankRequest,
-    Request,
     Unparsed,
 )
 from serving.formats.schema import RequestSchema
@@ -35,11 +34,9 @@ from serving.observe.calls import Call, Outcome, outcome_of
 from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import Parent, Tracer, call_span
 from serving.observe.watch import Readiness, StateCollector
-from serving.rank.batcher import LookupMemoryLimit, Pending
-from serving.versions.loaded_version import LoadedVersion
+from serving.rank.batcher import LookupMemoryLimit, resolve
 from serving.versions.version_choice import VersionChoice
 from shard_node.byte_budget import ByteBudget
-from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +123,7 @@ class RankingService(VersionChoice):
         if is_full:
             limit = f"max_receiving = {self.limits.max_receiving}"
             error = OverloadedError(f"too many requests that are not complete yet; the limit is {limit}")
-            self.metrics.call_ended(call, error.kind, None, call.began)
+            self.metrics.call_ended(call, error.kind, None, call.started_at)
             raise error
         return call
 
@@ -156,7 +153,7 @@ class RankingService(VersionChoice):
             status = error.kind if isinstance(error, ShardrankError) else gone
             # A client that gave less time than the live version's median answer takes says nothing of the version.
             is_hasty = isinstance(error, DeadlineExceededError) and any(
-                generation.payload.counter.is_below_median(call.deadline - call.leased)
+                generation.payload.counter.is_below_median(call.deadline - call.leased_at)
                 for generation in self.generations.live()
                 if generation.model == call.model
             )
@@ -169,7 +166,7 @@ class RankingService(VersionChoice):
         if call.trace is not None:
             call_span(call.trace, call, now, error)
         # The lease ended with the batch, so the version may be freed, and its metrics dropped, by now.
-        if outcome is not None and call.generation is not None and call.generation.state == "retired":
+        if outcome is not None and call.lease.generation.state == "retired":
             self._forget(call.model, call.version)
 
     def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
@@ -189,43 +186,43 @@ class RankingService(VersionChoice):
         live = self.generations.live()
         self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", kind, count)
 
-    async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
-        """Return the answer to a request, ranked here if it is alone, else by a replica; its lease will be released.
+    async def wait(self, call: Call, watch_client: WatchClient) -> Answer:
+        """Return a replica's answer to a request, on the loop of the call; its lease will be released.
 
         A request that has not begun when `watch_client` calls back, or the caller is cancelled, is dropped. Raises
         InvalidRequestError for an id without a row, DeadlineExceededError, OverloadedError, and ShardrankError from the
         shards.
         """
-        batcher, loop = pending.lease.generation.payload.batcher, pending.loop
+        batcher, loop = call.lease.generation.payload.batcher, call.loop
         assert loop is not None
-        future = pending.future = loop.create_future()
-        batcher.submit(pending)
+        future = call.future = loop.create_future()
+        batcher.submit(call)
         late = DeadlineExceededError("the deadline passed before the answer was complete")
-        timer = loop.call_later(max(0.0, pending.deadline - self.clock()), pending.fail, late)
+        timer = loop.call_later(max(0.0, call.deadline - self.clock()), resolve, [(future, late)])
         gone = InvalidRequestError("", "the client closed the connection", kind="client_gone")
-        watch_client(partial(pending.fail, gone))
+        watch_client(partial(resolve, [(future, gone)]))
         try:
             return cast(Answer, await future)
         finally:
             timer.cancel()
-            pending.abandoned = True
+            call.is_abandoned = True
             # An error's traceback holds this frame, and the future the error.
-            pending.future = None
+            call.future = None
             del future
 
-    def wait_in_thread(self, pending: Pending) -> Answer:
+    def wait_in_thread(self, call: Call) -> Answer:
         """Return a replica's answer, while the calling thread waits; the future has no loop. Raises as `wait`."""
-        future = cast("concurrent.futures.Future[Answer]", pending.future)
-        pending.lease.generation.payload.batcher.submit(pending)
+        future = cast("concurrent.futures.Future[Answer]", call.future)
+        call.lease.generation.payload.batcher.submit(call)
         try:
-            return future.result(max(0.0, pending.deadline - self.clock()))
+            return future.result(max(0.0, call.deadline - self.clock()))
         except TimeoutError:
             if future.done():
                 raise
             raise DeadlineExceededError("the deadline passed before the answer was complete") from None
         finally:
-            pending.abandoned = True
-            pending.future = None
+            call.is_abandoned = True
+            call.future = None
             del future
 
     def describe(self, model: str, version: int | None = None) -> ModelInfo:
@@ -289,28 +286,25 @@ async def answer(
     if service.tracer is not None:
         call.trace = service.tracer.begin(parent)
     try:
-        body = await receive()
-        unparsed, request, lease = _parsed(service, codec, call, body)
-        del body
-        call.deadline = call.began + request.timeout_s
+        unparsed = _parse(service, codec, call, await receive())
         if (remaining_s := client.time_remaining()) is not None:
-            call.deadline = min(call.deadline, call.parsed + remaining_s)
-        pending = Pending(request, lease, call.deadline, call, None, asyncio.get_running_loop())
-        if isinstance(request, LookupRequest):
-            encoded = await _looked_up(service, unparsed, pending, client)
+            call.deadline = min(call.deadline, call.parsed_at + remaining_s)
+        call.loop = asyncio.get_running_loop()
+        if isinstance(call.request, LookupRequest):
+            encoded = await _looked_up(service, unparsed, call, client)
         else:
             # The lease ends with the batch, and the version may be gone by then.
-            served = lease.generation.payload
+            served = call.lease.generation.payload
             schema, answered = served.schema, None
             if service.in_flight == 1:
-                answered = await served.batcher.rank_alone(pending)
+                answered = await served.batcher.rank_alone(call)
             if answered is None:
-                answered = await service.wait(pending, client.watch)
-            call.answered = service.clock()
+                answered = await service.wait(call, client.watch)
+            call.answered_at = service.clock()
             encoded = unparsed.encode(answered)
             for notify in service.on_ranked:
-                notify(schema, request, cast(RankAnswer, answered), call.began)
-        call.encoded = service.clock()
+                notify(schema, call.request, cast(RankAnswer, answered), call.started_at)
+        call.encoded_at = service.clock()
     except BaseException as error:
         service.end_call(call, error)
         raise
@@ -318,21 +312,21 @@ async def answer(
     return encoded
 
 
-async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pending, client: Caller) -> Encoded:
+async def _looked_up(service: RankingService, unparsed: Unparsed, call: Call, client: Caller) -> Encoded:
     """Answer a lookup, once there is room for its answer."""
-    num_floats, untaken = cast(LookupRequest, pending.request).num_floats, service.untaken
+    num_floats, untaken = cast(LookupRequest, call.request).num_floats, service.untaken
     try:
-        await untaken.acquire(client.connection, num_floats, pending.deadline - pending.call.parsed)
+        await untaken.acquire(client.connection, num_floats, call.deadline - call.parsed_at)
     except BaseException:
         # It waited for earlier answers that its client has not read: no guard counts that.
-        pending.call.pinned = True
-        pending.lease.release()
+        call.is_pinned = True
+        call.lease.release()
         raise
-    pending.call.leased = service.clock()
+    call.leased_at = service.clock()
     give = partial(untaken.release, client.connection, num_floats)
     try:
-        answered = await service.wait(pending, client.watch)
-        pending.call.answered = service.clock()
+        answered = await service.wait(call, client.watch)
+        call.answered_at = service.clock()
         encoded = await untaken.write(unparsed.encode(answered))
         client.when_taken(give)
     except BaseException:
@@ -344,27 +338,26 @@ async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pendi
 def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Answer:
     """Answer one call of this process while the calling thread waits. Nothing is encoded. Raises as `answer`."""
     with service.call(codec.api, codec.method) as call:
-        _, request, lease = _parsed(service, codec, call, body)
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        call.deadline = call.began + request.timeout_s
-        return service.wait_in_thread(Pending(request, lease, call.deadline, call, future, None))
+        _parse(service, codec, call, body)
+        call.future = concurrent.futures.Future()
+        return service.wait_in_thread(call)
 
 
-def _parsed(
-    service: RankingService, codec: Codec, call: Call, body: Buffer
-) -> tuple[Unparsed, Request, Lease[LoadedVersion]]:
-    call.received = service.clock()
+def _parse(service: RankingService, codec: Codec, call: Call, body: Buffer) -> Unparsed:
+    """Parse a complete request under a lease on the version that will answer it."""
+    call.received_at = service.clock()
     service.complete(call)
     unparsed = codec.read(body, service.limits)
     lease = service.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
-    generation = call.generation = lease.generation
-    call.pinned = unparsed.version is not None
+    generation = lease.generation
+    call.lease, call.is_pinned = lease, unparsed.version is not None
     call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
-    call.leased = service.clock()
+    call.leased_at = service.clock()
     try:
-        request = unparsed.parse(generation.payload.schema)
+        call.request = unparsed.parse(generation.payload.schema)
     except BaseException:
         lease.release()
         raise
-    call.parsed = service.clock()
-    return unparsed, request, lease
+    call.parsed_at = service.clock()
+    call.deadline = call.started_at + call.request.timeout_s
+    return unparsed

@@ -290,7 +290,7 @@ def _document(
     async def document(call: GrpcCall) -> bytes:
         with service.call(api, "model") as counted:
             data = await call.receive()
-            counted.received = service.clock()
+            counted.received_at = service.clock()
             if not is_probe:
                 service.complete(counted)
             return tell(counted, _decoded(data, takes))

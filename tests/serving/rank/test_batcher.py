@@ -11,7 +11,8 @@ import pytest
 
 from loader.errors import DeadlineExceededError, OverloadedError
 from serving.limits import RequestLimits
-from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, LookupMemoryLimit, Pending, finish
+from serving.observe.calls import Call
+from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, LookupMemoryLimit, finish
 from shardrank_testing.nodes import until
 from shardrank_testing.serving_api import MODEL, api_service, running_api
 from shardrank_testing.waiting import Clock, Model
@@ -63,7 +64,7 @@ def test_expired_and_abandoned_requests_are_never_run(model):
     expired, abandoned, alive = model.rank(deadline=5.0), model.rank(), model.rank()
     for one in (expired, abandoned, alive):
         batcher.submit(one)
-    abandoned.abandoned = True
+    abandoned.is_abandoned = True
     clock.now = 6.0
     assert batcher.pop(unwoken) == [alive]
     with pytest.raises(DeadlineExceededError):
@@ -77,7 +78,7 @@ def test_a_full_queue_drops_abandoned_requests_and_then_refuses(model):
     expired, abandoned, alive = model.rank(deadline=5.0), model.rank(), model.rank()
     for one in (expired, abandoned, alive):
         batcher.submit(one)
-    abandoned.abandoned = True
+    abandoned.is_abandoned = True
     clock.now = 6.0
     newest = [model.rank(), model.rank()]
     for one in newest:
@@ -93,7 +94,7 @@ def test_a_full_queue_drops_abandoned_requests_and_then_refuses(model):
 def test_every_request_of_many_threads_is_taken_exactly_once(model):
     batcher = Batcher(RequestLimits(max_queue=1000, max_batch_requests=7))
     requests = [model.rank() for _ in range(300)]
-    taken: list[Pending] = []
+    taken: list[Call] = []
     lock = threading.Lock()
 
     def replica() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from loader.errors import OverloadedError
 from serving.limits import RequestLimits
-from serving.rank.batcher import KEPT, REMEMBERED_S, SLOWEST, Batcher, Pending
+from serving.observe.calls import Call
+from serving.rank.batcher import KEPT, REMEMBERED_S, SLOWEST, Batcher
 from shardrank_testing.waiting import Clock, Model
 
 LIMITS = RequestLimits(max_batch_candidates=100)
@@ -18,7 +19,7 @@ def model() -> Model:
     return Model()
 
 
-def one_batch(batcher: Batcher, clock: Clock, seconds: float) -> list[Pending]:
+def one_batch(batcher: Batcher, clock: Clock, seconds: float) -> list[Call]:
     batch = batcher.pop(lambda: None)
     assert batch
     clock.now += seconds

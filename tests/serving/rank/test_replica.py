@@ -21,7 +21,6 @@ from serving.errors import InternalError
 from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
-from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from serving.versions.loading import ModelSource, load_when_possible
@@ -87,9 +86,11 @@ async def closed(service: RankingService) -> None:
 @pytest.mark.parametrize("num_replicas", [0, 1])
 async def test_a_bug_fails_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
     service = await loaded(api_model, num_replicas=num_replicas)
-    call, future = Call("embedded", "lookup", 0.0, parsed=None), Future()  # so that to look at the time raises
-    lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
-    lease.payload.batcher.submit(Pending(request, lease, service.clock() + NEVER_S, call, future, None))
+    deadline, future = service.clock() + NEVER_S, Future()
+    # Without a time of parsing the time in the queue can't be worked out.
+    call = Call("embedded", "lookup", 0.0, parsed_at=None, deadline=deadline, future=future)
+    call.request, call.lease = LookupRequest(EMPTY, timeout_s=1.0, num_floats=0), service.lease(MODEL)
+    call.lease.payload.batcher.submit(call)
     with pytest.raises(InternalError, match="ranking was broken off"):
         await asyncio.wrap_future(future)
     assert_scores(api_model, [await ask(service, api_request(1))], [1])

@@ -8,7 +8,6 @@ import numpy as np
 
 from serving.formats.requests import LookupRequest, RankRequest
 from serving.observe.calls import Call
-from serving.rank.batcher import Pending
 from shard_node.bags import KeyedBags
 from shard_node.generation import Generations
 
@@ -45,10 +44,10 @@ class Model:
     def leases(self) -> int:
         return self.generations.all()[0].leases
 
-    def rank(self, num_candidates: int = 1, deadline: float = FAR, began: float = 0.0) -> Pending:
+    def rank(self, num_candidates: int = 1, deadline: float = FAR, began: float = 0.0) -> Call:
         return self.pending(rank_request(num_candidates, EMPTY), deadline, began)
 
-    def sized(self, num_candidates: int, num_ids: int, longest: int) -> Pending:
+    def sized(self, num_candidates: int, num_ids: int, longest: int) -> Call:
         """A rank request of some cost."""
         bags = KeyedBags.from_lengths(
             *(np.array([one], dtype) for one, dtype in ((0, np.int32), (1, np.int64), (num_ids, np.int64))),
@@ -58,9 +57,10 @@ class Model:
         pending.longest_sequence = longest
         return pending
 
-    def lookup(self) -> Pending:
+    def lookup(self) -> Call:
         return self.pending(LookupRequest(EMPTY, timeout_s=1.0, num_floats=0), FAR)
 
-    def pending(self, request: RankRequest | LookupRequest, deadline: float, began: float = 0.0) -> Pending:
-        call, lease = Call("embedded", "rank", began), self.generations.lease("films")
-        return Pending(request, lease, deadline, call, concurrent.futures.Future(), None)
+    def pending(self, request: RankRequest | LookupRequest, deadline: float, began: float = 0.0) -> Call:
+        call = Call("embedded", "rank", began, deadline=deadline, future=concurrent.futures.Future())
+        call.request, call.lease = request, self.generations.lease("films")
+        return call
