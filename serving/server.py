@@ -19,8 +19,9 @@ from loader.memory import settle_heap
 from loader.registry.registry import Registry
 from loader.snapshot.tables import Frozen
 from serving.api.grpc.services import GrpcServer
-from serving.api.http import HttpApp, HttpServer, running_admin
-from serving.api.listening import Place
+from serving.api.http import HttpApp, running_admin
+from serving.api.http_connection import HttpServer
+from serving.api.listening import Worker
 from serving.api.tokens import Tokens
 from serving.dashboard.board import FleetSource, ProcessSource, Source
 from serving.fleet.process import notify_ready, run_until_stopped
@@ -54,7 +55,7 @@ class ServerConfig(Frozen):
     drain_timeout_s: float = Field(default=10.0, gt=0, le=600)
     tls: TlsConfig | None = None
     tokens: Path | None = None
-    place: Place | None = None
+    place: Worker | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,13 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         app,
         buffers=service.buffers,
         ssl=ssl,
-        refuse=app.refuse,
+        admit=app.admit,
     )
     grpc = GrpcServer(service, *_protection(service, config, "grpc"))
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
-        http_port = await http.start(config.host, config.http_port, config.place)
-        grpc_port = await grpc.start(config.host, config.grpc_port, config.place)
+        http_port = await http.start(config.host, config.http_port)
+        grpc_port = await grpc.start(config.host, config.grpc_port)
         # Only now, so that whoever is told that the process is ready can connect.
         await service.watch.refresh()
         watching = asyncio.gather(service.watch.run(), service.metrics.keep_up())

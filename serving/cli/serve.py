@@ -131,10 +131,10 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         _run_workers(options, folder, ctx.find_root().params["log_level"])
         return
     # Only now: a supervisor of workers has no use for a server's modules, which take 1.7 s and 214 MB.
-    from serving.api.listening import Place
+    from serving.api.listening import Worker
     from serving.server import ServerConfig
 
-    config = config_of(ServerConfig, options, tls=protection.tls, place=Place.here())
+    config = config_of(ServerConfig, options, tls=protection.tls, place=Worker.from_environment())
     if folder is None:
         _serve_in_fleet(options, config, protection.node_tls)
     else:
