@@ -19,9 +19,7 @@ from loader.memory import settle_heap
 from loader.registry.registry import Registry
 from loader.snapshot.tables import Frozen
 from serving.api.grpc.services import GrpcServer
-from serving.api.http import HttpApp, running_admin
-from serving.api.http_connection import HttpServer
-from serving.api.listening import Worker
+from serving.api.http import HttpApp, HttpServer, running_admin
 from serving.api.tokens import Tokens
 from serving.dashboard.board import FleetSource, ProcessSource, Source
 from serving.fleet.process import notify_ready, run_until_stopped
@@ -44,7 +42,7 @@ class ServerConfig(Frozen):
         drain_timeout_s: how long requests in flight may take after that.
         tls: what clients of all these ports must speak; None for plain text. A worker's private probe port never does.
         tokens: the file of those who are let in, as of `serving.api.tokens`; None to let everybody in.
-        place: among workers that share both ports; None to share them with nobody.
+        num_workers: how many processes share both ports.
     """
 
     host: str = "127.0.0.1"
@@ -55,7 +53,7 @@ class ServerConfig(Frozen):
     drain_timeout_s: float = Field(default=10.0, gt=0, le=600)
     tls: TlsConfig | None = None
     tokens: Path | None = None
-    place: Worker | None = None
+    num_workers: int = Field(default=1, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,6 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         service.limits,
         service.clock,
         service.metrics.failed,
-        config.drain_timeout_s,
         app,
         buffers=service.buffers,
         ssl=ssl,
@@ -98,7 +95,7 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         if watching is not None:
             http.begin_drain()
             await asyncio.sleep(config.shutdown_delay_s)
-        await asyncio.gather(http.stop(), grpc.stop(config.drain_timeout_s))
+        await asyncio.gather(http.stop(config.drain_timeout_s), grpc.stop(config.drain_timeout_s))
         if watching is not None:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -144,8 +141,7 @@ async def serve(
             admin_port = None
             tokens, ssl = _protection(service, config, "http")
             if config.admin_port is not None:
-                num_workers = 1 if config.place is None else config.place.num_workers
-                page: Callable[[], Source] = partial(ProcessSource, service, num_workers)
+                page: Callable[[], Source] = partial(ProcessSource, service, config.num_workers)
                 if open_registry is not None:
                     page = partial(FleetSource, open_registry)
                 admin_port = await stack.enter_async_context(

@@ -57,6 +57,7 @@ async def expand(
     """Decompress gzip (RFC 1952) or deflate (RFC 1950) without delaying the event loop.
 
     Args:
+        body: what is decompressed.
         max_body_bytes: the longest that it may become; no more is made.
         buffered: is charged for the body, then for each piece that it becomes before the next one is made.
         spent: called with the seconds beyond those that as many bytes usually cost: blocks that hold nothing cost most.

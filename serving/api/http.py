@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
+import math
 import re
 import ssl as tls
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from email.utils import formatdate
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -19,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loader.errors import OverloadedError, ShardrankError
 from serving.api.bodies import CODINGS, expand, read_body
 from serving.api.documents import create_documents, create_probes
-from serving.api.http_connection import Exchange, HttpServer
+from serving.api.http_connection import CHECK_S, Exchange, HttpListener, State
 from serving.api.http_messages import Fields, HttpReply, error_reply, internal_error_reply
 from serving.api.listening import CountFailure
 from serving.api.tokens import Tokens
@@ -34,7 +37,12 @@ from serving.observe.traces import TRACEPARENT, parent_of
 from serving.rank.service import RankingService, answer
 from shard_node.wire.address import Address
 
+logger = logging.getLogger(__name__)
+
 ADMIN_DRAIN_TIMEOUT_S = 1.0
+LAST_READ_S = 0.01
+LAST_REQUEST_S = 0.5
+"""For bytes that have come to be read, and for a new connection to bring its first request, when the server stops."""
 PROTOBUF = b"application/x-protobuf"
 # No colon in a model's name, so that what follows one can only be an action.
 _ROUTE = re.compile(
@@ -56,8 +64,8 @@ class HttpApp:
         self.documents = create_documents(service, tokens)
         self._documents = answered_once(self.documents)
 
-    def admit(self, exchange: Exchange) -> HttpReply | None:
-        """Match the route of a request by its head; answer it if it would wait in vain.
+    def admit(self, exchange: Exchange) -> OverloadedError | None:
+        """Match the route of a request by its head; return why it is refused if it would wait in vain.
 
         Its token is not checked: the refusal says nothing of what is served.
         """
@@ -72,7 +80,7 @@ class HttpApp:
             self._num_admitted += 1
             return None
         self._refused[("oip_http", "rank") if route["model"] is None else ("http", route["method"])] += 1
-        return error_reply(exchange.path, exchange.request_id, error)
+        return error
 
     def _end_iteration(self) -> None:
         """Count the refused; forget the admitted: those that are complete are about to be queued."""
@@ -155,6 +163,66 @@ def _text(fields: Fields, name: bytes) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
+class HttpServer(HttpListener):
+    """A port that listens, until it is stopped."""
+
+    _ticking: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, see `listen`. Returns the port. Raises ConfigError."""
+        bound = self.listen(host, port, "HTTP")
+        self._ticking = asyncio.create_task(self._tick())
+        return bound
+
+    def begin_drain(self) -> None:
+        """Continue, but every answer from now on closes its connection."""
+        self.is_draining = True
+        for connection in self.open:
+            if connection.cycle is not None:
+                connection.cycle.keep_alive = False
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Accept what has connected, then nothing more; close idle connections, and wait for requests in flight."""
+        self.begin_drain()
+        await self.stop_listening(drain_timeout_s)
+        # Has what the kernel has already be read.
+        await asyncio.sleep(LAST_READ_S)
+        for connection in list(self.waiting[State.IDLE]):
+            connection.end()
+        await self.all_closed(min(LAST_REQUEST_S, drain_timeout_s))
+        for connection in list(self.idle_connections()):
+            connection.end()
+        await self.all_closed(drain_timeout_s)
+        tasks = list(self.uvicorn_state.tasks)
+        if self.open:
+            logger.error("%d HTTP requests did not end within %s s", len(tasks), drain_timeout_s)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=LAST_REQUEST_S)
+        await self.all_closed(LAST_REQUEST_S)
+        for connection in list(self.open):
+            connection.drop()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+
+    async def _tick(self) -> None:
+        """Check deadlines, and write the date of answers and the log of a second."""
+        second, period_s = -math.inf, min(CHECK_S, self.limits.receive_timeout_s / 8)
+        while True:
+            if (now := self.clock()) - second >= 1.0:
+                second = now
+                self.uvicorn_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+                if self.noted:
+                    counts = ", ".join(f"{kind}: {count}" for kind, count in self.noted.most_common())
+                    logger.warning("HTTP connections refused or ended: %s", counts)
+                    self.noted.clear()
+            self.expire()
+            await asyncio.sleep(period_s)
+
+
 Answering: TypeAlias = tuple[ASGIApp, Callable[[], object]]
 """An application, and what ends its endless streams."""
 
@@ -206,11 +274,11 @@ async def listening_beside(
     async def listen() -> None:
         try:
             async with opening as (app, end_streams):
-                server = HttpServer(limits, clock, failed, ADMIN_DRAIN_TIMEOUT_S, app, ssl=ssl)
+                server = HttpServer(limits, clock, failed, app, ssl=ssl)
                 bound.set_result(await server.start(host, port))
                 await stop.wait()
                 end_streams()
-                await server.stop()
+                await server.stop(ADMIN_DRAIN_TIMEOUT_S)
         except Exception as error:
             if bound.done():
                 raise

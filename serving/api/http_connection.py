@@ -4,7 +4,7 @@ uvicorn's parser (llhttp) reads each head once and refuses what is malformed. Wh
 body or a chunked body ends, so one request at a time is parsed, and what was sent ahead waits unread. The states of a
 connection are in `TRANSITIONS`. Its rules:
 
-1. Each state but ANSWERING has a time limit, see `HttpServer`; that of a request begins with its first byte.
+1. Each state but ANSWERING has a time limit, see `HttpListener`; that of a request begins with its first byte.
 2. A request is admitted or refused in `on_headers_complete`; the application starts there, and gets the body complete.
 3. Bytes of a body are charged to the budget. Without room it is refused, and what still comes of it is dropped
    (LINGERING), so that the client can read the refusal. A body whose answer is complete early is dropped likewise.
@@ -24,8 +24,6 @@ import ssl as tls
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from email.utils import formatdate
 from enum import StrEnum
 from functools import partial
 from itertools import chain
@@ -39,7 +37,7 @@ from uvicorn.server import ServerState
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.api.bodies import body_too_large
-from serving.api.http_messages import Fields, Headers, HttpReply, body_length, error_reply, header_too_large
+from serving.api.http_messages import Fields, body_length, error_reply, header_too_large
 from serving.api.listening import TURN_S, Accepted, ConnectionListener, CountFailure, forget_unsent
 from serving.errors import InvalidRequestError, malformed
 from serving.limits import RequestLimits
@@ -49,8 +47,6 @@ LINGER_S = 1.0
 """For a client to send the remainder of a body that was refused, and to read the refusal."""
 CHECK_S = 0.5
 """Between two checks of all time limits, and of clients that are not read from."""
-LAST_REQUEST_S = 0.5
-"""How long a connection that may bring its first request is kept when the server stops."""
 
 logger = logging.getLogger(__name__)
 _uvicorn_logger = logger.getChild("uvicorn")
@@ -92,18 +88,18 @@ class Event(StrEnum):
     LOST = "the transport is closed"
 
 
-_ANY = {Event.CLOSE: State.CLOSING, Event.LOST: State.CLOSED}
+_ALWAYS = {Event.CLOSE: State.CLOSING, Event.LOST: State.CLOSED}
 TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.NEW: {Event.BYTES: State.HEAD, Event.HEAD_END: State.BODY, **_ANY},
-    State.IDLE: {Event.BYTES: State.HEAD, Event.HEAD_END: State.BODY, **_ANY},
-    State.HEAD: {Event.HEAD_END: State.BODY, **_ANY},
-    State.BODY: {Event.BODY_END: State.ANSWERING, Event.ANSWERED: State.LINGERING, **_ANY},
-    State.ANSWERING: {Event.ANSWERED: State.IDLE, **_ANY},
-    State.LINGERING: {Event.BODY_END: State.IDLE, **_ANY},
+    State.NEW: {Event.BYTES: State.HEAD, Event.HEAD_END: State.BODY, **_ALWAYS},
+    State.IDLE: {Event.BYTES: State.HEAD, Event.HEAD_END: State.BODY, **_ALWAYS},
+    State.HEAD: {Event.HEAD_END: State.BODY, **_ALWAYS},
+    State.BODY: {Event.BODY_END: State.ANSWERING, Event.ANSWERED: State.LINGERING, **_ALWAYS},
+    State.ANSWERING: {Event.ANSWERED: State.IDLE, **_ALWAYS},
+    State.LINGERING: {Event.BODY_END: State.IDLE, **_ALWAYS},
     State.CLOSING: {Event.LOST: State.CLOSED},
     State.CLOSED: {},
 }
-_ENDED = (State.CLOSING, State.CLOSED)
+_CLOSED = (State.CLOSING, State.CLOSED)
 
 
 class Exchange:
@@ -112,16 +108,14 @@ class Exchange:
     Attributes:
         fields: the first header of each name, which is in lower case.
         route: what `Admit` has matched the path to, for the application.
-        on_sent: called once the answer is sent, or the client has left.
     """
 
     def __init__(self, connection: HttpConnection, method: str, path: str, fields: Fields) -> None:
         self.connection, self.method, self.path, self.fields = connection, method, path, fields
         self.route: Any = None
-        self.is_answered = False
-        self.on_sent: list[Callable[[], None]] = []
+        self.is_answered = self._is_over = False
         self._on_leave: Callable[[], None] | None = None
-        self._was_left = False
+        self._on_sent: list[Callable[[], None]] = []
 
     @property
     def request_id(self) -> str:
@@ -134,84 +128,88 @@ class Exchange:
     def watch(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the client leaves before its answer: at once, if it has left already."""
         self._on_leave = callback
-        if self._was_left:
+        if self._is_over:
             callback()
 
     def when_taken(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the answer is sent, or the client has left."""
-        self.on_sent.append(callback)
-        if self._was_left:
+        self._on_sent.append(callback)
+        if self._is_over:
             callback()
 
-    def leave(self) -> None:
-        """Notify those who work for a client that has left, or was refused meanwhile."""
-        self._was_left = True
-        for callback in self.on_sent:
-            callback()
-        if self._on_leave is not None:
+    def end(self) -> None:
+        """Notify those who wait: the answer is sent; or the client has left, or was refused, before it was written."""
+        self._is_over = True
+        if self._on_leave is not None and not self.is_answered:
             self._on_leave()
+        for callback in self._on_sent:
+            callback()
 
 
 class HttpConnection(Accepted, HttpToolsProtocol):
-    """One connection of a server."""
+    """One connection of a listener.
 
-    def __init__(self, server: HttpServer, address: str) -> None:
-        super().__init__(server.config, server.uvicorn_state, {})
+    Attributes:
+        deadline: when it has been in its state for too long; `unread_deadline`: when the peer had to read its answer.
+        account: the bytes of a request, of what it expands to, and of what was sent ahead of its turn.
+    """
+
+    cycle: RequestResponseCycle | None  # type: ignore[assignment]
+
+    def __init__(self, listener: HttpListener, address: str) -> None:
+        super().__init__(listener.config, listener.uvicorn_state, {})
         self.logger = _uvicorn_logger
         self.address = address
         self.state, self.deadline, self.unread_deadline = State.NEW, math.inf, math.inf
-        self.account = ByteAccount(server.buffers, self._give_way)
-        self._server = server
+        self.account = ByteAccount(listener.buffers, self._give_way)
+        self._listener = listener
         self._exchange: Exchange | None = None
-        # Read, and not parsed: part of a head, what was sent ahead, or what the next loop iteration parses.
-        self._buffered, self._num_fed = b"", 0
-        self._is_paused = self._is_last = False
+        self._is_last, self._answer_headers = False, listener.uvicorn_state.default_headers
+        # Part of a head, what was sent ahead, or what the next loop iteration parses; nothing is read in the last two.
+        self._buffered, self._num_fed, self._is_paused = b"", 0, False
         # Bytes of the body that are to come, None of a chunked one; those that came, and other bytes of a chunked one.
         self._body_left: int | None = 0
         self._body_bytes = self._framing_bytes = 0
         self._body_parts: list[bytes | bytearray] = []
-        # Called when the peer has read what was written; bytes that are charged until then.
-        self._on_sent: list[Callable[[], None]] = []
-        self._unread_bytes = 0
         self._idle_work_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
         super().connection_made(transport)
         self.has_connected = True
-        self._server.waiting[State.NEW][self] = None
-        self.deadline = self._server.clock() + self._server.time_limits_s[State.NEW]
+        self._listener.waiting[State.NEW][self] = None
+        self.deadline = self._listener.clock() + self._listener.time_limits_s[State.NEW]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify those who work for this client."""
         super().connection_lost(exc)
         self._advance(Event.LOST)
-        self._buffered = b""
-        self._server.leave(self)
-        self._peer_has_read()
-        self._abandon()
+        self._forget()
+        self._listener.leave(self)
         self.account.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes as far as the end of one request, and keep the remainder."""
-        if self.state in _ENDED:
+        if self.state in _CLOSED:
             return
-        clock, num_read, searched = self._server.clock, len(data), max(0, len(self._buffered) - len(_END) + 1)
+        clock, num_bytes = self._listener.clock, len(data)
         started_at = clock()
         try:
             if self._is_paused or self.state is State.ANSWERING or self.unread_deadline != math.inf:
                 self._keep_ahead(data)
             else:
-                self._parse(self._buffered + data if self._buffered else data, searched, started_at + TURN_S)
-        except ShardrankError as error:
-            self._refuse(error)
-        is_short = num_read < _SHORT_READ_BYTES and self.state in (State.HEAD, State.BODY)
+                self._parse(data, started_at + TURN_S)
+        except (ShardrankError, httptools.HttpParserError) as error:
+            self._refuse(_refusal(error), closes=True)
+        is_short = num_bytes < _SHORT_READ_BYTES and self.state in (State.HEAD, State.BODY)
         # By the wall clock, and so no more than a turn: the process may have been suspended meanwhile.
-        self.spent(min(TURN_S, clock() - started_at) + is_short * _SHORT_READ_S)
+        self._idle_work_s += min(TURN_S, clock() - started_at) + is_short * _SHORT_READ_S
+        if self._idle_work_s > self._listener.max_idle_work_s:
+            self.spent(0.0)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer what is complete, to a client that has closed its side."""
-        if self.state is not State.ANSWERING or self._server.ssl is not None:
+        if self.state is not State.ANSWERING or self.cycle is None or self._listener.ssl is not None:
             return False
         self.cycle.keep_alive = False
         return True
@@ -219,77 +217,78 @@ class HttpConnection(Accepted, HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Wait for a peer that does not read its answer, for so long."""
         super().pause_writing()
-        self.unread_deadline = self._server.clock() + self._server.limits.receive_timeout_s
+        self.unread_deadline = self._listener.clock() + self._listener.limits.receive_timeout_s
 
     def resume_writing(self) -> None:
         """Continue: the peer has read it."""
         super().resume_writing()
         self.unread_deadline = math.inf
-        self._peer_has_read()
-        self._read_on()
+        if self.state is State.ANSWERING and self.cycle is not None and self.cycle.response_complete:
+            self.on_response_complete()
+        else:
+            self._read_on()
 
     def on_headers_complete(self) -> None:
         """Admit a request by its head and start its application, or refuse it."""
-        parser, server, headers, scope = self.parser, self._server, self.headers, self.scope
+        parser, listener, headers, scope = self.parser, self._listener, self.headers, self.scope
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
         if parser.should_upgrade():
             if method == "CONNECT":
                 raise InvalidRequestError("", "CONNECT: this method is not allowed here", kind="method_not_allowed")
-            # `_feed` has it parsed again.
+            # `_parse` has it parsed again.
             return
         fields = dict(reversed(headers))
         length = body_length(version, headers, fields)
         target = httptools.parse_url(self.url)
         if target.path is None:
             raise malformed("", "not HTTP/1.1: the target has no path")
-        path = target.path.decode("ascii")
-        scope["method"], scope["http_version"] = method, version
-        scope["path"] = path = urllib.parse.unquote(path) if "%" in path else path
-        scope["raw_path"], scope["query_string"] = target.path, target.query or b""
+        path = urllib.parse.unquote(target.path.decode("ascii"))
+        exchange = self._exchange = Exchange(self, method, path, fields)
+        scope["method"], scope["http_version"], scope["state"] = method, version, {"exchange": exchange}
+        scope["path"], scope["raw_path"], scope["query_string"] = path, target.path, target.query or b""
         # uvicorn would add trailers to those of the scope.
         self.headers = []
         self._body_left, self._body_bytes, self._framing_bytes = length, 0, 0
-        self._is_last = server.is_draining or version == "1.0" or not parser.should_keep_alive()
-        exchange = self._exchange = Exchange(self, method, path, fields)
-        scope["state"] = {"exchange": exchange}
+        self._is_last = listener.is_draining or version == "1.0" or not parser.should_keep_alive()
+        self._answer_headers = self.server_state.default_headers
+        if b"x-request-id" in fields:
+            self._answer_headers = [*self._answer_headers, (b"x-request-id", exchange.request_id.encode("latin-1"))]
         self._advance(Event.HEAD_END)
-        max_bytes = server.limits.max_body_bytes
-        if length is not None and length > max_bytes:
-            self._refuse_body(body_too_large("max_body_bytes", max_bytes, length))
-            return
-        if (reply := server.admit(exchange)) is not None:
-            self._reply(reply)
-            return
-        cycle = self.cycle = RequestResponseCycle(
-            scope=scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self._answer_headers(),
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=not self._is_last,
-            on_response=self.on_response_complete,
-        )
-        task = self.loop.create_task(cycle.run_asgi(self.app))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        if length is not None and length > listener.limits.max_body_bytes:
+            self._refuse(body_too_large("max_body_bytes", listener.limits.max_body_bytes, length))
+        elif (error := listener.admit(exchange)) is not None:
+            self._answer(error)
+        else:
+            self.cycle = RequestResponseCycle(
+                scope=scope,
+                transport=self.transport,
+                flow=self.flow,
+                logger=self.logger,
+                access_logger=self.access_logger,
+                access_log=False,
+                default_headers=self._answer_headers,
+                message_event=asyncio.Event(),
+                expect_100_continue=self.expect_100_continue,
+                keep_alive=not self._is_last,
+                on_response=self.on_response_complete,
+            )
+            task = self.loop.create_task(self.cycle.run_asgi(self.app))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body, if there is room for it."""
         self._framing_bytes -= len(body) + _CHUNK_LINE_BYTES
         if self.state is not State.BODY:
             return
-        max_bytes, parts = self._server.limits.max_body_bytes, self._body_parts
+        max_bytes, parts = self._listener.limits.max_body_bytes, self._body_parts
         self._body_bytes += len(body)
         try:
             if self._body_bytes > max_bytes:
                 raise body_too_large("max_body_bytes", max_bytes, f"at least {self._body_bytes}")
             self.account.charge(len(body))
         except ShardrankError as error:
-            self._refuse_body(error)
+            self._refuse(error)
             return
         if len(body) >= _SHORT_PART_BYTES or not parts:
             parts.append(body)
@@ -300,35 +299,33 @@ class HttpConnection(Accepted, HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Give the body to the application."""
-        if self.state is State.BODY:
+        cycle, self._body_left = self.cycle, 0
+        if self.state is State.BODY and cycle is not None:
             # As bytes, of which uvicorn makes no copy.
-            self.cycle.body = b"".join(self._body_parts)  # type: ignore[assignment]
+            cycle.body = b"".join(self._body_parts)  # type: ignore[assignment]
             self._body_parts.clear()
-            self.cycle.more_body = False
-            self.cycle.message_event.set()
+            cycle.more_body = False
+            cycle.message_event.set()
             self._advance(Event.BODY_END)
         elif self.state is State.LINGERING:
             self._advance(Event.BODY_END)
             self._await_request()
-        self._body_left = 0
 
     def on_response_complete(self) -> None:
-        """Go on to the next request."""
-        exchange, self._exchange, self.cycle = self._exchange, None, None  # type: ignore[assignment]
-        self._advance(Event.ANSWERED)
-        self._body_parts.clear()
-        self._idle_work_s = 0.0
+        """Go on to the next request, once the peer has read what was written."""
+        exchange = self._exchange
         if exchange is not None:
             exchange.is_answered = True
-            self._on_sent += exchange.on_sent
-        if self.unread_deadline != math.inf:
+        if self.unread_deadline != math.inf and self.state is State.ANSWERING:
             self.account.hold(self.transport.get_write_buffer_size())
-            self._unread_bytes = self.account.held
-        else:
-            if self.account.held:
-                self.account.refund(self.account.held)
-            if self._on_sent:
-                self._peer_has_read()
+            return
+        self._exchange = self.cycle = None
+        self._advance(Event.ANSWERED)
+        self._idle_work_s = 0.0
+        self._body_parts.clear()
+        self.account.refund(self.account.held)
+        if exchange is not None:
+            exchange.end()
         if self.transport.is_closing():
             self.end()
         elif self.state is State.IDLE and (self._is_last or self._is_paused):
@@ -337,44 +334,21 @@ class HttpConnection(Accepted, HttpToolsProtocol):
     def spent(self, seconds: float) -> None:
         """Count work for a request that is not answered yet; drop a connection of much work and no answers."""
         self._idle_work_s += seconds
-        if self._idle_work_s > self._server.max_idle_work_s and self.state not in _ENDED:
-            self._server.note("idle_work")
+        if self._idle_work_s > self._listener.max_idle_work_s and self.state not in _CLOSED:
+            self._listener.note("idle_work")
             self.drop()
-
-    def poll(self, events: int) -> int:
-        """Return which of `events`, or the end, the kernel has of the socket, also while nothing is read."""
-        if (connected := self.transport.get_extra_info("socket")) is None:
-            return select.POLLHUP
-        poller = select.poll()
-        poller.register(connected.fileno(), events)
-        return sum(ready for _, ready in poller.poll(0))
-
-    def begin_drain(self) -> None:
-        """Make the answer that is due the connection's last."""
-        self._is_last = True
-        if self.state in (State.BODY, State.ANSWERING):
-            self.cycle.keep_alive = False
-
-    def is_between_requests(self) -> bool:
-        """Return whether nothing of a request has come."""
-        return self.state in (State.NEW, State.IDLE) and not self._buffered
-
-    def may_bring_request(self) -> bool:
-        """Return whether a request may be on its way: the first one, or bytes that came and were not read yet."""
-        return self.state is State.NEW or bool(self.poll(select.POLLIN) & select.POLLIN)
 
     def end(self) -> None:
         """Close the connection, once all that was written is sent."""
-        if self.state not in _ENDED:
+        if self.state not in _CLOSED:
             self._advance(Event.CLOSE)
-            self._buffered = b""
-            self._abandon()
+            self._forget()
             self.account.refund(self.account.held)
             self.transport.close()
 
     def drop(self) -> None:
         """Close the connection now."""
-        if self.state not in _ENDED:
+        if self.state not in _CLOSED:
             self._advance(Event.CLOSE)
         if (connected := self.transport.get_extra_info("socket")) is not None:
             forget_unsent(connected)
@@ -383,37 +357,46 @@ class HttpConnection(Accepted, HttpToolsProtocol):
     def expire(self, now: float) -> None:
         """Act on a deadline that has passed."""
         if self.unread_deadline <= now:
-            self._server.note("unread")
+            self._listener.note("unread")
             self.drop()
         elif self.state in (State.HEAD, State.BODY):
-            limit = f"receive_timeout_s = {self._server.limits.receive_timeout_s} s"
-            self._refuse(DeadlineExceededError(f"the request was not complete after {limit}", kind="request_timeout"))
+            limit = f"receive_timeout_s = {self._listener.limits.receive_timeout_s} s"
+            error = DeadlineExceededError(f"the request was not complete after {limit}", kind="request_timeout")
+            self._refuse(error, closes=True)
         elif self.state is State.CLOSING:
             self.drop()
-        elif self.state is not State.ANSWERING or self.transport.is_closing():
+        elif self.state is not State.ANSWERING:
             self.end()
-        elif self._buffered and self.poll(0):
-            # The loop does not see the end of what it does not read.
+        elif self.unread_deadline == math.inf and self.transport.is_closing():
+            # The application has failed within its answer.
+            self.end()
+        elif self._buffered and self._has_left():
             self.drop()
         else:
             self.deadline = now + CHECK_S
 
     def _advance(self, event: Event) -> None:
-        before, server = self.state, self._server
+        before, listener = self.state, self._listener
         after = self.state = TRANSITIONS[before][event]
-        if before in server.waiting:
-            server.waiting[before].pop(self, None)
-        if after in server.waiting:
-            server.waiting[after][self] = None
+        if before in listener.waiting:
+            listener.waiting[before].pop(self, None)
+        if after in listener.waiting:
+            listener.waiting[after][self] = None
         if before is not State.HEAD or after is not State.BODY:
-            self.deadline = server.clock() + server.time_limits_s[after]
+            self.deadline = listener.clock() + listener.time_limits_s[after]
 
-    def _parse(self, data: bytes, searched: int, until: float) -> None:
-        """Feed the parser as far as the end of a request, or until the clock says `until`; keep the remainder."""
-        view, start, server = memoryview(data), self._num_fed, self._server
-        max_header_bytes = server.limits.max_header_bytes
+    def _parse(self, data: bytes, until: float) -> None:
+        """Feed the parser as far as the end of a request, or until the clock says `until`; keep the remainder.
+
+        Raises HttpParserError for what is malformed, or raised by a callback, and InvalidRequestError.
+        """
+        listener, max_header_bytes, overlap = self._listener, self._listener.limits.max_header_bytes, len(_END) - 1
+        start, searched = self._num_fed, max(0, len(self._buffered) - overlap)
+        if self._buffered:
+            data = self._buffered + data
+        view = memoryview(data)
         while start < len(data) and self.state is not State.ANSWERING:
-            if start > self._num_fed and server.clock() >= until:
+            if start > self._num_fed and listener.clock() >= until:
                 self._pause()
                 self.loop.call_soon(self._read_on)
                 break
@@ -423,54 +406,43 @@ class HttpConnection(Accepted, HttpToolsProtocol):
                 self._body_left -= end - start
             elif is_chunked:
                 # Its end looks like that of a head, maybe with trailers; such bytes in a chunk do no harm.
-                limit = start + _CHUNKED_BYTES
-                end = data.find(_END, max(0, start - len(_END) + 1), limit) + len(_END)
-                if end < len(_END):
-                    end = min(limit, len(data))
+                limit = min(len(data), start + _CHUNKED_BYTES)
+                end = data.find(_END, max(0, start - overlap), limit) + len(_END)
+                end = limit if end <= overlap else end
                 self._framing_bytes += end - start
             else:
                 end = data.find(_END, max(start, searched)) + len(_END)
-                if max(end, len(data) * (end < len(_END))) - start > max_header_bytes:
+                if (end if end > overlap else len(data)) - start > max_header_bytes:
                     raise header_too_large(max_header_bytes)
-                if end < len(_END):
+                if end <= overlap:
                     break
-            self._feed(view[start:end])
+            try:
+                self.parser.feed_data(view[start:end])
+            except httptools.HttpParserUpgrade:
+                # No other protocol is granted. llhttp expects one to follow the head, and no body.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.feed_data(_UPGRADE.sub(b"", data[start:end]))
             start = end
             if is_chunked and self._framing_bytes > max_header_bytes:
                 raise header_too_large(max_header_bytes)
-            if self.state in _ENDED:
+            if self.state in _CLOSED:
                 return
         # The end of a chunked body is searched for in what was fed, too.
-        self._num_fed = min(start, len(_END) - 1) if self._body_left is None else 0
+        self._num_fed = min(start, overlap) if self._body_left is None else 0
         self._buffered = data[start - self._num_fed :]
-        if self.state is State.ANSWERING and self._buffered:
-            self._buffered = b""
-            self._keep_ahead(data[start:])
+        if not self._buffered:
+            return
+        if self.state is State.ANSWERING:
+            ahead, self._buffered = self._buffered, b""
+            self._keep_ahead(ahead)
         elif self.state in (State.NEW, State.IDLE):
             # RFC 9112, 2.2: some send an empty line after a body.
             self._buffered = self._buffered.lstrip(b"\r\n")
             if self._buffered:
                 self._advance(Event.BYTES)
 
-    def _feed(self, data: memoryview) -> None:
-        """Parse a head, or some of a body. Raises ShardrankError for what callbacks refuse, and what is malformed."""
-        try:
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade:
-                # No other protocol is granted. llhttp expects it after the head, and no body.
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.feed_data(_UPGRADE.sub(b"", data))
-        except httptools.HttpParserError as error:
-            cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
-            if isinstance(cause, httptools.HttpParserError):
-                raise malformed("", f"not HTTP/1.1: {cause}") from None
-            if cause is not None:
-                raise cause from None
-            raise
-
     def _keep_ahead(self, data: bytes) -> None:
-        """Keep bytes that come before the turn of their request, and read nothing more. Raises OverloadedError."""
+        """Keep bytes that came before the turn of their request, and read nothing more. Raises OverloadedError."""
         self._buffered += data
         self._pause()
         self.account.charge(len(data))
@@ -482,84 +454,81 @@ class HttpConnection(Accepted, HttpToolsProtocol):
 
     def _read_on(self) -> None:
         """Parse what was kept, and read again."""
-        if self.state in (State.ANSWERING, *_ENDED) or self.unread_deadline != math.inf:
-            return
-        data, self._buffered = self._buffered, b""
-        if self._is_paused:
+        if self._is_paused and self.unread_deadline == math.inf and self.state not in (State.ANSWERING, *_CLOSED):
+            data, self._buffered = self._buffered[self._num_fed :], self._buffered[: self._num_fed]
             self._is_paused = False
             self.transport.resume_reading()
-        if data:
             self.data_received(data)
 
     def _await_request(self) -> None:
-        if self._is_last:
+        if self._is_last or self._listener.is_draining:
             self.end()
         elif self._is_paused:
             self.loop.call_soon(self._read_on)
 
-    def _answer_headers(self) -> Headers:
-        headers, exchange = self.server_state.default_headers, self._exchange
-        if exchange is None or b"x-request-id" not in exchange.fields:
-            return headers
-        return [*headers, (b"x-request-id", exchange.request_id.encode("latin-1"))]
+    def _refuse(self, error: ShardrankError, *, closes: bool = False) -> None:
+        """Count what the application shall not answer, and answer it."""
+        self._listener.note(error.kind)
+        self._answer(error, closes=closes)
 
-    def _reply(self, reply: HttpReply) -> None:
-        """Write the answer to a request that its application does not answer."""
-        self.transport.write(reply.encode(self._answer_headers(), is_last=self._is_last))
-        self.on_response_complete()
-
-    def _refuse(self, error: ShardrankError) -> None:
-        """Answer in place of the application, if that is possible, and close."""
-        exchange = self._exchange
-        self._server.note(error.kind)
-        if self.state is not State.LINGERING and not (self.cycle and self.cycle.response_started):
+    def _answer(self, error: ShardrankError, *, closes: bool = False) -> None:
+        """Answer in place of the application. What still comes of a body is dropped, unless it `closes`."""
+        exchange, cycle = self._exchange, self.cycle
+        is_too_late = self.state is State.LINGERING or (cycle is not None and cycle.response_started)
+        if not is_too_late:
             path, request_id = ("", "") if exchange is None else (exchange.path, exchange.request_id)
+            headers = self.server_state.default_headers if exchange is None else self._answer_headers
             reply = error_reply(path, request_id, error)
-            self.transport.write(reply.encode(self._answer_headers(), is_last=True))
-        self.end()
-
-    def _refuse_body(self, error: ShardrankError) -> None:
-        """Answer a request that is not read to its end; what still comes of it is dropped, for a while."""
-        exchange = self._exchange
-        if exchange is None or (self.cycle and self.cycle.response_started):
-            self._refuse(error)
-            return
-        self._server.note(error.kind)
-        reply = error_reply(exchange.path, exchange.request_id, error)
-        self.transport.write(reply.encode(self._answer_headers(), is_last=self._is_last))
-        self._abandon()
-        self.on_response_complete()
+            self.transport.write(reply.encode(headers, is_last=closes or self._is_last))
+        if is_too_late or closes:
+            self.end()
+        else:
+            self._forget()
+            self.on_response_complete()
 
     def _give_way(self, error: OverloadedError) -> None:
         if self.state is State.BODY and self.account.held:
-            self._refuse_body(error)
+            self._refuse(error)
 
-    def _abandon(self) -> None:
-        """Notify the application, if it has not answered, that its client has left."""
-        exchange, cycle, self._exchange, self.cycle = self._exchange, self.cycle, None, None  # type: ignore[assignment]
+    def _forget(self) -> None:
+        """Drop what came, and tell the application, if it has not answered, that its client has left."""
+        exchange, cycle, self._exchange, self.cycle = self._exchange, self.cycle, None, None
         self._body_parts.clear()
+        if self.state in _CLOSED:
+            self._buffered = b""
         if cycle is not None:
             cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
         if exchange is not None:
-            exchange.leave()
+            exchange.end()
 
-    def _peer_has_read(self) -> None:
-        callbacks, self._on_sent = self._on_sent, []
-        for callback in callbacks:
-            callback()
-        self.account.refund(self._unread_bytes)
-        self._unread_bytes = 0
-
-
-Admit: TypeAlias = Callable[[Exchange], HttpReply | None]
-"""Matches the route of a request whose head is there, and returns the answer if it is refused by that."""
+    def _has_left(self) -> bool:
+        """Return whether the peer has closed or reset; the loop does not see that of what it does not read."""
+        if (connected := self.transport.get_extra_info("socket")) is None:
+            return True
+        poller = select.poll()
+        poller.register(connected.fileno(), 0)
+        return bool(poller.poll(0))
 
 
-class HttpServer(ConnectionListener[HttpConnection]):
-    """An HTTP listener and its connections: `app` answers what `admit` lets in; `failed` counts refused connections.
+def _refusal(error: Exception) -> ShardrankError:
+    """Return what is wrong with a request that was not parsed, or that a callback of the parser has refused."""
+    cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
+    if isinstance(cause, ShardrankError):
+        return cause
+    if isinstance(cause, httptools.HttpParserError):
+        return malformed("", f"not HTTP/1.1: {cause}")
+    raise error
 
-    Requests in flight may last `drain_timeout_s` once it is stopped. It belongs to one event loop.
+
+Admit: TypeAlias = Callable[[Exchange], ShardrankError | None]
+"""Matches the route of a request whose head is there, and returns why it is refused by that."""
+
+
+class HttpListener(ConnectionListener[HttpConnection]):
+    """The connections of a port, and what they share. Belongs to one event loop.
+
+    `app` answers what `admit` lets in; `failed` counts refused connections.
 
     Attributes:
         waiting: by state, the connections in it, longest first.
@@ -572,7 +541,6 @@ class HttpServer(ConnectionListener[HttpConnection]):
         limits: RequestLimits,
         clock: Callable[[], float],
         failed: CountFailure,
-        drain_timeout_s: float,
         app: ASGIApp,
         *,
         buffers: ByteBudget | None = None,
@@ -596,48 +564,8 @@ class HttpServer(ConnectionListener[HttpConnection]):
             State.ANSWERING: CHECK_S,
             State.LINGERING: LINGER_S,
         }
-        self._failed, self._drain_timeout_s = failed, drain_timeout_s
-        self._noted: Counter[str] = Counter()
-        self._ticking: asyncio.Task[None] | None = None
-
-    async def start(self, host: str, port: int) -> int:
-        """Listen, see `listen`. Returns the port. Raises ConfigError."""
-        bound = self.listen(host, port, "HTTP")
-        self._ticking = asyncio.create_task(self._tick())
-        return bound
-
-    def begin_drain(self) -> None:
-        """Continue, but every answer from now on closes its connection."""
-        self.is_draining = True
-        for connection in list(self.open):
-            connection.begin_drain()
-
-    async def stop(self) -> None:
-        """Accept what has connected, then nothing more; close idle connections, and wait for requests in flight."""
-        self.begin_drain()
-        await self.stop_listening(self._drain_timeout_s)
-        for connection in list(self.open):
-            if connection.is_between_requests() and not connection.may_bring_request():
-                connection.end()
-        await self.all_closed(min(LAST_REQUEST_S, self._drain_timeout_s))
-        for connection in list(self.open):
-            if connection.is_between_requests():
-                connection.end()
-        await self.all_closed(self._drain_timeout_s)
-        tasks = list(self.uvicorn_state.tasks)
-        if self.open:
-            logger.error("%d HTTP requests did not end within %s s", len(tasks), self._drain_timeout_s)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=LAST_REQUEST_S)
-        await self.all_closed(LAST_REQUEST_S)
-        for connection in list(self.open):
-            connection.drop()
-        if self._ticking is not None:
-            self._ticking.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._ticking
+        self.noted: Counter[str] = Counter()
+        self._failed = failed
 
     def idle_connections(self) -> Iterable[HttpConnection]:
         """See `ConnectionListener`: then those of which nothing has come."""
@@ -652,9 +580,9 @@ class HttpServer(ConnectionListener[HttpConnection]):
         connection.send(error_reply("", "", error).encode(self.uvicorn_state.default_headers, is_last=True))
 
     def note(self, kind: str) -> None:
-        """Count what was refused, or closed. It is logged with others of its second, but TLS logs itself."""
+        """Count what was refused, or closed. TLS logs itself."""
         if not kind.startswith("tls_"):
-            self._noted[kind] += 1
+            self.noted[kind] += 1
         self._failed("http", "connection", kind)
 
     def expire(self) -> None:
@@ -662,17 +590,3 @@ class HttpServer(ConnectionListener[HttpConnection]):
         now = self.clock()
         for connection in [each for each in self.open if each.deadline <= now or each.unread_deadline <= now]:
             connection.expire(now)
-
-    async def _tick(self) -> None:
-        """Check deadlines, and write the date of answers and the log of a second."""
-        second, period_s = -math.inf, min(CHECK_S, self.limits.receive_timeout_s / 8)
-        while True:
-            if (now := self.clock()) - second >= 1.0:
-                second = now
-                self.uvicorn_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
-                if self._noted:
-                    counts = ", ".join(f"{kind}: {count}" for kind, count in self._noted.most_common())
-                    logger.warning("HTTP connections refused or ended: %s", counts)
-                    self._noted.clear()
-            self.expire()
-            await asyncio.sleep(period_s)

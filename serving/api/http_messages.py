@@ -44,7 +44,9 @@ class HttpReply(NamedTuple):
     def header_lines(self) -> Headers:
         """Return its headers as ASGI has them."""
         lines = [(b"content-type", self.content_type.encode()), (b"content-length", b"%d" % len(self.body))]
-        return lines + [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers]
+        for name, value in self.headers:
+            lines.append((name.encode("latin-1"), value.encode("latin-1")))
+        return lines
 
     def encode(self, headers: Headers, *, is_last: bool) -> bytes:
         """Return the bytes of the answer, with `headers` before its own; `is_last` on its connection."""

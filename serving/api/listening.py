@@ -8,18 +8,16 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import os
 import socket
 import ssl as tls
 import struct
 from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from loader.errors import ConfigError, OverloadedError
 from shard_node.byte_budget import ByteBudget
 from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, Handshake, handshake
 
-WORKER_VARIABLE = "SHARDRANK_WORKER"
 TURN_S = 0.005
 """Of a loop iteration, for one connection; then others come first."""
 BACKLOG = 1024
@@ -34,22 +32,6 @@ _EXHAUSTED_PAUSE_S = 0.1
 _NO_LINGER = struct.pack("ii", 1, 0)
 CountFailure: TypeAlias = Callable[[str, str, str], object]
 """Counts what a connection is refused or closed for: API, method, kind."""
-
-
-class Worker(NamedTuple):
-    """Which of the workers that share its ports a process is, counted from 0."""
-
-    number: int
-    num_workers: int
-
-    @classmethod
-    def from_environment(cls) -> Worker | None:
-        """Return that of this process; None if it shares its ports with no other."""
-        value = os.environ.get(WORKER_VARIABLE)
-        return None if value is None else cls(*map(int, value.split("/")))
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.num_workers}"
 
 
 def forget_unsent(connection: socket.socket) -> None:

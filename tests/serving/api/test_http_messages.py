@@ -151,7 +151,7 @@ async def test_however_requests_are_cut_the_answers_are_the_same(requests, cuts,
     assert served.calls == plain.calls
     assert any(is_refused) or wire.sent == whole.sent
     assert (whole.is_closed, wire.is_closed) == (False, False)
-    assert not any(served.server.waiting.values())
+    assert not any(served.listener.waiting.values())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -176,10 +176,10 @@ async def test_whatever_comes_the_gate_answers_or_closes(seed, caplog):
         cut = rng.randint(0, len(sent))
         wire = await served.converse([bytes(sent[:cut]), bytes(sent[cut:])] if cut else [bytes(sent)])
         assert set(statuses(wire.sent)) <= {100, 200, 400, 405, 413, 431}
-    assert not served.server.open
-    assert not served.server.uvicorn_state.connections
+    assert not served.listener.open
+    assert not served.listener.uvicorn_state.connections
     assert not served.tasks
-    assert not any(served.server.waiting.values())
+    assert not any(served.listener.waiting.values())
     assert served.buffers.buffered == 0
     assert statuses((await served.converse([post()])).sent) == [200]
     assert [record for record in caplog.records if record.name.startswith("serving")] == []

@@ -14,7 +14,6 @@ import pytest
 from loader.errors import OverloadedError
 from serving.api.http import HttpApp
 from serving.api.http_connection import Exchange
-from serving.api.http_messages import HttpReply
 from serving.client import AsyncClient, RetryPolicy
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_api, gated_service, until
@@ -72,18 +71,15 @@ async def test_heads_count_as_if_those_before_them_were_in_the_queue(api_model):
     with gated_service(api_model, gate) as service:
         app = HttpApp(service)
 
-        def admit(method: str = "POST", path: str = PATH) -> HttpReply | None:
-            return app.admit(Exchange(None, method, path, {b"x-request-id": b"r7 "}))
+        def admit(method: str = "POST", path: str = PATH) -> OverloadedError | None:
+            return app.admit(Exchange(None, method, path, {}))
 
         async with one_waits(service, gate) as served:
             # With two more ahead an answer takes 8/64 of a full batch's time.
             served._batcher._pace.full_s = served._batcher._longest_s / 2 / 7 * 64
             for _ in range(2):
                 assert [admit() for _ in range(2)] == [None, None]
-                reply = admit()
-                assert (reply.status, dict(reply.headers)) == (503, {"retry-after": "1"})
-                assert b"3 requests wait" in reply.body
-                assert b'"request_id":"r7"' in reply.body
+                assert "3 requests wait" in str(admit())
                 await asyncio.sleep(0)
             assert [admit() is None for _ in range(3)] == [True, True, False]
             others = [("GET", PATH), ("POST", f"/v1/models/{MODEL}"), ("POST", f"{PATH}\n")]

@@ -8,8 +8,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from serving.api.http_connection import Exchange, HttpConnection, HttpServer
-from serving.api.http_messages import HttpReply
+from loader.errors import OverloadedError
+from serving.api.http_connection import Exchange, HttpConnection, HttpListener
 from serving.api.listening import forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
@@ -127,13 +127,13 @@ class Served:
         self.metrics = ServingMetrics()
         self.buffers = ByteBudget(limits.max_buffered_bytes)
 
-        def admit(exchange: Exchange) -> HttpReply | None:
+        def admit(exchange: Exchange) -> OverloadedError | None:
             if refuses and b"x-refuse" in exchange.fields:
-                return HttpReply(503, b"no", headers=(("retry-after", "1"),))
+                return OverloadedError("no")
             return None
 
-        self.server = HttpServer(
-            limits, self.clock, self.metrics.failed, 5.0, self.app, buffers=self.buffers, admit=admit
+        self.listener = HttpListener(
+            limits, self.clock, self.metrics.failed, self.app, buffers=self.buffers, admit=admit
         )
 
     def _leave(self) -> None:
@@ -156,10 +156,10 @@ class Served:
 
     @property
     def tasks(self) -> set[Any]:
-        return self.server.uvicorn_state.tasks
+        return self.listener.uvicorn_state.tasks
 
     def connect(self, address: str = HOME) -> tuple[HttpConnection, Wire]:
-        wire, connection = Wire(), self.server.make(address)
+        wire, connection = Wire(), self.listener.make(address)
         connection.connection_made(wire)
         return connection, wire
 
