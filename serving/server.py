@@ -20,7 +20,6 @@ from loader.registry.registry import Registry
 from loader.snapshot.tables import Frozen
 from serving.api.grpc.services import GrpcServer
 from serving.api.http import HttpApp, HttpServer, running_admin
-from serving.api.listening import Place
 from serving.api.tokens import Tokens
 from serving.dashboard.board import FleetSource, ProcessSource, Source
 from serving.fleet.process import notify_ready, run_until_stopped
@@ -43,7 +42,7 @@ class ServerConfig(Frozen):
         drain_timeout_s: how long requests in flight may take after that.
         tls: what clients of all these ports must speak; None for plain text. A worker's private probe port never does.
         tokens: the file of those who are let in, as of `serving.api.tokens`; None to let everybody in.
-        place: among workers that share both ports; None to share them with nobody.
+        num_workers: how many processes share both ports.
     """
 
     host: str = "127.0.0.1"
@@ -54,7 +53,7 @@ class ServerConfig(Frozen):
     drain_timeout_s: float = Field(default=10.0, gt=0, le=600)
     tls: TlsConfig | None = None
     tokens: Path | None = None
-    place: Place | None = None
+    num_workers: int = Field(default=1, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +75,16 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         service.limits,
         service.clock,
         service.metrics.failed,
-        config.drain_timeout_s,
         app,
         buffers=service.buffers,
         ssl=ssl,
-        refuse=app.refuse,
+        admit=app.admit,
     )
     grpc = GrpcServer(service, *_protection(service, config, "grpc"))
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
-        http_port = await http.start(config.host, config.http_port, config.place)
-        grpc_port = await grpc.start(config.host, config.grpc_port, config.place)
+        http_port = await http.start(config.host, config.http_port)
+        grpc_port = await grpc.start(config.host, config.grpc_port)
         # Only now, so that whoever is told that the process is ready can connect.
         await service.watch.refresh()
         watching = asyncio.gather(service.watch.run(), service.metrics.keep_up())
@@ -97,7 +95,7 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         if watching is not None:
             http.begin_drain()
             await asyncio.sleep(config.shutdown_delay_s)
-        await asyncio.gather(http.stop(), grpc.stop(config.drain_timeout_s))
+        await asyncio.gather(http.stop(config.drain_timeout_s), grpc.stop(config.drain_timeout_s))
         if watching is not None:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -143,8 +141,7 @@ async def serve(
             admin_port = None
             tokens, ssl = _protection(service, config, "http")
             if config.admin_port is not None:
-                num_workers = 1 if config.place is None else config.place.num_workers
-                page: Callable[[], Source] = partial(ProcessSource, service, num_workers)
+                page: Callable[[], Source] = partial(ProcessSource, service, config.num_workers)
                 if open_registry is not None:
                     page = partial(FleetSource, open_registry)
                 admin_port = await stack.enter_async_context(

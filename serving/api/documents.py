@@ -25,7 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.access_counts import encode_access_counts, merged_by_table
 from loader.errors import ShardrankError
-from serving.api.http_messages import OPEN_INFERENCE, defect_reply, error_reply, read_body
+from serving.api.bodies import read_body
+from serving.api.http_messages import OPEN_INFERENCE, error_reply, internal_error_reply
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
@@ -480,7 +481,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, ShardrankError):
         reply = error_reply(path, request_id, error)
     else:
-        reply = defect_reply(path, request_id)
+        reply = internal_error_reply(path, request_id)
     return Response(reply.body, reply.status, headers | dict(reply.headers), reply.content_type)
 
 

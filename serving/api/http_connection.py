@@ -1,7 +1,15 @@
-"""What stands between a socket and uvicorn's HTTP protocol: the bounds that uvicorn does not have.
+"""HTTP/1.1 connections: uvicorn's protocol with limits on bytes, times, connections and work.
 
-A gate frames HTTP/1.1 (RFC 9112) just enough to know where a request ends, refuses what two readers could understand
-differently, and gives the protocol behind it one request at a time. It bounds times, connections and work.
+uvicorn's parser (llhttp) reads each head once and refuses what is malformed. What is fed to it is cut where a head, a
+body or a chunked body ends, so one request at a time is parsed, and what was sent ahead waits unread. The states of a
+connection are in `TRANSITIONS`. Its rules:
+
+1. Each state but ANSWERING has a time limit, see `HttpListener`; that of a request begins with its first byte.
+2. A request is admitted or refused in `on_headers_complete`; the application starts there, and gets the body complete.
+3. Bytes of a body are charged to the budget. Without room it is refused, and what still comes of it is dropped
+   (LINGERING), so that the client can read the refusal. A body whose answer is complete early is dropped likewise.
+4. Nothing is read in ANSWERING once bytes of the next request are there, nor while the peer does not read its answer.
+5. What two readers could understand differently is answered by an error, and the connection closed.
 """
 
 from __future__ import annotations
@@ -9,573 +17,577 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import select
 import socket
 import ssl as tls
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from functools import partial
-from itertools import chain, takewhile
-from typing import Literal, TypeAlias, cast
+from itertools import chain
+from typing import Any, TypeAlias
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
-from serving.api.http_messages import (
-    ChunkReader,
-    Refuse,
-    body_buffer,
-    error_answer,
-    header_too_large,
-    read_head,
-    whole_answer,
-    without_upgrade,
-)
+from serving.api.bodies import body_too_large
+from serving.api.http_messages import Fields, body_length, error_reply, header_too_large
 from serving.api.listening import TURN_S, Accepted, ConnectionListener, CountFailure, forget_unsent
-from serving.errors import malformed
-from serving.formats.requests import Buffer
+from serving.errors import InvalidRequestError, malformed
 from serving.limits import RequestLimits
-from shard_node.byte_budget import ByteAccount, ByteBudget, MessageBytes
+from shard_node.byte_budget import LARGEST_MESSAGES, ByteAccount, ByteBudget
+
+LINGER_S = 1.0
+"""For a client to send the remainder of a body that was refused, and to read the refusal."""
+CHECK_S = 0.5
+"""Between two checks of all time limits, and of clients that are not read from."""
 
 logger = logging.getLogger(__name__)
+_uvicorn_logger = logger.getChild("uvicorn")
+_uvicorn_logger.setLevel(logging.INFO)
 
-# What a read costs the event loop outside of here. One that brings a usual packet's worth is nobody's fault.
+# What a read costs the event loop outside of this file; larger ones are free.
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
-READ_BYTES = 64 * 2**10
-"""Read at once; as much may be held of requests that are sent ahead."""
-LINGER_S = 1.0  # for the rest of a body that was refused to be dropped, so that the client gets to see the refusal
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_Phase = Literal["head", "body", "chunks", "complete"]
+# A part of a body that is shorter is joined with the one before: an object has 40 bytes of its own.
+_SHORT_PART_BYTES = 2048
+# What a chunk's length and line ends may be long; other bytes of a chunked body count as headers.
+_CHUNK_LINE_BYTES = 20
+# Of a chunked body, parsed at once: small chunks cost a microsecond each.
+_CHUNKED_BYTES = 2**14
+_END = b"\r\n\r\n"
+_UPGRADE = re.compile(rb"\r\n(?i:upgrade):[^\r]*+")
 
 
-class HttpConnection(Accepted, asyncio.BufferedProtocol):
-    """One connection.
+class State(StrEnum):
+    """What a connection waits for."""
+
+    NEW = "the first byte"
+    IDLE = "the next request"
+    HEAD = "the end of a head"
+    BODY = "the end of a body, and its answer"
+    ANSWERING = "the answer"
+    LINGERING = "the end of a body whose answer is written"
+    CLOSING = "the peer, to read the last bytes"
+    CLOSED = "nothing"
+
+
+class Event(StrEnum):
+    """What happens to a connection."""
+
+    BYTES = "some of a head came"
+    HEAD_END = "a head is complete"
+    BODY_END = "a body is complete"
+    ANSWERED = "an answer is written"
+    CLOSE = "the connection is closed, once all that was written is sent"
+    LOST = "the transport is closed"
+
+
+_ALWAYS = {Event.CLOSE: State.CLOSING, Event.LOST: State.CLOSED}
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.NEW: {Event.BYTES: State.HEAD, Event.HEAD_END: State.BODY, **_ALWAYS},
+    State.IDLE: {Event.BYTES: State.HEAD, Event.HEAD_END: State.BODY, **_ALWAYS},
+    State.HEAD: {Event.HEAD_END: State.BODY, **_ALWAYS},
+    State.BODY: {Event.BODY_END: State.ANSWERING, Event.ANSWERED: State.LINGERING, **_ALWAYS},
+    State.ANSWERING: {Event.ANSWERED: State.IDLE, **_ALWAYS},
+    State.LINGERING: {Event.BODY_END: State.IDLE, **_ALWAYS},
+    State.CLOSING: {Event.LOST: State.CLOSED},
+    State.CLOSED: {},
+}
+_CLOSED = (State.CLOSING, State.CLOSED)
+
+
+class Exchange:
+    """A request whose head was read, and its answer. Implements `serving.rank.service.Caller`.
 
     Attributes:
-        is_feeding: whether the protocol behind reads, so that what it wants is no answer.
-        owes: whether the protocol behind has a request that is not answered; `bytes` has its bytes and its answer's.
-        has_begun: whether some of a request has come, but not all of it.
+        fields: the first header of each name, which is in lower case.
+        route, call: what `Admit` has matched the path to, and admitted, for the application.
     """
 
-    def __init__(self, gates: HttpListener, address: str) -> None:
-        self._gates = gates
+    def __init__(self, connection: HttpConnection, method: str, path: str, fields: Fields) -> None:
+        self.connection, self.method, self.path, self.fields = connection, method, path, fields
+        self.route: Any = None
+        self.call: Any = None
+        self.is_answered = self._is_over = False
+        self._on_leave: Callable[[], None] | None = None
+        self._on_sent: list[Callable[[], None]] = []
+
+    @property
+    def request_id(self) -> str:
+        """The client's id of the request, "" for none."""
+        return self.fields.get(b"x-request-id", b"").strip(b" \t").decode("latin-1")
+
+    def time_remaining(self) -> None:
+        """Return None: an HTTP client sets no deadline in a head."""
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the client leaves before its answer: at once, if it has left already."""
+        self._on_leave = callback
+        if self._is_over:
+            callback()
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the answer is sent, or the client has left."""
+        self._on_sent.append(callback)
+        if self._is_over:
+            callback()
+
+    def end(self) -> None:
+        """Notify those who wait: the answer is sent; or the client has left, or was refused, before it was written."""
+        self._is_over = True
+        if self._on_leave is not None and not self.is_answered:
+            self._on_leave()
+        for callback in self._on_sent:
+            callback()
+
+
+class HttpConnection(Accepted, HttpToolsProtocol):
+    """One connection of a listener.
+
+    Attributes:
+        deadline: when it has been in its state for too long; `unread_deadline`: when the peer had to read its answer.
+        account: the bytes of a request, of what it expands to, and of what was sent ahead of its turn.
+    """
+
+    cycle: RequestResponseCycle | None  # type: ignore[assignment]
+
+    def __init__(self, listener: HttpListener, address: str) -> None:
+        super().__init__(listener.config, listener.uvicorn_state, {})
+        self.logger = _uvicorn_logger
         self.address = address
-        self.has_connected = self.has_begun = self.is_ended = self.is_feeding = self._is_lost = False
-        self._phase: _Phase = "head"
-        self._held, self._left = b"", 0
-        self._body: memoryview | None = None
-        self._chunks: ChunkReader
-        self.owes = self._has_written = self._has_ended_sending = self._was_refused = self._is_dropped = False
-        self._answer_head = b""
-        self._paused_by: set[str] = set()
-        self._watcher: Callable[[], None] | None = None
-        self._unsent: list[Callable[[], None]] = []
-        self._untaken: list[Callable[[], None]] = []
+        self.state, self.deadline, self.unread_deadline = State.NEW, math.inf, math.inf
+        self.account = ByteAccount(listener.buffers, self._give_way)
+        self._listener = listener
+        self._exchange: Exchange | None = None
+        self._is_last, self._answer_headers = False, listener.uvicorn_state.default_headers
+        # Part of a head, what was sent ahead, or what the next loop iteration parses; nothing is read in the last two.
+        self._buffered, self._num_fed, self._is_paused = b"", 0, False
+        # Bytes of the body that are to come, None of a chunked one; those that came, and other bytes of a chunked one.
+        self._body_left: int | None = 0
+        self._body_bytes = self._framing_bytes = 0
+        self._body_parts: list[bytes | bytearray] = []
         self._idle_work_s = 0.0
-        self._account = ByteAccount(gates.buffers, self._give_way)
-        self.bytes = MessageBytes(self._account)
-        self._transport: asyncio.Transport
-        self._protocol: HttpToolsProtocol | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
-        self._transport = transport
+        super().connection_made(transport)
         self.has_connected = True
-        self._gates.receiving[self] = self._gates.clock()
+        self._listener.waiting[State.NEW][self] = None
+        self.deadline = self._listener.clock() + self._listener.time_limits_s[State.NEW]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever works for this client."""
-        self.is_ended = self._is_lost = True
-        self._held, self._body = b"", None
-        self._gates.leave(self)
-        self._unsent, self._untaken = self._unsent + self._untaken, []
-        self._take()
-        self._account.close()
-        if self._protocol is not None:
-            self._protocol.connection_lost(exc)
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Give the room that is read into: of a long body, its own."""
-        del sizehint
-        if self._body is None:
-            return self._gates.read_buffer
-        return self._body[-self._left :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Take what was read."""
-        if (body := self._body) is None:
-            self.data_received(bytes(self._gates.read_buffer[:nbytes]))
-            return
-        began = self._gates.clock()
-        self._left -= nbytes
-        self._charge_body(nbytes)
-        if not self._left or not self.owes:
-            self._body = None
-            if not self._left:
-                self._complete()
-            self._give(body[: len(body) - self._left])
-        self._count_work(nbytes, began)
-
-    def _count_work(self, nbytes: int, began: float) -> None:
-        is_short = nbytes < _SHORT_READ_BYTES and self.has_begun
-        # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
-        self.spent(min(TURN_S, self._gates.clock() - began) + is_short * _SHORT_READ_S)
+        """Notify those who work for this client."""
+        super().connection_lost(exc)
+        self._advance(Event.LOST)
+        self._forget()
+        self._listener.leave(self)
+        self.account.close()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, of which the gate keeps what it needs."""
-        if self.is_ended:
+        """Parse bytes as far as the end of one request, and keep the remainder."""
+        if self.state in _CLOSED:
             return
-        if self._phase == "complete":
-            # Sent ahead. Nothing more is read before its turn has come.
-            self._held += data
-            self.pause("ahead")
-            return
-        began = self._gates.clock()
+        clock, num_bytes = self._listener.clock, len(data)
+        started_at = clock()
         try:
-            if self._phase == "head":
-                self._take_head(data, began)
-            elif self._phase == "body":
-                self._held, data = data[self._left :], data[: self._left]
-                self._left -= len(data)
-                self._charge_body(len(data))
-                if not self._left:
-                    self._complete()
-                self._give(data)
+            if self._is_paused or self.state is State.ANSWERING or self.unread_deadline != math.inf:
+                self._keep_ahead(data)
             else:
-                self._take_chunks(data)
-        except ShardrankError as error:
-            self._refuse(error)
-        self._count_work(len(data), began)
+                self._parse(data, started_at + TURN_S)
+        except (ShardrankError, httptools.HttpParserError) as error:
+            self._refuse(_refusal(error), closes=True)
+        is_short = num_bytes < _SHORT_READ_BYTES and self.state in (State.HEAD, State.BODY)
+        # By the wall clock, and so no more than a turn: the process may have been suspended meanwhile.
+        self._idle_work_s += min(TURN_S, clock() - started_at) + is_short * _SHORT_READ_S
+        if self._idle_work_s > self._listener.max_idle_work_s:
+            self.spent(0.0)
 
-    def eof_received(self) -> bool:
-        """Answer what is complete, to a client that has ended sending."""
-        if not self.owes or self._phase != "complete" or self.is_ended or self._gates.ssl is not None:
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer what is complete, to a client that has closed its side."""
+        if self.state is not State.ANSWERING or self.cycle is None or self._listener.ssl is not None:
             return False
-        self._has_ended_sending = True
-        if not self._held:
-            cast(HttpToolsProtocol, self._protocol).shutdown()
+        self.cycle.keep_alive = False
         return True
 
     def pause_writing(self) -> None:
-        """Wait for a peer that does not take its answer, for so long."""
-        self._gates.unread[self] = self._gates.clock()
-        if self._protocol is not None:
-            self._protocol.pause_writing()
+        """Wait for a peer that does not read its answer, for so long."""
+        super().pause_writing()
+        self.unread_deadline = self._listener.clock() + self._listener.limits.receive_timeout_s
 
     def resume_writing(self) -> None:
-        """Go on: the peer takes it."""
-        self._gates.unread.pop(self, None)
-        self._take()
-        if self._protocol is not None:
-            self._protocol.resume_writing()
-
-    def time_remaining(self) -> None:
-        """Say that an HTTP client sets no deadline here."""
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when the client leaves before its answer: at once, if it has left already."""
-        if self._is_lost:
-            callback()
+        """Continue: the peer has read it."""
+        super().resume_writing()
+        self.unread_deadline = math.inf
+        if self.state is State.ANSWERING and self.cycle is not None and self.cycle.response_complete:
+            self.on_response_complete()
         else:
-            self._watcher = callback
+            self._read_on()
 
-    def when_taken(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when the answer that comes next is sent, or the client has left."""
-        if self._is_lost:
-            callback()
+    def on_headers_complete(self) -> None:
+        """Admit a request by its head and start its application, or refuse it."""
+        parser, listener, headers, scope = self.parser, self._listener, self.headers, self.scope
+        method, version = parser.get_method().decode("ascii"), parser.get_http_version()
+        if parser.should_upgrade():
+            if method == "CONNECT":
+                raise InvalidRequestError("", "CONNECT: this method is not allowed here", kind="method_not_allowed")
+            # `_parse` has it parsed again.
+            return
+        fields = dict(reversed(headers))
+        length = body_length(version, headers, fields)
+        target = httptools.parse_url(self.url)
+        if target.path is None:
+            raise malformed("", "not HTTP/1.1: the target has no path")
+        path = urllib.parse.unquote(target.path.decode("ascii"))
+        exchange = self._exchange = Exchange(self, method, path, fields)
+        scope["method"], scope["http_version"], scope["state"] = method, version, {"exchange": exchange}
+        scope["path"], scope["raw_path"], scope["query_string"] = path, target.path, target.query or b""
+        # uvicorn would add trailers to those of the scope.
+        self.headers = []
+        self._body_left, self._body_bytes, self._framing_bytes = length, 0, 0
+        self._is_last = listener.is_draining or version == "1.0" or not parser.should_keep_alive()
+        self._answer_headers = self.server_state.default_headers
+        if b"x-request-id" in fields:
+            self._answer_headers = [*self._answer_headers, (b"x-request-id", exchange.request_id.encode("latin-1"))]
+        self._advance(Event.HEAD_END)
+        if length is not None and length > listener.limits.max_body_bytes:
+            self._refuse(body_too_large("max_body_bytes", listener.limits.max_body_bytes, length))
+        elif (error := listener.admit(exchange)) is not None:
+            self._answer(error)
         else:
-            self._untaken.append(callback)
+            self.cycle = RequestResponseCycle(
+                scope=scope,
+                transport=self.transport,
+                flow=self.flow,
+                logger=self.logger,
+                access_logger=self.access_logger,
+                access_log=False,
+                default_headers=self._answer_headers,
+                message_event=asyncio.Event(),
+                expect_100_continue=self.expect_100_continue,
+                keep_alive=not self._is_last,
+                on_response=self.on_response_complete,
+            )
+            task = self.loop.create_task(self.cycle.run_asgi(self.app))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
-    @property
-    def connection(self) -> HttpConnection:
-        """What stands for its connection."""
-        return self
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of a body, if there is room for it."""
+        self._framing_bytes -= len(body) + _CHUNK_LINE_BYTES
+        if self.state is not State.BODY:
+            return
+        max_bytes, parts = self._listener.limits.max_body_bytes, self._body_parts
+        self._body_bytes += len(body)
+        try:
+            if self._body_bytes > max_bytes:
+                raise body_too_large("max_body_bytes", max_bytes, f"at least {self._body_bytes}")
+            self.account.charge(len(body))
+        except ShardrankError as error:
+            self._refuse(error)
+            return
+        if len(body) >= _SHORT_PART_BYTES or not parts:
+            parts.append(body)
+        elif isinstance(last := parts[-1], bytearray):
+            last += body
+        else:
+            parts.append(bytearray(body))
+
+    def on_message_complete(self) -> None:
+        """Give the body to the application."""
+        cycle, self._body_left = self.cycle, 0
+        if self.state is State.BODY and cycle is not None:
+            # As bytes, of which uvicorn makes no copy.
+            cycle.body = b"".join(self._body_parts)  # type: ignore[assignment]
+            self._body_parts.clear()
+            cycle.more_body = False
+            cycle.message_event.set()
+            self._advance(Event.BODY_END)
+        elif self.state is State.LINGERING:
+            self._advance(Event.BODY_END)
+            self._await_request()
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request, once the peer has read what was written."""
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.is_answered = True
+        if self.unread_deadline != math.inf and self.state is State.ANSWERING:
+            self.account.hold(self.transport.get_write_buffer_size())
+            return
+        self._exchange = self.cycle = None
+        self._advance(Event.ANSWERED)
+        self._idle_work_s = 0.0
+        self._body_parts.clear()
+        self.account.refund(self.account.held)
+        if exchange is not None:
+            exchange.end()
+        if self.transport.is_closing():
+            self.end()
+        elif self.state is State.IDLE and (self._is_last or self._is_paused):
+            self._await_request()
 
     def spent(self, seconds: float) -> None:
-        """Count work for a request that is not answered yet; end a connection that costs much and completes nothing."""
+        """Count work for a request that is not answered yet; drop a connection of much work and no answers."""
         self._idle_work_s += seconds
-        max_work_s = self._gates.limits.max_idle_work_ms / 1000 or math.inf
-        if self._idle_work_s > max_work_s and not self.is_ended:
-            self._gates.note("idle_work")
+        if self._idle_work_s > self._listener.max_idle_work_s and self.state not in _CLOSED:
+            self._listener.note("idle_work")
             self.drop()
-
-    def answered(self, protocol: HttpToolsProtocol | None) -> None:
-        """Go on to the next request: that of a protocol is answered, unless it was refused meanwhile."""
-        if protocol is not self._protocol:
-            return
-        self._watcher = None
-        self.owes = False
-        self._flush()
-        if self.bytes.held:
-            self._untaken.append(self.bytes.refund_all)
-            self.bytes = MessageBytes(self._account)
-        if self._untaken:
-            self._unsent, self._untaken = self._unsent + self._untaken, []
-            if self not in self._gates.unread:
-                self._take()
-        self._idle_work_s = 0.0
-        if self.is_ended:
-            return
-        if self._phase != "complete":
-            self._gates.receiving.pop(self, None)
-            self._gates.lingering[self] = self._gates.clock()
-        else:
-            self._await_next()
-
-    def begin_drain(self) -> None:
-        """Make the answer that is owed the connection's last."""
-        if self.owes and self._protocol is not None:
-            self._protocol.shutdown()
-
-    def is_between_requests(self) -> bool:
-        """Say whether no request is here, not even in part."""
-        return self._phase == "head" and not self.has_begun and not self._held and not self.is_ended
-
-    def may_bring_request(self) -> bool:
-        """Say whether a request may be on its way: the first one, or one that has come and was not read yet."""
-        return self._protocol is None or bool(self.poll(select.POLLIN) & select.POLLIN)
-
-    def poll(self, events: int) -> int:
-        """Return which of `events`, or the end, the kernel has of the socket; nobody sees it while nothing is read."""
-        if (connected := self._transport.get_extra_info("socket")) is None:
-            return select.POLLHUP
-        poller = select.poll()
-        poller.register(connected.fileno(), events)
-        return sum(ready for _, ready in poller.poll(0))
 
     def end(self) -> None:
         """Close the connection, once all that was written is sent."""
-        if not self.is_ended:
-            self._flush()
-            self.is_ended = True
-            self._held, self._body = b"", None
-            self.bytes.refund_all()
-            self._gates.forget(self)
-            self._gates.closing[self] = self._gates.clock()
-            self._transport.close()
+        if self.state not in _CLOSED:
+            self._advance(Event.CLOSE)
+            self._forget()
+            self.account.refund(self.account.held)
+            self.transport.close()
 
     def drop(self) -> None:
         """Close the connection now."""
-        self.is_ended = True
-        if (connected := self._transport.get_extra_info("socket")) is not None:
+        if self.state not in _CLOSED:
+            self._advance(Event.CLOSE)
+        if (connected := self.transport.get_extra_info("socket")) is not None:
             forget_unsent(connected)
-        self._transport.abort()
+        self.transport.abort()
 
-    def drop_unread(self) -> None:
-        """Close the connection of a peer that does not take its answer."""
-        self._gates.note("unread")
-        self.drop()
-
-    def end_late(self) -> None:
-        """End a connection whose request was not complete in time."""
-        if self.has_begun:
-            limit = f"receive_timeout_s = {self._gates.limits.receive_timeout_s} s"
-            self._refuse(DeadlineExceededError(f"the request was not complete after {limit}", kind="request_timeout"))
-        else:
+    def expire(self, now: float) -> None:
+        """Act on a deadline that has passed."""
+        if self.unread_deadline <= now:
+            self._listener.note("unread")
+            self.drop()
+        elif self.state in (State.HEAD, State.BODY):
+            limit = f"receive_timeout_s = {self._listener.limits.receive_timeout_s} s"
+            error = DeadlineExceededError(f"the request was not complete after {limit}", kind="request_timeout")
+            self._refuse(error, closes=True)
+        elif self.state is State.CLOSING:
+            self.drop()
+        elif self.state is not State.ANSWERING:
             self.end()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send what belongs to an answer: its head together with what follows, by one system call."""
-        if self.is_feeding:
-            # Nobody answers that early but the parser, to what it can't read.
-            self._was_refused = True
-        elif self.is_ended:
-            return
-        elif self._has_written:
-            head, self._answer_head = self._answer_head, b""
-            self.bytes.hold(len(data))
-            self._transport.writelines((head, data) if head else (data,))
-        elif data == _CONTINUE:
-            self._transport.write(data)
+        elif self.unread_deadline == math.inf and self.transport.is_closing():
+            # The application has failed within its answer.
+            self.end()
+        elif self._buffered and self._has_left():
+            self.drop()
         else:
-            self._has_written, self._answer_head = True, bytes(data)
+            self.deadline = now + CHECK_S
 
-    def pause(self, by: str) -> None:
-        """Read nothing more, until everybody who asked for that wants to go on."""
-        if not self._paused_by and not self.is_ended:
-            self._transport.pause_reading()
-        self._paused_by.add(by)
-        if by == "ahead":
-            self._gates.ahead.add(self)
+    def _advance(self, event: Event) -> None:
+        before, listener = self.state, self._listener
+        after = self.state = TRANSITIONS[before][event]
+        if before in listener.waiting:
+            listener.waiting[before].pop(self, None)
+        if after in listener.waiting:
+            listener.waiting[after][self] = None
+        if before is not State.HEAD or after is not State.BODY:
+            self.deadline = listener.clock() + listener.time_limits_s[after]
 
-    def resume(self, by: str) -> None:
-        """Read on."""
-        if by in self._paused_by:
-            self._paused_by.discard(by)
-            if by == "ahead":
-                self._gates.ahead.discard(self)
-            if not self._paused_by and not self.is_ended:
-                self._transport.resume_reading()
+    def _parse(self, data: bytes, until: float) -> None:
+        """Feed the parser as far as the end of a request, or until the clock says `until`; keep the remainder.
 
-    def _take_head(self, data: bytes, now: float) -> None:
-        gates, searched = self._gates, 0
-        if self._held:
-            searched = max(0, len(self._held) - 3)
-            data = self._held + data
-        elif data.startswith(b"\r\n"):
-            # RFC 9112, 2.2: some send one behind a body.
-            data = data[2:]
-        end = data.find(b"\r\n\r\n", searched)
-        max_header_bytes = gates.limits.max_header_bytes
-        if (end + 4 if end >= 0 else len(data)) > max_header_bytes:
-            raise header_too_large(max_header_bytes)
-        if end < 0:
-            self._held = data
-            if data and not self.has_begun:
-                self._begin_receiving(now)
-            return
-        self._held = b""
-        length, is_chunked, has_upgrade = read_head(data, end)
-        body_at = end + 4
-        if has_upgrade:
-            plain = without_upgrade(data[:body_at])
-            data, body_at = plain + data[body_at:], len(plain)
-        gates.idle.pop(self, None)
-        self.owes, self._has_written = True, False
-        body_end = body_at + length
-        if (is_chunked or len(data) < body_end) and not self.has_begun:
-            self._begin_receiving(now)
-        self._is_dropped = False
-        # A peer that takes no answers gets no more of them. The body of what is refused by its head is dropped.
-        if not gates.is_draining and self not in gates.unread and (reply := gates.refuse(data[:body_at])) is not None:
-            self._is_dropped = True
-            self._transport.write(whole_answer(reply, gates.state.default_headers, is_last=False))
-            self.answered(self._protocol)
-        if not is_chunked:
-            self._charge_body(min(len(data), body_end) - body_at)
-        if is_chunked:
-            self._phase, self._chunks = "chunks", ChunkReader(max_header_bytes)
-            self._give(data[:body_at])
-            if not self.is_ended:
-                self._take_chunks(data[body_at:])
-        elif len(data) < body_end:
-            self._phase, self._left = "body", body_end - len(data)
-            if READ_BYTES < self._left <= gates.limits.max_body_bytes and not self._is_dropped:
-                # One copy and one turn of whoever waits for it.
-                self._body = body_buffer(length)
-                self._body[: -self._left] = data[body_at:]
-                data = data[:body_at]
-            self._give(data)
-        else:
-            if len(data) > body_end:
-                data, self._held = data[:body_end], data[body_end:]
-            self._complete()
-            self._give(data)
-
-    def _take_chunks(self, data: bytes) -> None:
-        """Take chunks apart, and give on what they hold as one."""
-        chunks, clock = self._chunks, self._gates.clock
-        until = clock() + TURN_S
-        body = chunks.feed(data, lambda: clock() < until)
-        self._charge_body(len(body))
-        given = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
-        if chunks.is_complete:
-            self._held, chunks.rest = chunks.rest, b""
-            self._complete()
-            given += b"0\r\n\r\n"
-        elif chunks.is_interrupted:
-            self._go_on_later()
-        if given:
-            self._give(given)
-
-    def _charge_body(self, num_bytes: int) -> None:
-        """Count bytes that the application is to be given; refuse the request if there is no room for them."""
-        if num_bytes and self.owes:
+        Raises HttpParserError for what is malformed, or raised by a callback, and InvalidRequestError.
+        """
+        listener, max_header_bytes, overlap = self._listener, self._listener.limits.max_header_bytes, len(_END) - 1
+        start, searched = self._num_fed, max(0, len(self._buffered) - overlap)
+        if self._buffered:
+            data = self._buffered + data
+        view = memoryview(data)
+        while start < len(data) and self.state is not State.ANSWERING:
+            if start > self._num_fed and listener.clock() >= until:
+                self._pause()
+                self.loop.call_soon(self._read_on)
+                break
+            is_chunked = self._body_left is None
+            if self._body_left:
+                end = min(len(data), start + self._body_left)
+                self._body_left -= end - start
+            elif is_chunked:
+                # Its end looks like that of a head, maybe with trailers; such bytes in a chunk do no harm.
+                limit = min(len(data), start + _CHUNKED_BYTES)
+                end = data.find(_END, max(0, start - overlap), limit) + len(_END)
+                end = limit if end <= overlap else end
+                self._framing_bytes += end - start
+            else:
+                end = data.find(_END, max(start, searched)) + len(_END)
+                if (end if end > overlap else len(data)) - start > max_header_bytes:
+                    raise header_too_large(max_header_bytes)
+                if end <= overlap:
+                    break
             try:
-                self.bytes.charge(num_bytes)
-            except OverloadedError as error:
-                self._refuse_rest(error)
+                self.parser.feed_data(view[start:end])
+            except httptools.HttpParserUpgrade:
+                # No other protocol is granted. llhttp expects one to follow the head, and no body.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.feed_data(_UPGRADE.sub(b"", data[start:end]))
+            start = end
+            if is_chunked and self._framing_bytes > max_header_bytes:
+                raise header_too_large(max_header_bytes)
+            if self.state in _CLOSED:
+                return
+        # The end of a chunked body is searched for in what was fed, too.
+        self._num_fed = min(start, overlap) if self._body_left is None else 0
+        self._buffered = data[start - self._num_fed :]
+        if not self._buffered:
+            return
+        if self.state is State.ANSWERING:
+            ahead, self._buffered = self._buffered, b""
+            self._keep_ahead(ahead)
+        elif self.state in (State.NEW, State.IDLE):
+            # RFC 9112, 2.2: some send an empty line after a body.
+            self._buffered = self._buffered.lstrip(b"\r\n")
+            if self._buffered:
+                self._advance(Event.BYTES)
 
-    def _refuse_rest(self, error: ShardrankError) -> None:
-        """Answer a request that is not read to its end; what still comes of it is dropped, for a while."""
-        self._gates.note(error.kind)
-        if self._has_written:
+    def _keep_ahead(self, data: bytes) -> None:
+        """Keep bytes that came before the turn of their request, and read nothing more. Raises OverloadedError."""
+        self._buffered += data
+        self._pause()
+        self.account.charge(len(data))
+
+    def _pause(self) -> None:
+        if not self._is_paused:
+            self._is_paused = True
+            self.transport.pause_reading()
+
+    def _read_on(self) -> None:
+        """Parse what was kept, and read again."""
+        if self._is_paused and self.unread_deadline == math.inf and self.state not in (State.ANSWERING, *_CLOSED):
+            data, self._buffered = self._buffered[self._num_fed :], self._buffered[: self._num_fed]
+            self._is_paused = False
+            self.transport.resume_reading()
+            self.data_received(data)
+
+    def _await_request(self) -> None:
+        if self._is_last or self._listener.is_draining:
             self.end()
-            return
-        protocol, self._protocol, self._body, self.owes = self._protocol, None, None, False
-        if protocol is not None:
-            protocol.connection_lost(None)  # it has half a request; the next one gets another
-        self.bytes.refund_all()
-        self._is_dropped = True
-        self._transport.write(error_answer(error, self._gates.state.default_headers, is_last=False))
-        self.resume("protocol")
-        self.answered(None)
+        elif self._is_paused:
+            self.loop.call_soon(self._read_on)
 
-    def _give_way(self, error: ShardrankError) -> None:
-        if self.bytes.held and self._phase in ("body", "chunks"):
-            self._refuse_rest(error)
+    def _refuse(self, error: ShardrankError, *, closes: bool = False) -> None:
+        """Count what the application shall not answer, and answer it."""
+        self._listener.note(error.kind)
+        self._answer(error, closes=closes)
 
-    def _give(self, data: Buffer) -> None:
-        if self._is_dropped:
-            if self._phase == "complete":
-                self._await_next()
-            return
-        protocol = self._protocol
-        if protocol is None:
-            protocol = self._protocol = self._gates.new_protocol(self, self._transport, self._gates.state)
-            if self in self._gates.unread:
-                protocol.pause_writing()
-        self.is_feeding = True
-        try:
-            protocol.data_received(cast(bytes, data))  # or whatever else is a buffer
-        finally:
-            self.is_feeding = False
-        if self._was_refused:
-            self._refuse(malformed("", "not HTTP/1.1: the request line is not understood"))
-            return
-        if self._gates.is_draining and self.owes:
-            protocol.shutdown()
-        if self._phase == "complete":
-            if self._held:
-                self.pause("ahead")
-            if not self.owes:
-                # The body was refused early, and dropped to its end.
-                self._await_next()
-
-    def _take(self) -> None:
-        taken, self._unsent = self._unsent, []
-        for callback in taken:
-            callback()
-
-    def _flush(self) -> None:
-        if self._answer_head and not self.is_ended:
-            self._transport.write(self._answer_head)
-        self._answer_head = b""
-
-    def _complete(self) -> None:
-        self._phase = "complete"
-        self.has_begun = False
-        self._gates.receiving.pop(self, None)
-        self._gates.lingering.pop(self, None)
-
-    def _begin_receiving(self, now: float) -> None:
-        self.has_begun = True
-        # Again, so that it is the last one.
-        self._gates.receiving.pop(self, None)
-        self._gates.receiving[self] = now
-        self._gates.idle.pop(self, None)
-
-    def _await_next(self) -> None:
-        self._phase = "head"
-        if self._held:
-            self._go_on_later()
-        elif self._has_ended_sending or self._gates.is_draining:
+    def _answer(self, error: ShardrankError, *, closes: bool = False) -> None:
+        """Answer in place of the application. What still comes of a body is dropped, unless it `closes`."""
+        exchange, cycle = self._exchange, self.cycle
+        is_too_late = self.state is State.LINGERING or (cycle is not None and cycle.response_started)
+        if not is_too_late:
+            path, request_id = ("", "") if exchange is None else (exchange.path, exchange.request_id)
+            headers = self.server_state.default_headers if exchange is None else self._answer_headers
+            reply = error_reply(path, request_id, error)
+            self.transport.write(reply.encode(headers, is_last=closes or self._is_last))
+        if is_too_late or closes:
             self.end()
         else:
-            self._gates.idle[self] = self._gates.clock()
-            self.resume("ahead")
+            self._forget()
+            self.on_response_complete()
 
-    def _go_on_later(self) -> None:
-        """Take what is held in another turn of the event loop; nothing is read until then."""
-        self.pause("turn")
-        asyncio.get_running_loop().call_soon(self._go_on)
+    def _give_way(self, error: OverloadedError) -> None:
+        if self.state is State.BODY and self.account.held:
+            self._refuse(error)
 
-    def _go_on(self) -> None:
-        if self.is_ended:
-            return
-        self.resume("turn")
-        data, self._held = self._held, b""
-        self.data_received(data)
-        if self._phase != "complete" or not self._held:
-            self.resume("ahead")
+    def _forget(self) -> None:
+        """Drop what came, and tell the application, if it has not answered, that its client has left."""
+        exchange, cycle, self._exchange, self.cycle = self._exchange, self.cycle, None, None
+        self._body_parts.clear()
+        if self.state in _CLOSED:
+            self._buffered = b""
+        if cycle is not None:
+            cycle.disconnected, cycle.waiting_for_100_continue = True, False
+            cycle.message_event.set()
+        if exchange is not None:
+            exchange.end()
 
-    def _refuse(self, error: ShardrankError) -> None:
-        """Answer without the application, and close. A handler that waits for the body learns that the client left."""
-        self._gates.note(error.kind)
-        is_answered = self._has_written if self.owes else self._phase != "head"
-        if not (is_answered or self.is_ended):
-            self._transport.write(error_answer(error, self._gates.state.default_headers))
-        self.end()
+    def _has_left(self) -> bool:
+        """Return whether the peer has closed or reset; the loop does not see that of what it does not read."""
+        if (connected := self.transport.get_extra_info("socket")) is None:
+            return True
+        poller = select.poll()
+        poller.register(connected.fileno(), 0)
+        return bool(poller.poll(0))
 
 
-NewProtocol: TypeAlias = Callable[[HttpConnection, asyncio.Transport, ServerState], HttpToolsProtocol]
+def _refusal(error: Exception) -> ShardrankError:
+    """Return what is wrong with a request that was not parsed, or that a callback of the parser has refused."""
+    cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
+    if isinstance(cause, ShardrankError):
+        return cause
+    if isinstance(cause, httptools.HttpParserError):
+        return malformed("", f"not HTTP/1.1: {cause}")
+    raise error
+
+
+Admit: TypeAlias = Callable[[Exchange], ShardrankError | None]
+"""Matches the route of a request whose head is there, and returns why it is refused by that."""
 
 
 class HttpListener(ConnectionListener[HttpConnection]):
-    """What the connections of one listener share, and what they wait for: since when, the longest first.
+    """The connections of a port, and what they share. Belongs to one event loop.
+
+    `app` answers what `admit` lets in; `failed` counts refused connections.
 
     Attributes:
+        waiting: by state, the connections in it, longest first.
+        time_limits_s: by state, how long a connection may stay in it; in ANSWERING until it is checked again.
         is_draining: whether each answer is its connection's last.
-        lingering: connections that have their answer and send the rest of a body all the same.
-        unread: connections whose peer does not take its answer.
-        ahead: connections that are not read from, because a request was sent ahead of an answer.
     """
 
     def __init__(
         self,
-        new_protocol: NewProtocol,
         limits: RequestLimits,
-        failed: CountFailure,
-        buffers: ByteBudget,
         clock: Callable[[], float],
+        failed: CountFailure,
+        app: ASGIApp,
+        *,
+        buffers: ByteBudget | None = None,
         ssl: tls.SSLContext | None = None,
-        refuse: Refuse = lambda head: None,
+        admit: Admit = lambda exchange: None,
     ) -> None:
+        buffers = buffers or ByteBudget(LARGEST_MESSAGES * limits.max_body_bytes)
         super().__init__(buffers, limits.max_connections, limits.receive_timeout_s, ssl)
         self.new_connection = partial(HttpConnection, self)
-        self.limits, self.clock, self.refuse = limits, clock, refuse
-        self.new_protocol, self._failed = new_protocol, failed
+        self.limits, self.clock, self.admit = limits, clock, admit
+        self.max_idle_work_s = limits.max_idle_work_ms / 1000 or math.inf
         self.is_draining = False
-        self.state = ServerState()
-        self._waiting: tuple[dict[HttpConnection, float], ...] = ({}, {}, {}, {}, {})
-        self.idle, self.receiving, self.lingering, self.unread, self.closing = self._waiting
-        self.ahead: set[HttpConnection] = set()
-        self.read_buffer = memoryview(bytearray(READ_BYTES))
-        self._ended: Counter[str] = Counter()
+        self.uvicorn_state = ServerState()
+        self.config = uvicorn.Config(
+            app, interface="asgi3", ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False
+        )
+        self.config.load()
+        self.waiting: dict[State, dict[HttpConnection, None]] = {State.NEW: {}, State.IDLE: {}, State.CLOSING: {}}
+        self.time_limits_s = dict.fromkeys(State, limits.receive_timeout_s) | {
+            State.IDLE: limits.keep_alive_s,
+            State.ANSWERING: CHECK_S,
+            State.LINGERING: LINGER_S,
+        }
+        self.noted: Counter[str] = Counter()
+        self._failed = failed
 
     def idle_connections(self) -> Iterable[HttpConnection]:
         """See `ConnectionListener`: then those of which nothing has come."""
-        return chain(self.idle, (gate for gate in self.receiving if not gate.has_begun))
+        return chain(self.waiting[State.IDLE], self.waiting[State.NEW])
 
     def num_open(self) -> int:
         """See `ConnectionListener`."""
-        return len(self.open) - len(self.closing)
+        return len(self.open) - len(self.waiting[State.CLOSING])
 
-    def tell_refused(self, connection: socket.socket, error: OverloadedError) -> None:
+    def send_refusal(self, connection: socket.socket, error: OverloadedError) -> None:
         """See `ConnectionListener`."""
-        connection.send(error_answer(error, self.state.default_headers))
-
-    def leave(self, connection: HttpConnection) -> None:
-        """See `ConnectionListener`."""
-        self.forget(connection)
-        super().leave(connection)
+        connection.send(error_reply("", "", error).encode(self.uvicorn_state.default_headers, is_last=True))
 
     def note(self, kind: str) -> None:
-        """Count what was refused, or ended. It is logged with others of its second, but TLS logs its own."""
+        """Count what was refused, or closed. TLS logs itself."""
         if not kind.startswith("tls_"):
-            self._ended[kind] += 1
+            self.noted[kind] += 1
         self._failed("http", "connection", kind)
 
-    def tell(self) -> None:
-        """Log what was noted since the last time, in one line."""
-        if self._ended:
-            counts = ", ".join(f"{kind}: {count}" for kind, count in self._ended.most_common())
-            logger.warning("HTTP connections refused or ended: %s", counts)
-            self._ended.clear()
-
-    def sweep(self) -> None:
-        """End what has waited for too long."""
-        timeout_s = self.limits.receive_timeout_s
-        for waiting, allowed_s, end in (
-            (self.receiving, timeout_s, HttpConnection.end_late),
-            (self.idle, self.limits.keep_alive_s, HttpConnection.end),
-            (self.lingering, LINGER_S, HttpConnection.end),
-            (self.unread, timeout_s, HttpConnection.drop_unread),
-            (self.closing, timeout_s, HttpConnection.drop),
-        ):
-            before = self.clock() - allowed_s
-            for gate in list(takewhile(lambda gate: waiting[gate] <= before, waiting)):  # noqa: B023  # used at once
-                waiting.pop(gate, None)
-                end(gate)
-        for gate in [gate for gate in self.ahead if gate.poll(0)]:
-            gate.drop()
-
-    def forget(self, gate: HttpConnection) -> None:
-        """Take a connection out of all that wait."""
-        for waiting in self._waiting:
-            waiting.pop(gate, None)
-        self.ahead.discard(gate)
+    def expire(self) -> None:
+        """Act on each deadline that has passed."""
+        now = self.clock()
+        for connection in [each for each in self.open if each.deadline <= now or each.unread_deadline <= now]:
+            connection.expire(now)

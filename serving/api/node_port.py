@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api.http import Answering, answer_whole, listening_beside
+from serving.api.http import Answering, listening_beside
 from serving.api.http_messages import error_reply
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
@@ -130,7 +130,7 @@ async def running_node_port(
     metrics = NodeMetrics(node)
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
     app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
-    answering: AbstractAsyncContextManager[Answering] = nullcontext((partial(answer_whole, app), lambda: None))
+    answering: AbstractAsyncContextManager[Answering] = nullcontext((app, lambda: None))
     async with listening_beside(
         RequestLimits(), time.monotonic, metrics.failed, answering, address.host, address.port, context
     ) as port:
@@ -144,7 +144,8 @@ def node_app(node: ShardNode, metrics: NodeMetrics, *, needs_certificate: bool =
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request, is_known = Request(scope), True
         if needs_certificate:
-            is_known = scope["state"]["transport"].get_extra_info("ssl_object").getpeercert() is not None
+            transport = scope["state"]["exchange"].connection.transport
+            is_known = transport.get_extra_info("ssl_object").getpeercert() is not None
         await (await answer(request.method, request.url.path, is_known))(scope, receive, send)
 
     async def answer(method: str, path: str, is_known: bool) -> Response:

@@ -18,7 +18,7 @@ import click
 from serving.cli import WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.settings import Options, Protection, config_of
-from serving.fleet.process import notify_once_ready, notify_ready, run_until_stopped
+from serving.fleet.process import notify_once_ready, notify_ready, num_workers, run_until_stopped
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRecord, FleetRegistry
@@ -131,10 +131,9 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         _run_workers(options, folder, ctx.find_root().params["log_level"])
         return
     # Only now: a supervisor of workers has no use for a server's modules, which take 1.7 s and 214 MB.
-    from serving.api.listening import Place
     from serving.server import ServerConfig
 
-    config = config_of(ServerConfig, options, tls=protection.tls, place=Place.here())
+    config = config_of(ServerConfig, options, tls=protection.tls, num_workers=num_workers())
     if folder is None:
         _serve_in_fleet(options, config, protection.node_tls)
     else:

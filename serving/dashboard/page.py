@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from loader.errors import ConfigError, ShardrankError
 from loader.rollout.requests import SeenRollout
-from serving.api.http_messages import read_body
+from serving.api.bodies import read_body
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
 from serving.errors import InvalidRequestError, PermissionDeniedError, malformed

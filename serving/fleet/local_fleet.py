@@ -43,8 +43,8 @@ from loader.stores.cache import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile
-from serving.api.listening import WORKER_VARIABLE, Place
 from serving.errors import FleetError
+from serving.fleet.process import WORKER_VARIABLE
 from serving.fleet.supervisor import (
     ChildSpec,
     NotYetError,
@@ -399,9 +399,8 @@ def worker_specs(
     """
     on_exit, places = None, [dict[str, str]() for _ in ports.probes]
     if len(ports.probes) > 1:
-        metrics, sharing = run_directory / "metrics", run_directory / "connections"
-        sharing.mkdir(mode=0o700, exist_ok=True)
-        places = [{WORKER_VARIABLE: str(Place(worker, len(places), sharing))} for worker in range(len(places))]
+        metrics = run_directory / "metrics"
+        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}"} for worker in range(len(places))]
         metrics.mkdir(mode=0o700, exist_ok=True)
         environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         # A dead process' gauges must not be added up with those of the living.

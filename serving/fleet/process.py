@@ -16,12 +16,19 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+WORKER_VARIABLE = "SHARDRANK_WORKER"
+"""Of a server's worker: `2/8` for the third of eight that share its ports."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 READY_POLL_S = 0.1
 
 
 class StopRequestedError(Exception):
     """SIGINT or SIGTERM came. Raised when the program has ended because of it, so it is not printed as an error."""
+
+
+def num_workers() -> int:
+    """Return how many workers share the ports of this process: 1 if it is alone."""
+    return int(os.environ.get(WORKER_VARIABLE, "0/1").partition("/")[2])
 
 
 def run_until_signalled(

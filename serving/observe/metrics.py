@@ -171,10 +171,10 @@ class ServingMetrics:
         if len(self._kept) >= MAX_KEPT:
             self._make_observations()
 
-    def refused(self, api: str, method: str, model: str, kind: str, count: int) -> None:
-        """Count calls that were refused before they were received, so that no time of theirs is known."""
-        self._of_status(api, method, model, kind).inc(count)
-        self._of_error(api, method, kind).inc(count)
+    def refused(self, api: str, method: str, model: str, kind: str) -> None:
+        """Count a call that was refused before it was received, so that no time of it is known."""
+        self._of_status(api, method, model, kind).inc()
+        self._of_error(api, method, kind).inc()
 
     def batch_ended(self, model: str, times: BatchTimes, method: str) -> None:
         """Observe the size and the stages of a batch."""

@@ -86,6 +86,7 @@ class RankingService(VersionChoice):
         self.on_ranked: tuple[OnRanked, ...] = ()
         self._receiving = 0
         self._admitted = 0
+        self._num_ahead = 0
         self._counting = threading.Lock()
 
     @contextlib.contextmanager
@@ -99,20 +100,33 @@ class RankingService(VersionChoice):
             raise
         self.end_call(call)
 
-    def admit(self, api: str, method: str, remaining_s: float | None, ahead: int = 0) -> Call:
+    def admit(self, api: str, method: str, remaining_s: float | None) -> Call:
         """Count in a rank or lookup call whose head has come, unless it would wait in vain; `end_call` must follow.
 
-        `remaining_s` are the seconds until its deadline, None if that is not known yet; `ahead` others of this loop
-        iteration are admitted and not queued yet. Raises OverloadedError.
+        It would if, for each live model, an answer were due too late (`Batcher.overload`) within `remaining_s`, the
+        seconds until its deadline, None if that is not known yet. Only on the loop of the APIs. Raises OverloadedError.
         """
-        if self._receiving + self._admitted and (refusal := self.overload(remaining_s, ahead)) is not None:
-            self.refused(api, method, refusal.kind)
-            try:
-                raise refusal
-            finally:
-                # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
-                del refusal
+        if self._receiving + self._admitted:
+            refusal, live = None, self.generations.live()
+            for generation in live:
+                # Those that were admitted in this loop iteration are not queued yet.
+                refusal = generation.payload.batcher.overload(remaining_s, self._num_ahead)
+                if refusal is None:
+                    break
+            if refusal is not None:
+                self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", refusal.kind)
+                try:
+                    raise refusal
+                finally:
+                    # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
+                    del refusal
+            if not self._num_ahead:
+                asyncio.get_running_loop().call_soon(self._end_iteration)
+            self._num_ahead += 1
         return self.begin_call(api, method)
+
+    def _end_iteration(self) -> None:
+        self._num_ahead = 0
 
     def begin_call(self, api: str, method: str) -> Call:
         """Count one call in, as being received until it is complete; `end_call` must follow. Raises OverloadedError."""
@@ -168,23 +182,6 @@ class RankingService(VersionChoice):
         # The lease ended with the batch, so the version may be freed, and its metrics dropped, by now.
         if outcome is not None and call.lease.generation.state == "retired":
             self._forget(call.model, call.version)
-
-    def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
-        """Return why a new call would wait in vain, as `Batcher.overload`, for any live model; None if it would not.
-
-        Under overload most calls end here, before they cost more; `refused` must follow.
-        """
-        refusal = None
-        for generation in self.generations.live():
-            refusal = generation.payload.batcher.overload(remaining_s, ahead)
-            if refusal is None:
-                break
-        return refusal
-
-    def refused(self, api: str, method: str, kind: str, count: int = 1) -> None:
-        """Count calls that were refused before they were received."""
-        live = self.generations.live()
-        self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", kind, count)
 
     async def wait(self, call: Call, watch_client: WatchClient) -> Answer:
         """Return a replica's answer to a request, on the loop of the call; its lease will be released.
@@ -270,19 +267,16 @@ class Caller(Protocol):
 
 async def answer(
     service: RankingService,
+    call: Call,
     codec: Codec,
     receive: Receive,
     client: Caller,
     parent: Parent | None = None,
-    call: Call | None = None,
 ) -> Encoded:
-    """Answer one call, whose request `receive` returns complete and decompressed, of the trace `parent`.
+    """Answer an admitted call, whose request `receive` returns complete and decompressed, of the trace `parent`.
 
-    `call` is what `RankingService.admit` returned, None if the call is to be admitted now. Raises ShardrankError with
-    its HTTP and gRPC status.
+    The call is counted out. Raises ShardrankError with its HTTP and gRPC status.
     """
-    if call is None:
-        call = service.admit(codec.api, codec.method, client.time_remaining())
     if service.tracer is not None:
         call.trace = service.tracer.begin(parent)
     try:

@@ -16,9 +16,9 @@ from urllib.parse import quote, unquote
 import grpc
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from serving.api.bodies import CODINGS, expand
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
-from serving.api.http_messages import CODINGS, expand
 from serving.api.tokens import Scope, Tokens
 from serving.errors import (
     RETRY_AFTER_S,

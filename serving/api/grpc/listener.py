@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 from loader.errors import OverloadedError
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import TURN_S, Accepted, ConnectionListener, Place, forget_unsent
+from serving.api.listening import TURN_S, Accepted, ConnectionListener, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
 
 TURN_OF_ALL_S = 0.01
@@ -272,10 +272,10 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         self._waiting: deque[Http2Protocol] = deque()
         self._turn = self._turn_ends = 0.0
 
-    def start(self, host: str, port: int, api: str, place: Place | None = None) -> int:
+    def start(self, host: str, port: int, api: str) -> int:
         """Listen, see `listen`."""
         self.loop = asyncio.get_running_loop()
-        return self.listen(host, port, api, place)
+        return self.listen(host, port, api)
 
     async def stop(self, grace_s: float) -> None:
         """Take in what has connected, then nothing more; end connections as streams do, or when the time is over."""

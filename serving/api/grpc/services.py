@@ -24,7 +24,6 @@ from serving.api import documents
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, read_head, streamed
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, HeaderList
-from serving.api.listening import Place
 from serving.api.tokens import Scope, Tokens
 from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError, invalid_field, malformed
 from serving.formats.infer import InferGrpcCodec
@@ -88,9 +87,9 @@ class GrpcServer:
         )
         self._watcher: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int, place: Place | None = None) -> int:
+    async def start(self, host: str, port: int) -> int:
         """Listen, as `ConnectionListener.listen` does. Returns the port. Raises ConfigError."""
-        bound = self._listener.start(host, port, "gRPC", place)
+        bound = self._listener.start(host, port, "gRPC")
         self._watcher = asyncio.create_task(self._health.watch())
         return bound
 
@@ -271,7 +270,8 @@ def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
 
 def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
     async def ranked(call: GrpcCall) -> bytes:
-        return (await answer(service, codec, call.receive, call, call.head.trace_parent)).body
+        admitted = service.admit(codec.api, codec.method, call.time_remaining())
+        return (await answer(service, admitted, codec, call.receive, call, call.head.trace_parent)).body
 
     return GrpcMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 

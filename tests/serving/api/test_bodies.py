@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.api.http_messages import PIECE_BYTES, expand
+from serving.api.bodies import PIECE_BYTES, expand
 from serving.errors import InvalidRequestError
 from shard_node.byte_budget import MessageBytes
 from shardrank_testing.errors import raises_kind

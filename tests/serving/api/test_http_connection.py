@@ -1,4 +1,4 @@
-"""The gate by bytes: what it reads ahead, whom it ends, and when."""
+"""Connections by bytes: what they read ahead, when they end, and what they charge."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Any
 
 import pytest
 
-from serving.api.http_connection import LINGER_S
+from serving.api.http_connection import LINGER_S, State
 from serving.limits import RequestLimits
-from shardrank_testing.http_wire import LIMITS, Served, chunked, errors, post, read_from, settled, statuses
+from shardrank_testing.http_wire import LIMITS, Served, Wire, chunked, errors, post, read_from, settled, statuses
 from shardrank_testing.waiting import Clock
 
 
-def read_all(data: bytes, gate: Any) -> None:
-    """Have a gate read all of it, as an event loop does."""
+def read_all(data: bytes, connection: Any) -> None:
+    """Have a connection read all of it, as an event loop does."""
     while data:
-        data = data[read_from(data, gate) :]
+        data = data[read_from(data, connection) :]
 
 
 async def test_only_what_one_read_brought_is_ahead_of_an_answer():
     served = Served(hold=True)
-    gate, wire = served.connect()
-    gate.data_received(post() * 500)
+    connection, wire = served.connect()
+    connection.data_received(post() * 500)
     await settled(lambda: served.calls)
     assert wire.is_paused
-    assert len(gate._held) == 499 * len(post())
+    assert served.buffers.buffered == 499 * len(post()) + len(b"abc")
     assert len(served.calls) == 1
     served.may_answer.set()
     await settled(lambda: len(served.calls) == 500)
     await settled(lambda: not wire.is_paused)
     assert statuses(wire.sent) == [200] * 500
-    assert gate._held == b""
+    assert served.buffers.buffered == 0
 
 
 async def test_a_request_sent_ahead_of_an_answer_stops_the_reading():
     served = Served(hold=True)
-    gate, wire = served.connect()
-    gate.data_received(post())
+    connection, wire = served.connect()
+    connection.data_received(post())
     await settled(lambda: served.calls)
     assert not wire.is_paused
-    gate.data_received(post()[:10])
+    connection.data_received(post()[:10])
     assert wire.is_paused
     served.may_answer.set()
     await settled(lambda: not wire.is_paused)
-    gate.data_received(post()[10:])
+    connection.data_received(post()[10:])
     await settled(lambda: len(served.calls) == 2)
     assert statuses(wire.sent) == [200, 200]
 
@@ -53,9 +53,9 @@ async def test_a_request_sent_ahead_of_an_answer_stops_the_reading():
 async def test_many_small_chunks_give_others_their_turn():
     # Each look at the clock takes 3 ms: a turn is over at the first.
     served = Served(RequestLimits(max_idle_work_ms=0), Clock(step=0.003))
-    gate, wire = served.connect()
+    connection, wire = served.connect()
     sent = chunked([b"%d" % (number % 10) for number in range(5000)])
-    gate.data_received(sent)
+    connection.data_received(sent)
     assert wire.is_paused
     await settled(lambda: served.calls)
     assert served.calls[0][2] == b"0123456789" * 500
@@ -66,28 +66,28 @@ async def test_many_small_chunks_give_others_their_turn():
 
 async def test_a_connection_that_works_for_nothing_is_ended():
     served = Served()
-    gate, wire = served.connect()
-    gate.data_received(post(b"x" * 90_000)[:200])
+    connection, wire = served.connect()
+    connection.data_received(post(b"x" * 90_000)[:200])
     reads = 0
     while not wire.is_closed:
-        gate.data_received(b"x")
+        connection.data_received(b"x")
         reads += 1
     assert wire.is_aborted
     assert 10_000 < reads < 40_000
-    gate.connection_lost(None)
-    assert served.gates.refusal() is None
+    connection.connection_lost(None)
+    assert served.listener.refusal() is None
     assert errors(served.metrics)["idle_work"] == 1.0
 
 
 async def test_the_connection_that_is_idle_for_longest_makes_room():
     served = Served(RequestLimits(max_connections=3))
-    gates = [served.connect() for _ in range(2)]
-    for gate, _ in reversed(gates):
-        gate.data_received(post())
-        await settled(lambda: len(served.gates.idle) == len(served.calls))
+    connections = [served.connect() for _ in range(2)]
+    for connection, _ in reversed(connections):
+        connection.data_received(post())
+        await settled(lambda: len(served.listener.waiting[State.IDLE]) == len(served.calls))
     served.connect()
-    assert served.gates.refusal() is None
-    assert [wire.is_closed for _, wire in gates] == [False, True]
+    assert served.listener.refusal() is None
+    assert [wire.is_closed for _, wire in connections] == [False, True]
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -98,16 +98,16 @@ async def test_a_body_without_room_is_refused_and_frees_its_bytes(is_chunked):
     body = bytes(90_000)
     sent = chunked([body[:30_000]] * 3) if is_chunked else post(body)
     others = [served.connect() for _ in range(2)]
-    for gate, _ in others:
-        gate.data_received(post(body)[:20_000])
-    gate, wire = served.connect()
+    for connection, _ in others:
+        connection.data_received(post(body)[:20_000])
+    connection, wire = served.connect()
     for at in range(0, len(sent), 10_000):
-        read_all(sent[at : at + 10_000], gate)
+        read_all(sent[at : at + 10_000], connection)
     answer = wire.sent
     assert statuses(answer) == [429]
     assert b"retry-after: 1" in answer
     assert served.buffers.buffered == sum(len(post(body)[:20_000]) - len(post(body)) + len(body) for _ in others)
-    gate.data_received(post())
+    connection.data_received(post())
     await settled(lambda: len(served.calls) == 1)
     await settled(lambda: statuses(wire.sent) == [429, 200])
     assert not wire.is_closed
@@ -116,17 +116,17 @@ async def test_a_body_without_room_is_refused_and_frees_its_bytes(is_chunked):
 async def test_a_refused_request_ends_no_later_one():
     """Its task learns that its client left, and says only then that it is answered."""
     served = Served(hold=True)
-    gate, wire = served.connect()
-    read_all(chunked([bytes(30_000)])[:20_000], gate)
+    connection, wire = served.connect()
+    read_all(chunked([bytes(30_000)])[:20_000], connection)
     served.buffers.max_bytes = 10_000
-    read_all(chunked([bytes(30_000)])[20_000:], gate)
+    read_all(chunked([bytes(30_000)])[20_000:], connection)
     assert statuses(wire.sent) == [429]
     served.buffers.max_bytes = 100_000
-    gate.data_received(post())
+    connection.data_received(post())
     await settled(lambda: len(served.calls) == 1)
-    served.gates.sweep()
+    served.listener.expire()
     served.clock.now += 2 * LINGER_S
-    served.gates.sweep()
+    served.listener.expire()
     assert not wire.is_closed
     served.may_answer.set()
     await settled(lambda: statuses(wire.sent) == [429, 200])
@@ -154,23 +154,23 @@ async def test_times_end_what_waits_and_nothing_else():
     unread[0].pause_writing()
     idle[0].data_received(post())
     await settled(lambda: len(served.calls) == 3)
-    served.gates.sweep()
+    served.listener.expire()
     assert not any(wire.is_closed for _, wire in (fresh, idle, half, busy, unread))
     served.clock.now += 0.2
-    served.gates.sweep()
+    served.listener.expire()
     assert (fresh[1].is_closed, fresh[1].sent) == (True, b"")
     assert (half[1].is_closed, statuses(half[1].sent)) == (True, [408])
     served.clock.now += 3.8
-    served.gates.sweep()
+    served.listener.expire()
     assert unread[1].is_aborted
     unread[0].connection_lost(None)
     served.may_answer.set()
     await settled(lambda: idle[1].sent and busy[1].sent)
     served.clock.now += 59.0
-    served.gates.sweep()
+    served.listener.expire()
     assert not busy[1].is_closed
     served.clock.now += 1.1
-    served.gates.sweep()
+    served.listener.expire()
     assert busy[1].is_closed
     assert idle[1].is_closed
 
@@ -180,78 +180,80 @@ async def test_a_length_that_is_only_said_takes_no_memory():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     served = Served(RequestLimits())
-    length = served.gates.limits.max_body_bytes
+    length = served.listener.limits.max_body_bytes
     before = resident_bytes()
-    gates = [served.connect()[0] for _ in range(20)]
-    for gate in gates:
-        gate.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\nx" % length)
+    connections = [served.connect()[0] for _ in range(20)]
+    for connection in connections:
+        connection.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\nx" % length)
     assert resident_bytes() - before < 4 * length
-    for gate in gates:
-        gate.drop()
-        gate.connection_lost(None)
+    for connection in connections:
+        connection.drop()
+        connection.connection_lost(None)
 
 
-async def test_the_memory_of_a_long_body_that_was_refused_is_freed():
-    served = Served(hold=True)
-    gate, _wire = served.connect()
-    data = post(b"x" * 90_000)
-    sent = read_from(data[:1_000], gate)
-    await settled(lambda: served.gates.state.tasks)
-    sent += read_from(data[sent : sent + 80_000], gate)
-    assert len(gate._body) == 90_000
-    # As an application that refuses a request without reading it.
-    gate.owes = False
-    sent += read_from(data[sent : sent + 1_000], gate)
-    assert gate._body is None
-    assert gate._left == len(data) - sent
-    while sent < len(data):
-        sent += read_from(data[sent:], gate)
-    assert gate._phase == "head"
-    gate.connection_lost(None)
+async def test_a_body_of_any_parts_is_held_once():
+    """As few objects, however short its chunks are, and freed once it is refused."""
+    served = Served(RequestLimits(max_header_bytes=2**20, max_idle_work_ms=0), hold=True)
+    connection, wire = served.connect()
+    read_all(chunked([b"ab"] * 50_000)[:-5], connection)
+    assert [len(part) for part in connection._body_parts] == [2, 99_998]
+    connection.expire(served.clock.now + 60)
+    assert statuses(wire.sent) == [408]
+    connection.connection_lost(None)
+    assert (connection._body_parts, served.buffers.buffered) == ([], 0)
 
 
 async def test_the_body_of_a_request_refused_by_its_head_is_not_kept():
     served = Served(RequestLimits(), refuses=True)
-    gate, wire = served.connect()
+    connection, wire = served.connect()
     data = post(b"x" * 1_000_000, "x-refuse: 1")
-    read_from(data[:1_000], gate)
+    read_from(data[:1_000], connection)
     assert statuses(wire.sent) == [503]
-    assert gate._body is None
-    assert list(served.gates.lingering) == [gate]
+    assert (connection.state, served.buffers.buffered) == (State.LINGERING, 0)
     left = memoryview(data)[1_000:]
     while left:
-        left = left[read_from(left, gate) :]
-    assert list(served.gates.idle) == [gate]
-    gate.data_received(post())
+        left = left[read_from(left, connection) :]
+    assert list(served.listener.waiting[State.IDLE]) == [connection]
+    connection.data_received(post())
     await settled(lambda: served.calls)
     await settled(lambda: len(statuses(wire.sent)) == 2)
     assert statuses(wire.sent) == [503, 200]
 
-    gate.data_received(data[:1_000])
+    connection.data_received(data[:1_000])
     assert not wire.is_closed
     served.clock.now += LINGER_S
-    served.gates.sweep()
+    served.listener.expire()
     assert wire.is_closed
     assert statuses(wire.sent) == [503, 200, 503]
 
 
 async def test_a_client_has_read_one_answer_and_not_the_next():
+    """The next request is not parsed before."""
     served = Served(hold=True)
-    gate, _ = served.connect()
-    taken = []
-    gate.data_received(post())
-    gate.when_taken(lambda: taken.append("first"))
-    gate.pause_writing()
-    gate.answered(gate._protocol)
-    assert taken == []
-    gate.data_received(post())
-    gate.when_taken(lambda: taken.append("second"))
-    gate.resume_writing()
-    assert taken == ["first"]
-    gate.connection_lost(None)
-    assert taken == ["first", "second"]
-    gate.when_taken(lambda: taken.append("late"))
-    assert taken[2:] == ["late"]
-    # The answer that was being written when the connection was lost is told of as written.
-    gate.answered(gate._protocol)
-    assert taken == ["first", "second", "late"]
+    connection, wire = served.connect()
+    read: list[str] = []
+    connection.data_received(post())
+    connection._exchange.when_taken(lambda: read.append("first"))
+    await settled(lambda: served.calls)
+
+    def write(data: bytes) -> None:
+        Wire.write(wire, data)
+        if data == b"3":
+            connection.pause_writing()
+
+    wire.write = write
+    served.may_answer.set()
+    await settled(lambda: wire.sent.endswith(b"3"))
+    served.may_answer.clear()
+    connection.data_received(post())
+    assert (read, wire.is_paused, served.calls[1:]) == ([], True, [])
+    connection.resume_writing()
+    assert read == ["first"]
+    await settled(lambda: connection._exchange)
+    assert not wire.is_paused
+    exchange = connection._exchange
+    exchange.when_taken(lambda: read.append("second"))
+    connection.connection_lost(None)
+    assert read == ["first", "second"]
+    exchange.when_taken(lambda: read.append("late"))
+    assert read[2:] == ["late"]

@@ -13,6 +13,7 @@ import pytest
 
 from loader.errors import OverloadedError
 from serving.api.http import HttpApp
+from serving.api.http_connection import Exchange
 from serving.client import AsyncClient, RetryPolicy
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_api, gated_service, until
@@ -39,7 +40,6 @@ async def test_what_would_wait_in_vain_is_refused_unread(api_model):
         async with one_waits(api.service, api.gate) as served:
             # As after full batches of 1000 s: one of a single request is expected to take 16 s.
             served.batcher._estimate.full_s = 1000.0
-            # The first is refused by its head alone; the second, its connection's last one, by the application.
             for close in ({}, {"connection": "close"}):
                 answer = await api.http.post(PATH, content=NO_REQUEST, headers={"x-request-id": "r7", **close})
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "overloaded")
@@ -68,24 +68,22 @@ async def test_what_would_wait_in_vain_is_refused_unread(api_model):
 
 async def test_heads_count_as_if_those_before_them_were_in_the_queue(api_model):
     gate = Gate()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nX-Request-Id:  r7 \r\n\r\n".encode()
     with gated_service(api_model, gate) as service:
         app = HttpApp(service)
+
+        def admit(method: str = "POST", path: str = PATH) -> OverloadedError | None:
+            return app.admit(Exchange(None, method, path, {}))
+
         async with one_waits(service, gate) as served:
             # With two more ahead an answer takes 8/64 of a full batch's time.
             served.batcher._estimate.full_s = served.batcher._longest_s / 2 / 7 * 64
             for _ in range(2):
-                assert [app.refuse(head) for _ in range(2)] == [None, None]
-                reply = app.refuse(head)
-                assert reply is not None
-                assert (reply.status, dict(reply.headers)) == (503, {"x-request-id": "r7", "retry-after": "1"})
-                assert b"3 requests queued" in reply.body
+                assert [admit() for _ in range(2)] == [None, None]
+                assert "3 requests queued" in str(admit())
                 await asyncio.sleep(0)
-            blanks = head.replace(b"r7", b"r" + b" " * 300_000 + b"7")
-            assert [app.refuse(blanks) is None for _ in range(3)] == [True, True, False]
-            await asyncio.sleep(0)
-            others = [(b":rank", b""), (b"/v1", b"/%76%31"), (b"POST", b"GET"), (b":rank", b"?x:rank")]
-            assert [app.refuse(head.replace(*change)) for change in others] == [None] * 4
+            assert [admit() is None for _ in range(3)] == [True, True, False]
+            others = [("GET", PATH), ("POST", f"/v1/models/{MODEL}"), ("POST", f"{PATH}\n")]
+            assert [admit(*other) for other in others] == [None] * 3
 
 
 async def test_refusals_leave_no_cycles_to_the_collector(api_model):

@@ -1,4 +1,4 @@
-"""HTTP by bytes: a client that sends what it is told to; gates over a transport whose other end is a list."""
+"""HTTP by bytes: a client that sends what it is given; connections over a transport whose other end is a list."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any, NamedTuple
 
-import uvicorn
-
-from serving.api.http import behind_gate
-from serving.api.http_connection import HttpListener
-from serving.api.http_messages import HttpReply
+from loader.errors import OverloadedError
+from serving.api.http_connection import Exchange, HttpConnection, HttpListener
 from serving.api.listening import forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
@@ -104,6 +100,9 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.is_closed
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def pause_reading(self) -> None:
         assert not self.is_paused
         self.is_paused = True
@@ -126,25 +125,22 @@ class Served:
             self.may_answer.set()
         self.clock = clock or Clock(1000.0)
         self.metrics = ServingMetrics()
-        config = uvicorn.Config(
-            self.app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none"
-        )
-        config.load()
         self.buffers = ByteBudget(limits.max_buffered_bytes)
 
-        def refuse(head: bytes) -> HttpReply | None:
-            assert head.endswith(b"\r\n\r\n")
-            return HttpReply(503, b"no", headers=(("retry-after", "1"),)) if refuses and b"x-refuse" in head else None
+        def admit(exchange: Exchange) -> OverloadedError | None:
+            if refuses and b"x-refuse" in exchange.fields:
+                return OverloadedError("no")
+            return None
 
-        behind = partial(behind_gate, config)
-        self.gates = HttpListener(behind, limits, self.metrics.failed, self.buffers, self.clock, refuse=refuse)
+        self.listener = HttpListener(
+            limits, self.clock, self.metrics.failed, self.app, buffers=self.buffers, admit=admit
+        )
 
     def _leave(self) -> None:
         self.left += 1
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        gate = scope["state"]["gate"]
-        gate.watch(self._leave)
+        scope["state"]["exchange"].watch(self._leave)
         body, is_more = b"", True
         while is_more:
             message = await receive()
@@ -157,33 +153,36 @@ class Served:
         headers = [(b"content-length", b"%d" % len(text))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": text})
-        gate.answered(scope["state"]["protocol"])
 
-    def connect(self, address: str = HOME) -> tuple[Any, Wire]:
-        wire, gate = Wire(), self.gates.make(address)
-        gate.connection_made(wire)
-        return gate, wire
+    @property
+    def tasks(self) -> set[Any]:
+        return self.listener.uvicorn_state.tasks
+
+    def connect(self, address: str = HOME) -> tuple[HttpConnection, Wire]:
+        wire, connection = Wire(), self.listener.make(address)
+        connection.connection_made(wire)
+        return connection, wire
 
     async def converse(self, pieces: list[bytes]) -> Wire:
         """Sends pieces as a socket would: only while they are read."""
-        gate, wire = self.connect()
+        connection, wire = self.connect()
         for piece in pieces:
             left = memoryview(piece)
             while left and not wire.is_closed:
                 await settled(lambda: not wire.is_paused or wire.is_closed)
-                left = left[read_from(left, gate) :]
-        await settled(lambda: not (self.gates.state.tasks or wire.is_paused) or wire.is_closed)
-        gate.connection_lost(None)
-        await settled(lambda: not self.gates.state.tasks)
+                left = left[read_from(left, connection) :]
+        await settled(lambda: not (self.tasks or wire.is_paused) or wire.is_closed)
+        # As by a reset: uvicorn closes what was closed in order.
+        connection.connection_lost(ConnectionResetError())
+        await settled(lambda: not self.tasks)
         return wire
 
 
-def read_from(data: memoryview | bytes, gate: Any) -> int:
-    """What an event loop does when a socket can be read from. Returns how much was."""
-    room = gate.get_buffer(-1)[: len(data)]
-    room[:] = data[: len(room)]
-    gate.buffer_updated(len(room))
-    return len(room)
+def read_from(data: memoryview | bytes, connection: HttpConnection) -> int:
+    """What uvloop does when a socket can be read from. Returns how much was."""
+    piece = bytes(data[:256_000])
+    connection.data_received(piece)
+    return len(piece)
 
 
 async def settled(condition: Any) -> None:

@@ -296,7 +296,8 @@ async def ask(
     async def receive() -> bytes:
         return request if isinstance(request, bytes) else encode_request(request)
 
-    await answer(service, codec, receive, Waiting() if watch is None else Waiting(watch), call=call)
+    call = call or service.admit(codec.api, method, None)
+    await answer(service, call, codec, receive, Waiting() if watch is None else Waiting(watch))
     return codec.answers[0]
 
 
