@@ -241,14 +241,14 @@ async def running_admin(
             app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
             yield answered_once(app), (lambda: None) if board is None else board.close
 
-    async with listening_beside(
+    async with listening_on_thread(
         service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl
     ) as bound:
         yield bound
 
 
 @contextlib.asynccontextmanager
-async def listening_beside(
+async def listening_on_thread(
     limits: RequestLimits,
     clock: Callable[[], float],
     failed: CountFailure,

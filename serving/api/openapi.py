@@ -149,7 +149,7 @@ def with_ranking_calls(document: dict[str, Any]) -> dict[str, Any]:
     def json_of(model: str, **more: Any) -> dict[str, Any]:
         return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model), **more}}}
 
-    paths, ok = document["paths"], "Successful Response"
+    paths, ok, model_name = document["paths"], "Successful Response", {"type": "string", "title": "Model"}
     errors = {status: {"description": says, "content": json_of("ErrorDocument")} for status, says in WRONG.items()}
     for name, example, summary, description in (
         ("rank", RANK_EXAMPLE, "Score candidates", "Give each candidate's score by one version of a model."),
@@ -159,7 +159,7 @@ def with_ranking_calls(document: dict[str, Any]) -> dict[str, Any]:
         paths[f"/v1/models/{{model}}:{name}"] = {"post": {
             "tags": ["ranking"], "summary": summary, "description": description,
             "operationId": f"{name}_v1_models__model__{name}_post",
-            "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "title": "Model"}}],
+            "parameters": [{"name": "model", "in": "path", "required": True, "schema": model_name}],
             "requestBody": {"required": True, "content": json_of(body, examples=[example])},
             "responses": {200: {"description": ok, "content": json_of(answer)}, **errors},
         }}  # fmt: skip
