@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import version as package_version
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
-from fastapi import APIRouter, Body, Depends, FastAPI
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic.json_schema import SkipJsonSchema
+from fastapi import Depends, FastAPI
+from pydantic import BaseModel, Field
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,6 +26,7 @@ from loader.access_counts import encode_access_counts, merged_by_table
 from loader.errors import ShardrankError
 from serving.api.bodies import read_body
 from serving.api.http_messages import OPEN_INFERENCE, error_reply, internal_error_reply
+from serving.api.openapi import WRONG, ErrorDocument, with_ranking_calls
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
@@ -61,6 +61,12 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
 }
 Document: TypeAlias = dict[str, Any]
 
+RANKING_ROUTE = re.compile(
+    r"/v1/models/(?P<model>[^/:]+):(?P<method>rank|lookup)"
+    r"|/v2/models/(?P<infer>[^/:]+)(?:/versions/(?P<version>[^/]+))?/infer"
+)
+"""The paths of the calls that `serving.api.http` answers itself. No colon in a model's name: an action follows it."""
+
 
 class ModelName(StringConvertor):
     """A model's name in a path: no colon, so that what follows one can only be an action such as `:rank`."""
@@ -75,120 +81,6 @@ _VERSIONS = tuple(f"{OPEN_INFERENCE}/models/{{model:model_name}}{version}" for v
 
 class _IndexBody(msgspec.Struct):
     ready: bool = False
-
-
-def _drop_defaults(schema: dict[str, Any]) -> None:
-    # None stands for what is absent; null itself is refused but for weights.
-    for field in schema["properties"].values():
-        field.pop("default", None)
-
-
-class _RequestBody(BaseModel):
-    """A part of a request, for the OpenAPI page: what reads requests is `serving.formats`."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_drop_defaults)
-
-
-Id: TypeAlias = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] | str
-Bags: TypeAlias = Annotated[
-    dict[str, list[Id | list[Id]]], Field(description="by feature: a list of bags; a flat list is one id for each bag")
-]
-Weights: TypeAlias = Annotated[
-    dict[str, list[float | list[float]] | None] | None,
-    Field(description="by weighted feature: in the shape of its ids; null is as if absent"),
-]
-Positive: TypeAlias = Annotated[int, Field(ge=1)] | SkipJsonSchema[None]
-Text: TypeAlias = str | SkipJsonSchema[None]
-
-
-class BodyOptions(_RequestBody):
-    """What a request may say beside its numbers."""
-
-    timeout_ms: Positive = Field(None, description="deadline; the server's default if absent")
-    version: Positive = Field(None, description="the version that must answer; the live one if absent")
-    request_id: Text = Field(None, description="returned with the answer")
-    routing_key: Text = Field(None, description="whose it is: while a canary is on, the same key gets the same version")
-
-
-class ContextBody(_RequestBody):
-    """What is looked up once."""
-
-    sparse: dict[str, list[Id]] = Field({}, description="by feature: the ids of its one bag")
-    weights: Weights = None
-    dense: list[float] = []
-
-
-class CandidatesBody(_RequestBody):
-    """What is looked up once for each candidate, which is a bag."""
-
-    sparse: Bags = {}
-    weights: Weights = None
-    dense: list[list[float]] = []
-
-
-class RankBody(BodyOptions):
-    """The request of `:rank`."""
-
-    context: ContextBody = ContextBody()
-    candidates: CandidatesBody
-    top_k: Positive = Field(None, description="positions in `order`; all if absent")
-
-
-class LookupBody(BodyOptions):
-    """The request of `:lookup`."""
-
-    sparse: Bags
-    weights: Weights = None
-
-
-RANK_EXAMPLE: dict[str, Any] = {
-    "context": {"sparse": {"user_id": [42], "history": [1, 50, 172]}, "dense": []},
-    "candidates": {"sparse": {"film_id": [[3], [9]], "genre": [[1, 5], [2]]}, "dense": []},
-    "timeout_ms": 50,
-    "top_k": 10,
-}
-LOOKUP_EXAMPLE: dict[str, Any] = {"sparse": {"film_id": [[3], [9, 11]]}, "timeout_ms": 50}
-
-
-class RankDocument(BaseModel):
-    """The answer of `:rank`."""
-
-    model: str
-    version: int = Field(description="the version that gave every score")
-    scores: list[float] = Field(description="in the order of the candidates")
-    order: list[int] = Field(description="positions by descending score, at most top_k")
-    dense_step: int = Field(description="of the dense weights that gave every score; 0 for the version's own")
-    delta_sequence: int = Field(description="every row was of this delta or a later one; -1 where that is not known")
-    outputs: dict[str, list[float]] | None = Field(
-        default=None, description="by name, in the order of the candidates; of a model that names its outputs"
-    )
-    request_id: str | None = None
-
-
-class LookupDocument(BaseModel):
-    """The answer of `:lookup`."""
-
-    model: str
-    version: int
-    embeddings: dict[str, list[list[float]] | list[list[list[float]]]] = Field(
-        description="by feature: [bags][embedding_dim], or [bags][ids][embedding_dim] if it is not pooled"
-    )
-    request_id: str | None = None
-
-
-class ErrorContent(BaseModel):
-    """What went wrong."""
-
-    kind: str = Field(description="short and stable, to branch on")
-    message: str = Field(description="names the field, the value and what is allowed")
-    field: str | None = Field(default=None, description="path of the field that is wrong")
-    request_id: str | None = None
-
-
-class ErrorDocument(BaseModel):
-    """Every answer that is not a success."""
-
-    error: ErrorContent
 
 
 class ModelsDocument(BaseModel):
@@ -211,56 +103,14 @@ class ReadyDocument(BaseModel):
     degraded: dict[str, str] = Field(description="why rows are older than they may be, by model; still ready")
 
 
-_WRONG: dict[int | str, str] = {
-    400: "The request is wrong; the message names the field and the limit.",
-    404: "No such model, or version of it, is served.",
-    408: "The request was not complete within `receive_timeout_s`.",
-    413: "The body is longer than `max_body_bytes`.",
-    431: "The headers are longer than `max_header_bytes`.",
-    500: "The model gave NaN or inf, or a defect of the server.",
-    503: "Overloaded, not ready, or a shard is away; try again.",
-    504: "The deadline passed.",
-    "default": "Any other error, in the same form.",
-}
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorDocument, "description": says} for status, says in _WRONG.items()
-}
-
-
-async def _answered_elsewhere(request: Request) -> Response:
-    # What only looks like the path comes here, such as one that ends with a line feed.
-    raise HTTPException(HTTPStatus.NOT_FOUND)
-
-
-class _Described(APIRoute):
-    """A route that is described here, and answered by `serving.api.http`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        return _answered_elsewhere
-
-
-_ranking = APIRouter(route_class=_Described)
-
-
-@_ranking.post(f"{_MODEL}:rank", tags=["ranking"], summary="Score candidates", responses=_ERRORS)
-async def rank(model: str, body: Annotated[RankBody, Body(examples=[RANK_EXAMPLE])]) -> RankDocument:
-    """Give each candidate's score by one version of a model."""
-    raise NotImplementedError
-
-
-@_ranking.post(f"{_MODEL}:lookup", tags=["ranking"], summary="Look embeddings up", responses=_ERRORS)
-async def lookup(model: str, body: Annotated[LookupBody, Body(examples=[LOOKUP_EXAMPLE])]) -> LookupDocument:
-    """Give the embeddings of each bag, pooled as its feature is."""
-    raise NotImplementedError
-
-
 def create_documents(service: RankingService, tokens: Tokens | None = None) -> FastAPI:
     """Make the application of the public port; `tokens` say who may do what, None lets everybody."""
     documents = _Documents(service, tokens)
-    documents.app.include_router(_ranking)
     documents.add_models()
     documents.add_inference()
     documents.add_probes(service.watch.refresh)
+    generate = documents.app.openapi
+    documents.app.openapi = cache(lambda: with_ranking_calls(generate()))  # type: ignore[method-assign]
     return documents.app
 
 
@@ -300,7 +150,10 @@ class _Documents:
 
         add = partial(self._add, api="http", tags=["models"])
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
-        what, responses = "What a model takes and is made of", {404: _ERRORS[404]}
+        what, responses = (
+            "What a model takes and is made of",
+            {404: {"model": ErrorDocument, "description": WRONG[404]}},
+        )
         add(_MODEL, model, what, response_model=ModelInfo, responses=responses)
 
         async def counts(request: Request) -> Response:
@@ -348,12 +201,7 @@ class _Documents:
             add(path, server, "Server and its extensions")
         # Before the models: no model can be called `stats`, to these clients.
         add(f"{OPEN_INFERENCE}/models/stats", statistics, "Statistics of all models")
-        tensors: dict[str, Any] = {"content": {"application/json": {}, "application/octet-stream": {}}}
         for path in _VERSIONS:
-            self.app.add_api_route(
-                f"{path}/infer", _answered_elsewhere, name="infer", methods=["POST"], summary="Score candidates",
-                tags=_INFERENCE_TAGS, openapi_extra={"parameters": _parameters(path), "requestBody": tensors},
-            )  # fmt: skip
             add(path, metadata, "Inputs and outputs of a model")
             add(f"{path}/config", config, "Configuration of a model")
             add(f"{path}/stats", statistics, "Statistics of a model")
@@ -472,7 +320,10 @@ async def _failed(request: Request, error: Exception) -> Response:
     where = f"{request.method} {path[:200]}"
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
-        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        is_ranking = request.method != "POST" and RANKING_ROUTE.fullmatch(path) is not None
+        if is_ranking:
+            headers["allow"] = "POST"
+        if is_ranking or error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             error = InvalidRequestError("", f"{where}: this method is not allowed here", kind="method_not_allowed")
         else:
             error = NotFoundError(

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import OverloadedError, ShardrankError
 from serving.api.bodies import CODINGS, expand, read_body
-from serving.api.documents import create_documents, create_probes
+from serving.api.documents import RANKING_ROUTE, create_documents, create_probes
 from serving.api.http_connection import CHECK_S, Exchange, HttpListener, State
 from serving.api.http_messages import Fields, HttpReply, error_reply, internal_error_reply
 from serving.api.listening import CountFailure
@@ -43,11 +43,6 @@ LAST_READ_S = 0.01
 LAST_REQUEST_S = 0.5
 """For bytes that have come to be read, and for a new connection to bring its first request, when the server stops."""
 PROTOBUF = b"application/x-protobuf"
-# No colon in a model's name, so that what follows one can only be an action.
-_ROUTE = re.compile(
-    r"/v1/models/(?P<model>[^/:]+):(?P<method>rank|lookup)"
-    r"|/v2/models/(?P<infer>[^/:]+)(?:/versions/(?P<version>[^/]+))?/infer"
-)
 
 
 class HttpApp:
@@ -64,7 +59,7 @@ class HttpApp:
 
         Its token is not checked: the refusal says nothing of what is served.
         """
-        if exchange.method != "POST" or (route := _ROUTE.fullmatch(exchange.path)) is None:
+        if exchange.method != "POST" or (route := RANKING_ROUTE.fullmatch(exchange.path)) is None:
             return None
         exchange.route = route
         api, method = ("oip_http", "rank") if route["model"] is None else ("http", route["method"])
@@ -239,14 +234,14 @@ async def running_admin(
             app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
             yield answered_once(app), (lambda: None) if board is None else board.close
 
-    async with listening_beside(
+    async with listening_on_thread(
         service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl
     ) as bound:
         yield bound
 
 
 @contextlib.asynccontextmanager
-async def listening_beside(
+async def listening_on_thread(
     limits: RequestLimits,
     clock: Callable[[], float],
     failed: CountFailure,

@@ -108,6 +108,7 @@ class Exchange:
     Attributes:
         fields: the first header of each name, which is in lower case.
         route, call: what `Admit` has matched the path to, and admitted, for the application.
+        on_sent: called once the answer is sent, or the client has left.
     """
 
     def __init__(self, connection: HttpConnection, method: str, path: str, fields: Fields) -> None:
@@ -116,7 +117,7 @@ class Exchange:
         self.call: Any = None
         self.is_answered = self._is_over = False
         self._on_leave: Callable[[], None] | None = None
-        self._on_sent: list[Callable[[], None]] = []
+        self.on_sent: list[Callable[[], None]] = []
 
     @property
     def request_id(self) -> str:
@@ -134,16 +135,16 @@ class Exchange:
 
     def when_taken(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the answer is sent, or the client has left."""
-        self._on_sent.append(callback)
+        self.on_sent.append(callback)
         if self._is_over:
             callback()
 
-    def end(self) -> None:
-        """Notify those who wait: the answer is sent; or the client has left, or was refused, before it was written."""
+    def leave(self) -> None:
+        """Notify those who work for a client that has left, or was refused meanwhile."""
         self._is_over = True
         if self._on_leave is not None and not self.is_answered:
             self._on_leave()
-        for callback in self._on_sent:
+        for callback in self.on_sent:
             callback()
 
 
@@ -201,7 +202,12 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             else:
                 self._parse(data, started_at + TURN_S)
         except (ShardrankError, httptools.HttpParserError) as error:
-            self._refuse(_refusal(error), closes=True)
+            cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
+            if isinstance(cause, httptools.HttpParserError):
+                cause = malformed("", f"not HTTP/1.1: {cause}")
+            if not isinstance(cause, ShardrankError):
+                raise
+            self._refuse(cause, closes=True)
         is_short = num_bytes < _SHORT_READ_BYTES and self.state in (State.HEAD, State.BODY)
         # By the wall clock, and so no more than a turn: the process may have been suspended meanwhile.
         self._idle_work_s += min(TURN_S, clock() - started_at) + is_short * _SHORT_READ_S
@@ -326,7 +332,8 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         self._body_parts.clear()
         self.account.refund(self.account.held)
         if exchange is not None:
-            exchange.end()
+            for callback in exchange.on_sent:
+                callback()
         if self.transport.is_closing():
             self.end()
         elif self.state is State.IDLE and (self._is_last or self._is_paused):
@@ -417,11 +424,13 @@ class HttpConnection(Accepted, HttpToolsProtocol):
                     raise header_too_large(max_header_bytes)
                 if end <= overlap:
                     break
+            parser = self.parser
             try:
-                self.parser.feed_data(view[start:end])
+                parser.feed_data(view[start:end])
             except httptools.HttpParserUpgrade:
                 # No other protocol is granted. llhttp expects one to follow the head, and no body.
                 self.parser = httptools.HttpRequestParser(self)
+            if self.parser is not parser:
                 self.parser.feed_data(_UPGRADE.sub(b"", data[start:end]))
             start = end
             if is_chunked and self._framing_bytes > max_header_bytes:
@@ -501,7 +510,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
         if exchange is not None:
-            exchange.end()
+            exchange.leave()
 
     def _has_left(self) -> bool:
         """Return whether the peer has closed or reset; the loop does not see that of what it does not read."""
@@ -510,16 +519,6 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         poller = select.poll()
         poller.register(connected.fileno(), 0)
         return bool(poller.poll(0))
-
-
-def _refusal(error: Exception) -> ShardrankError:
-    """Return what is wrong with a request that was not parsed, or that a callback of the parser has refused."""
-    cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
-    if isinstance(cause, ShardrankError):
-        return cause
-    if isinstance(cause, httptools.HttpParserError):
-        return malformed("", f"not HTTP/1.1: {cause}")
-    raise error
 
 
 Admit: TypeAlias = Callable[[Exchange], ShardrankError | None]

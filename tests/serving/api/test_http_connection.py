@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.api.http_connection import LINGER_S, State
+from serving.api.http_connection import LINGER_S, TRANSITIONS, Event, State
 from serving.limits import RequestLimits
 from shardrank_testing.http_wire import LIMITS, Served, Wire, chunked, errors, post, read_from, settled, statuses
 from shardrank_testing.waiting import Clock
@@ -130,6 +130,25 @@ async def test_a_refused_request_ends_no_later_one():
     assert not wire.is_closed
     served.may_answer.set()
     await settled(lambda: statuses(wire.sent) == [429, 200])
+
+
+async def test_what_is_sent_ahead_without_room_ends_the_connection():
+    served = Served(hold=True)
+    served.buffers.max_bytes = 20_000
+    connection, wire = served.connect()
+    connection.data_received(post())
+    await settled(lambda: served.tasks)
+    connection.data_received(post(bytes(9_000)))
+    assert (statuses(wire.sent), wire.is_paused) == ([], True)
+    connection.data_received(post(bytes(9_000)))
+    assert (statuses(wire.sent), wire.is_closed, served.left) == ([429], True, 1)
+    assert served.buffers.buffered == 0
+
+
+def test_every_state_is_reached_and_left():
+    reached = {after for row in TRANSITIONS.values() for after in row.values()}
+    assert reached == set(State) - {State.NEW}
+    assert {state for state in State if Event.LOST not in TRANSITIONS[state]} == {State.CLOSED}
 
 
 async def test_the_largest_body_gives_way_to_a_small_request():

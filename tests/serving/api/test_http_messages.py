@@ -20,6 +20,7 @@ AMBIGUOUS = {
     "a host with a path": b"GET / HTTP/1.1\r\nhost: a/b\r\n\r\n",
     "a host with a user": b"GET / HTTP/1.1\r\nhost: a@b\r\n\r\n",
     "a host beyond ASCII": b"GET / HTTP/1.1\r\nhost: \xff\r\n\r\n",
+    "two hosts and an upgrade": b"GET / HTTP/1.1\r\nhost: a\r\nhost: a\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
     "two hosts in 1.0": b"GET / HTTP/1.0\r\nhost: a\r\nHost: a\r\n\r\n",
     "gzip, chunked": b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "chunked twice": b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n" * 1
