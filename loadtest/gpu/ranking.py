@@ -22,7 +22,7 @@ from loadtest.gpu.rows import WrongAnswerError
 from loadtest.servers import summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.prepare import write_random_snapshot
-from serving.formats.requests import Answer, RankAnswer, RankRequest
+from serving.formats.requests import RankRequest, RankResponse, Response
 from serving.models.layers import DtypeChoice
 from serving.observe.calls import Call
 from serving.rank.batcher import Pending
@@ -96,10 +96,10 @@ class InProcess:
 
     def rank(self, request: RankRequest) -> Float32Array:
         """Return the scores of a request, float32 [candidates]."""
-        started_at, future = self._service.clock(), Future[Answer]()
+        started_at, future = self._service.clock(), Future[Response]()
         call, lease = Call("embedded", "rank", started_at, parsed=started_at), self._service.lease(self._model)
         pending = Pending(request, lease, started_at + TIMEOUT_S, call, future, None)
-        return cast(RankAnswer, self._service.wait_in_thread(pending)).scores
+        return cast(RankResponse, self._service.wait_in_thread(pending)).scores
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the seconds of each stage, and the batches on cards by how they were launched."""

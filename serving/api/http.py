@@ -189,9 +189,10 @@ def _codec(match: re.Match[str], headers: Headers) -> tuple[Codec, tuple[str, ..
     model = match["model"]
     if model is None:
         length = headers.get(b"inference-header-content-length")
-        return InferHttpCodec(
-            match["infer"], match["version"] or "", None if length is None else _text(length)
-        ), CODINGS
+        length_text = None if length is None else _text(length)
+        version_name = match["version"] or ""
+        codec = InferHttpCodec(model=match["infer"], version_name=version_name, header_length=length_text)
+        return codec, CODINGS
     method: Literal["rank", "lookup"] = "rank" if match["method"] == "rank" else "lookup"
     content_type = headers.get(b"content-type", b"")
     if content_type == PROTOBUF or content_type.partition(b";")[0].strip().lower() == PROTOBUF:

@@ -50,8 +50,8 @@ class ProtobufMessage:
         while at < end:
             self._left -= 1
             if self._left < 0:
-                most = self._max_fields
-                raise limit_exceeded("", "max_message_fields", most, f"more than {most}", "fields in the message")
+                limit = self._max_fields
+                raise limit_exceeded("", "max_message_fields", limit, f"more than {limit}", "fields in the message")
             tag = data[at]
             at += 1
             if tag > 127:
@@ -77,14 +77,6 @@ class ProtobufMessage:
                 at = stop
             else:
                 raise self.malformed(f"field {tag >> 3} has wire type {kind}; groups are not taken")
-
-    def varints(self, start: int, end: int) -> list[int]:
-        """Decode a packed field of a few int64; of many, `decode_varints` is faster. Raises InvalidRequestError."""
-        values = []
-        while start < end:
-            value, start = self._varint(start, end)
-            values.append(signed(value))
-        return values
 
     def entry(self, start: int, end: int, field: str) -> tuple[str, tuple[int, int]]:
         """Read an entry of a map to messages: its key, and where its value lies. The library would merge two values."""

@@ -1,10 +1,12 @@
-"""A parsed request and its answer: arrays, the same for HTTP, gRPC and the in-process call."""
+"""A parsed request and its response: arrays, the same for HTTP, gRPC and the in-process call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -13,20 +15,6 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Method: TypeAlias = Literal["rank", "lookup"]
 JSON = "application/json"
-
-
-class Options(NamedTuple):
-    """The options of a request, not checked yet.
-
-    Of `timeout_ms` and `timeout_us` (of the Open Inference Protocol) the earlier counts; the server's default if both
-    are None. `routing_key` is what a canary is chosen by, or "".
-    """
-
-    timeout_ms: int | None = None
-    timeout_us: int | None = None
-    top_k: int | None = None
-    request_id: str = ""
-    routing_key: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +44,7 @@ class RankRequest:
 class LookupRequest:
     """A request for embeddings of any features, with any number of bags each.
 
-    `num_floats` are those of the answer; each row and each bag of rows counts as one more.
+    `num_floats` are those of the response; each row and each bag of rows counts as one more.
     """
 
     bags: KeyedBags
@@ -67,7 +55,7 @@ class LookupRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankAnswer:
+class RankResponse:
     """Scores of one request, all from one version.
 
     Attributes:
@@ -100,7 +88,7 @@ class FeatureEmbeddings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LookupAnswer:
+class LookupResponse:
     """Embeddings by feature name, all from one version."""
 
     model: str
@@ -110,11 +98,11 @@ class LookupAnswer:
 
 
 Request: TypeAlias = RankRequest | LookupRequest
-Answer: TypeAlias = RankAnswer | LookupAnswer
+Response: TypeAlias = RankResponse | LookupResponse
 
 
 class Encoded(NamedTuple):
-    """An answer as bytes: a body, and `more` pieces that are made one by one, so that others run between.
+    """A response as bytes: a body, and `more` pieces that are made one by one, so that others run between.
 
     Names of `headers` are in lower case.
     """
@@ -125,28 +113,35 @@ class Encoded(NamedTuple):
     more: Iterable[bytes] = ()
 
 
-class Unparsed(Protocol):
-    """A request whose numbers are not read: what they mean depends on the version.
+class Codec(msgspec.Struct, eq=False):
+    """A form of requests and responses, and once it has `read` one, that request's document.
 
-    `version` must answer, or the live one or the canary if None; `key` is what a canary is chosen by, or "".
+    A request's numbers are not read before the version that answers it is known: what they mean depends on it.
+
+    Attributes:
+        api: its name in metrics.
+        version: that must answer, or the live one or the canary if None.
+        key: what a canary is chosen by, or "".
+        timeout_s: the deadline, from when the call began.
     """
 
-    model: str
-    version: int | None
-    key: str
+    method: Method = "rank"
+    model: str = ""
+    api: str = "http"
+    version: int | None = None
+    key: str = ""
+    timeout_s: float = 0.0
+    top_k: int | None = None
+    request_id: str = ""
+
+    def read(self, body: Buffer, limits: RequestLimits) -> Codec:
+        """Return the codec of a request, read as far as that needs no schema. Raises InvalidRequestError."""
+        raise NotImplementedError
 
     def parse(self, schema: RequestSchema) -> Request:
-        """Read and check everything else. Raises InvalidRequestError."""
+        """Read and check everything else, once. Raises InvalidRequestError."""
+        raise NotImplementedError
 
-    def encode(self, answer: Answer) -> Encoded:
-        """Write the answer in the form that the request asked for."""
-
-
-class Codec(Protocol):
-    """A form of requests and answers, without state; `api` is its name in metrics."""
-
-    api: str
-    method: Method
-
-    def read(self, body: Buffer, limits: RequestLimits) -> Unparsed:
-        """Read a request as far as that needs no schema. Raises InvalidRequestError if it is not of this form."""
+    def encode(self, response: Response) -> Encoded:
+        """Write the response in the form that the request asked for."""
+        raise NotImplementedError

@@ -126,6 +126,10 @@ class RequestSchema:
         """Return the part of a rank request that a feature stands in. Raises KeyError."""
         return PART_OF_SIDE[self.features.spec.feature(name).side]
 
+    def feature_path(self, name: str, *, is_lookup: bool) -> str:
+        """Name a feature in errors, such as `candidates.sparse.film_id`."""
+        return part_path("" if is_lookup else self.part_of(name), f"sparse.{name}")
+
     def bags_per_key(self, num_candidates: int) -> Int64Array:
         """int64 [F], 1 for a context feature, N for a candidate feature."""
         return np.where(self.features.is_context, 1, num_candidates)

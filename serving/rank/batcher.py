@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
 from serving.errors import InvalidRequestError
-from serving.formats.requests import Answer, Encoded, LookupRequest, RankRequest, Request
+from serving.formats.requests import Encoded, LookupRequest, RankRequest, Request, Response
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from shard_node.generation import Lease
@@ -351,10 +351,12 @@ def _expire(dropped: list[Pending]) -> None:
     finish((pending, DeadlineExceededError(late)) for pending in dropped)
 
 
-def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
+def finish(outcomes: Iterable[tuple[Pending, Response | BaseException]]) -> None:
     """Release leases and resolve futures, on each event loop in one call; once a request, from any thread."""
     here = asyncio._get_running_loop()
-    by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
+    by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Response | BaseException]]] = defaultdict(
+        list
+    )
     for pending, outcome in outcomes:
         pending.lease.release()
         by_loop[pending.loop].append((pending.future, outcome))
@@ -367,7 +369,7 @@ def finish(outcomes: Iterable[tuple[Pending, Answer | BaseException]]) -> None:
             loop.call_soon_threadsafe(_settle, settled)
 
 
-def _settle(settled: Iterable[tuple[Any, Answer | BaseException]]) -> None:
+def _settle(settled: Iterable[tuple[Any, Response | BaseException]]) -> None:
     for future, outcome in settled:
         if future is None or future.done():
             continue

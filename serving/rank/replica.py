@@ -23,7 +23,7 @@ import uvloop
 
 from loader.errors import ShardrankError, UnavailableError
 from serving.errors import InternalError
-from serving.formats.requests import Answer, LookupRequest
+from serving.formats.requests import LookupRequest, Response
 from serving.rank.batcher import Batcher, Pending, finish
 from serving.rank.ranking import Ranking
 
@@ -73,7 +73,7 @@ class _OnLoop:
     async def _answer(self, batch: list[Pending]) -> None:
         """Rank or look up a batch, and give each request its answer or error once; bugs are logged."""
         broken_off = InternalError("ranking was broken off; the server's log says more")
-        outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
+        outcomes: list[Response | BaseException] = [broken_off] * len(batch)
         try:
             try:
                 now = self._clock()
@@ -248,7 +248,7 @@ class LoopReplica(_OnLoop):
         self._go_on()
 
 
-async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Answer | BaseException]:
+async def _outcomes(ranking: Ranking, batch: list[Pending]) -> list[Response | BaseException]:
     try:
         if isinstance(batch[0].request, LookupRequest):
             return [await ranking.lookup(batch[0])]

@@ -18,15 +18,14 @@ from typing import Any, Protocol, TypeAlias, cast
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.description import ModelInfo
 from serving.formats.requests import (
-    Answer,
     Buffer,
     Codec,
     Encoded,
     LookupRequest,
-    RankAnswer,
     RankRequest,
+    RankResponse,
     Request,
-    Unparsed,
+    Response,
 )
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -42,7 +41,7 @@ from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
 
-OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankAnswer, float], None]
+OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankResponse, float], None]
 """Called with an answered rank request, its schema, and when its call began, monotonic seconds; must be quick."""
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
@@ -174,14 +173,14 @@ class RankingService(VersionChoice):
                 return
         raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
 
-    async def wait(self, pending: Pending, watch_client: WatchClient) -> Answer:
+    async def wait(self, pending: Pending, watch_client: WatchClient) -> Response:
         """Return a replica's answer to a request, on the event loop of its future; its lease will be released.
 
         A request that has not begun when `watch_client` calls back, or the caller is cancelled, is dropped. Raises
         InvalidRequestError for an id without a row, DeadlineExceededError, OverloadedError, and ShardrankError from the
         shards.
         """
-        future = cast("asyncio.Future[Answer]", pending.future)
+        future = cast("asyncio.Future[Response]", pending.future)
         pending.lease.generation.payload.submit(pending)
         timer = future.get_loop().call_later(max(0.0, pending.deadline - self.clock()), pending.expire)
         watch_client(pending.leave)
@@ -194,9 +193,9 @@ class RankingService(VersionChoice):
             pending.future = None
             del future
 
-    def wait_in_thread(self, pending: Pending) -> Answer:
+    def wait_in_thread(self, pending: Pending) -> Response:
         """Return a replica's answer, while the calling thread waits; the future has no loop. Raises as `wait`."""
-        future = cast("concurrent.futures.Future[Answer]", pending.future)
+        future = cast("concurrent.futures.Future[Response]", pending.future)
         pending.lease.generation.payload.submit(pending)
         try:
             return future.result(max(0.0, pending.deadline - self.clock()))
@@ -285,7 +284,7 @@ async def answer(
         else:
             # The lease ends with the batch, and the version may be gone by then.
             schema = lease.generation.payload.schema
-            answered = cast(RankAnswer, await service.wait(pending, client.watch))
+            answered = cast(RankResponse, await service.wait(pending, client.watch))
             call.answered = service.clock()
             encoded = unparsed.encode(answered)
             for tell in service.on_ranked:
@@ -298,7 +297,7 @@ async def answer(
     return encoded
 
 
-async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pending, client: Caller) -> Encoded:
+async def _looked_up(service: RankingService, unparsed: Codec, pending: Pending, client: Caller) -> Encoded:
     """Answer a lookup, once there is room for its answer."""
     num_floats, untaken = cast(LookupRequest, pending.request).num_floats, service.untaken
     try:
@@ -321,7 +320,7 @@ async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pendi
     return encoded
 
 
-def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Answer:
+def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Response:
     """Answer one call of this process while the calling thread waits. Nothing is encoded. Raises as `answer`."""
     with service.call(codec.api, codec.method) as call:
         _, request, lease = _parsed(service, codec, call, body)
@@ -332,7 +331,7 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Ans
 
 def _parsed(
     service: RankingService, codec: Codec, call: Call, body: Buffer
-) -> tuple[Unparsed, Request, Lease[LoadedVersion]]:
+) -> tuple[Codec, Request, Lease[LoadedVersion]]:
     call.received = service.clock()
     service.admit(call)
     unparsed = codec.read(body, service.limits)

@@ -69,7 +69,7 @@ class Route(NamedTuple):
 RPC, INFERENCE, PROTOBUF = "/shardrank.v1.RankingService", "/inference.GRPCInferenceService", "application/x-protobuf"
 JSON_RANK = Route("http", "/v1/models/{model}:rank", JsonCodec("rank", MODEL))
 JSON_LOOKUP = Route("http", "/v1/models/{model}:lookup", JsonCodec("lookup", MODEL))
-INFER_BODY = Route("http", "/v2/models/{model}/infer", InferHttpCodec(MODEL, "", None))
+INFER_BODY = Route("http", "/v2/models/{model}/infer", InferHttpCodec(model=MODEL, header_length=None))
 GRPC_RANK = Route("grpc", f"{RPC}/Rank", MessageCodec("rank"), "")
 GRPC_LOOKUP = Route("grpc", f"{RPC}/Lookup", MessageCodec("lookup"), "")
 GET_MODEL = Route("grpc", f"{RPC}/GetModel", None, "")

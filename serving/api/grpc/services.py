@@ -119,8 +119,8 @@ def ranking_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     return _paths(
         RANKING,
         {
-            "Rank": _ranked(service, MessageCodec("rank")),
-            "Lookup": _ranked(service, MessageCodec("lookup")),
+            "Rank": _ranked(service, MessageCodec("rank", api="grpc")),
+            "Lookup": _ranked(service, MessageCodec("lookup", api="grpc")),
             "GetModel": _document(service, "grpc", ranking_pb2.GetModelRequest, describe),
         },
     )

@@ -26,8 +26,8 @@ def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:
         "json": (JsonCodec("rank", MODEL), json.dumps(request).encode()),
         "maps": (MessageCodec("rank"), rank_message(request).SerializeToString()),
         "packed": (MessageCodec("rank"), packed_message(SCHEMA, request).SerializeToString()),
-        "infer, JSON": (InferHttpCodec(MODEL, "", None), json_body(tensors)),
-        "infer, binary": (InferHttpCodec(MODEL, "", headers["inference-header-content-length"]), body),
+        "infer, JSON": (InferHttpCodec(model=MODEL, header_length=None), json_body(tensors)),
+        "infer, binary": (InferHttpCodec(model=MODEL, header_length=headers["inference-header-content-length"]), body),
         "infer, raw": (InferGrpcCodec(), message_of(tensors, MODEL).SerializeToString()),
         "infer, typed": (InferGrpcCodec(), message_of(tensors, MODEL, raw=False).SerializeToString()),
     }
