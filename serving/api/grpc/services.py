@@ -29,7 +29,7 @@ from serving.api.tokens import Scope, Tokens
 from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError, invalid_field, malformed
 from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
-from serving.formats.requests import Codec
+from serving.formats.requests import Buffer, Codec
 from serving.observe.calls import Call
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -90,7 +90,7 @@ class GrpcServer:
 
     async def start(self, host: str, port: int, place: Place | None = None) -> int:
         """Listen, as `ConnectionListener.listen` does. Returns the port. Raises ConfigError."""
-        bound = self._listener.start(host, port, "gRPC", place)
+        bound = self._listener.listen(host, port, "gRPC", place)
         self._watcher = asyncio.create_task(self._health.watch())
         return bound
 
@@ -220,7 +220,7 @@ class Health:
         self._refresh()
         return self._message(name)
 
-    async def _watch(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    async def _watch(self, requests: AsyncIterator[Buffer]) -> AsyncGenerator[bytes]:
         async for data in requests:
             name = _decoded(data, health_pb2.HealthCheckRequest).service
             while True:
@@ -251,7 +251,7 @@ def reflection_methods() -> dict[bytes, GrpcMethod]:
         names.append(f"{package}.ServerReflection")
     servicer = reflection.aio.ReflectionServicer(names, pool)  # type: ignore[attr-defined]  # absent from the stubs
 
-    async def tell(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    async def tell(messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes]:
         requests = (_decoded(data, reflection_pb2.ServerReflectionRequest) async for data in messages)
         async for response in servicer.ServerReflectionInfo(requests, None):
             yield response.SerializeToString()
@@ -302,11 +302,11 @@ def _paths(service: str, methods: dict[str, GrpcMethod]) -> dict[bytes, GrpcMeth
     return {f"/{service}/{name}".encode(): method for name, method in methods.items()}
 
 
-def _decoded(data: bytes, takes: type[_Read]) -> _Read:
+def _decoded(data: Buffer, kind: type[_Read]) -> _Read:
     try:
-        return takes.FromString(data)
+        return kind.FromString(bytes(data))
     except DecodeError as error:
-        raise malformed("", f"the message is not a {takes.DESCRIPTOR.full_name}: {error}") from None
+        raise malformed("", f"the message is not a {kind.DESCRIPTOR.full_name}: {error}") from None
 
 
 def _check_model(model: str) -> None:
