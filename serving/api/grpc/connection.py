@@ -85,14 +85,16 @@ class Exchange(Protocol):
 class _Stream:
     """What a stream may send and receive, in bytes; `send_window` is negative if the peer made it smaller.
 
-    The peer's windows hold back `unsent` data, and the header block `trailers` after it, since `waits_since`.
+    The peer's windows hold back data `unsent` from `num_sent` on, and the header block `trailers` after it, since
+    `waits_since`.
     """
 
     exchange: Exchange
     send_window: int
     receive_window: int
     has_all: bool = False
-    unsent: memoryview | None = None
+    unsent: bytes = b""
+    num_sent: int = 0
     trailers: bytes = b""
     waits_since: float = 0.0
 
@@ -122,9 +124,7 @@ class Connection:
         }
         self._outgoing = [wire.settings(values), wire.window_update(0, limits.connection_window - wire.DEFAULT_WINDOW)]
         self._buffer = b""
-        # Of the frame whose payload is passed on, or passed over, as it comes.
-        self._left = self._padding = self._into = 0
-        self._ends_stream = False
+        # Of data, since the connection's window was last made larger.
         self._received = 0
         # Of the header block that goes on in the next frame: its bytes, stream and flags.
         self._block: tuple[bytes, int, int] | None = None
@@ -152,7 +152,7 @@ class Connection:
         """Append bytes that came."""
         if self.phase < Phase.OVER:
             self._buffer = self._buffer + data if self._buffer else data
-            self.can_read = True
+            self.can_read = self._has_heard = True
 
     def read(self, until: float = float("inf")) -> None:
         """Read what was fed, as long as the clock does not say `until`."""
@@ -181,26 +181,15 @@ class Connection:
         What the peer's windows hold back is sent later, then the exchange is `drained`; until then no further data may
         be sent on the stream. Returns whether all of it was sent.
         """
-        stream, size = self.streams.get(stream_id), len(body)
+        stream = self.streams.get(stream_id)
         if stream is None:
             return True
         if head:
             self._send_headers(stream_id, END_HEADERS, head)
-        # A peer may make its windows smaller than what is on the way: they are negative then, and take only frames
-        # without data.
-        if not stream.unsent and (not size or size <= min(stream.send_window, self._window, self._frame_size)):
-            if size:
-                stream.send_window -= size
-                self._window -= size
-                self._outgoing += (_pack_head(size >> 8, size & 0xFF, DATA, 0, stream_id), body)
-            if trailers:
-                self._end(stream_id, stream, trailers)
-            is_sent = True
-        else:
-            if size:
-                stream.unsent = memoryview(body)
-            stream.trailers = trailers
-            is_sent = self._send_unsent(stream_id, stream)
+        if body:
+            stream.unsent, stream.num_sent = body, 0
+        stream.trailers = trailers
+        is_sent = self._send_unsent(stream_id, stream)
         self.changed()
         return is_sent
 
@@ -282,67 +271,59 @@ class Connection:
                 return
             self.phase = Phase.SETTINGS
         while True:
-            if self._left:
-                at = self._pass_on(data, at)
-            stop = None if self._left else self._read_frame(data, at)
+            stop = self._read_frame(data, at)
+            if self.phase is Phase.OVER:
+                return
             if stop is None:
                 self.can_read = False
                 break
             at = stop
-            if self.phase is Phase.OVER:
-                return
             if self.clock() >= until:
                 self.can_read = at < len(data)
                 break
         if at:
-            self._buffer, self._has_heard = data[at:], True
+            self._buffer = data[at:]
 
     def _read_frame(self, data: bytes, at: int) -> int | None:
-        """Read a frame, or the head of one whose payload is passed on. Returns where it stopped; None without one."""
+        """Read the frame that begins at a position. Returns where it ends; None if it is not complete."""
         start = at + wire.HEAD_BYTES
         if len(data) < start:
             return None
         high, low, kind, flags, stream_id = _read_head(data, at)
         size: int = high << 8 | low
         stream_id &= MAX_WINDOW
-        if size > self.limits.frame_size:
-            problem = f"a frame of {size} bytes; at most {self.limits.frame_size}"
-            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, problem)
+        is_headers = kind in (HEADERS, wire.CONTINUATION)
+        allowed = self.limits.max_block_bytes if is_headers else self.limits.frame_size
+        if size > allowed:
+            code = ErrorCode.ENHANCE_YOUR_CALM if is_headers else ErrorCode.FRAME_SIZE_ERROR
+            raise Http2Error(code, f"a frame of type {kind} and {size} bytes; at most {allowed}")
         if self._block is not None and (kind != wire.CONTINUATION or stream_id != self._block[1]):
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "a header block is interrupted by another frame")
-        if kind == DATA:
-            if flags & PADDED and size and len(data) == start:
-                return None
-            return self._begin_data(data, start, size, flags, stream_id)
-        if kind > wire.CONTINUATION:
-            self._count_control()
-            self._left, self._into, self._ends_stream, self._padding = size, 0, False, 0
-            return start
-        is_headers = kind in (HEADERS, wire.CONTINUATION)
-        if size > (self.limits.max_block_bytes if is_headers else wire.DEFAULT_FRAME_SIZE):
-            code = ErrorCode.ENHANCE_YOUR_CALM if is_headers else ErrorCode.FRAME_SIZE_ERROR
-            raise Http2Error(code, f"a frame of type {kind} and {size} bytes")
-        if len(data) < start + size:
+        end = start + size
+        if len(data) < end:
             return None
         if self.phase is Phase.SETTINGS and (kind != wire.SETTINGS or flags & ACK):
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
-        payload = data[start : start + size]
-        if kind == HEADERS:
-            self._on_block(wire.unpadded(flags, payload), stream_id, flags)
+        if kind == DATA:
+            self._on_data(memoryview(data)[start:end], stream_id, flags)
+        elif kind == HEADERS:
+            self._on_block(wire.unpadded(flags, data[start:end]), stream_id, flags)
         elif kind == wire.CONTINUATION:
             if self._block is None:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
             block, stream_id, first_flags = self._block
             # Each one costs a copy of those before it.
             self._count_control(1 + len(block) // BLOCK_BYTES_OF_A_FRAME)
-            self._on_block(block + payload, stream_id, first_flags & END_STREAM | flags & END_HEADERS)
+            self._on_block(block + data[start:end], stream_id, first_flags & END_STREAM | flags & END_HEADERS)
+        elif kind in _RULES:
+            self._on_control(kind, flags, stream_id, data[start:end])
         else:
-            self._on_control(kind, flags, stream_id, payload)
-        return start + size
+            self._count_control()
+        return end
 
-    def _begin_data(self, data: bytes, at: int, size: int, flags: int, stream_id: int) -> int:
-        """Account for a DATA frame. Returns where its content begins."""
-        if self.phase is Phase.SETTINGS or not stream_id & 1 or stream_id > self.last_stream_id:
+    def _on_data(self, data: memoryview, stream_id: int, flags: int) -> None:
+        size = len(data)
+        if not stream_id & 1 or stream_id > self.last_stream_id:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which was not opened")
         self._received += size
         if self._received > self.limits.connection_window:
@@ -351,40 +332,36 @@ class Connection:
             # Whatever the streams hold is bounded by their windows.
             self._outgoing.append(wire.window_update(0, self._received))
             self._received = 0
-        padding, length = 0, size
         if flags & PADDED:
-            padding = data[at] if size else 0
+            padding = data[0] if size else 0
             if padding >= size:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "DATA with more padding than it has bytes")
-            at, size = at + 1, size - 1
+            data = data[1 : size - padding]
         stream = self.streams.get(stream_id)
         if stream is not None:
-            stream.receive_window -= length
+            stream.receive_window -= size
             if stream.has_all or stream.receive_window < 0:
                 self._reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.FLOW_CONTROL_ERROR)
                 stream = None
-            elif flags & PADDED:
-                self.grant(stream_id, padding + 1)
         if stream is None:
             # The peer may not know yet that the stream is over: what was on the way then is little.
-            self._count_control(1 + length // STALE_BYTES_OF_A_FRAME)
-        elif size == padding or (size < SMALL_DATA_BYTES and not flags & END_STREAM):
+            self._count_control(1 + size // STALE_BYTES_OF_A_FRAME)
+            return
+        if not data or (len(data) < SMALL_DATA_BYTES and not flags & END_STREAM):
             self._count_control()
-        self._left, self._padding, self._into = size, padding, stream_id if stream is not None else 0
-        self._ends_stream = bool(flags & END_STREAM)
-        return at if size else self._pass_on(data, at)
+        if len(data) < size:
+            self.grant(stream_id, size - len(data))
+        if data:
+            stream.exchange.on_data(data)
+        if flags & END_STREAM:
+            self._end_request(stream_id)
 
-    def _pass_on(self, data: bytes, at: int) -> int:
-        stop = min(len(data), at + self._left)
-        self._left -= stop - at
-        content_end = stop - max(0, self._padding - self._left)
-        stream = self.streams.get(self._into)
-        if stream is not None and content_end > at:
-            stream.exchange.on_data(memoryview(data)[at:content_end])
-        if not self._left and self._ends_stream and stream is not None and self._into in self.streams:
+    def _end_request(self, stream_id: int) -> None:
+        """Note that a request has ended, unless its stream was dropped for the last of it."""
+        stream = self.streams.get(stream_id)
+        if stream is not None:
             stream.has_all = True
             stream.exchange.on_end()
-        return stop
 
     def _on_control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         allowed, sizes = _RULES[kind]
@@ -435,9 +412,8 @@ class Connection:
             self._count_control()
             if stream is not None and (stream.has_all or not has_all or headers.problem is not None):
                 self._reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
-            elif stream is not None:
-                stream.has_all = True
-                stream.exchange.on_end()
+            else:
+                self._end_request(stream_id)
             return
         self.last_stream_id = stream_id
         if self.phase is Phase.REFUSING:
@@ -447,9 +423,9 @@ class Connection:
             self._outgoing.append(wire.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
         else:
             exchange = self.open_stream(stream_id, headers)
-            self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window, has_all)
+            self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window)
             if has_all:
-                exchange.on_end()
+                self._end_request(stream_id)
 
     def _on_window_update(self, stream_id: int, increment: int) -> None:
         code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR
@@ -493,26 +469,28 @@ class Connection:
 
     def _send_unsent(self, stream_id: int, stream: _Stream) -> bool:
         """Send of what a stream holds back as much as the windows take. Returns whether that was all."""
-        unsent, sent = stream.unsent or b"", 0
-        while sent < len(unsent):
-            size = min(len(unsent) - sent, stream.send_window, self._window, self._frame_size)
+        unsent, first = stream.unsent, stream.num_sent
+        while stream.num_sent < len(unsent):
+            at = stream.num_sent
+            # A peer may make its windows smaller than what is on the way: they are negative then.
+            size = min(len(unsent) - at, stream.send_window, self._window, self._frame_size)
             if size <= 0:
                 break
             stream.send_window -= size
             self._window -= size
+            stream.num_sent += size
             head = _pack_head(size >> 8, size & 0xFF, DATA, 0, stream_id)
-            self._outgoing += (head, bytes(unsent[sent : sent + size]))
-            sent += size
+            self._outgoing += (head, unsent[at : at + size])
+        sent = stream.num_sent - first
         self._control_frames = max(0, self._control_frames - sent // BYTES_OF_A_CONTROL_FRAME)
-        if sent < len(unsent):
-            stream.unsent = memoryview(unsent)[sent:]
+        if stream.num_sent < len(unsent):
             if sent or stream_id not in self._blocked:
                 stream.waits_since = self.clock()
             if sent:
                 self._sent_at = stream.waits_since
             self._blocked[stream_id] = stream
             return False
-        stream.unsent = None
+        stream.unsent, stream.num_sent = b"", 0
         was_blocked = self._blocked.pop(stream_id, None) is not None
         if stream.trailers:
             self._end(stream_id, stream, stream.trailers)

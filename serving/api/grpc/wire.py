@@ -114,7 +114,7 @@ class ConnectionLimits:
     grace_s: float
     stream_window: int = 2**20
     connection_window: int = 2**24
-    frame_size: int = 2**20
+    frame_size: int = 2**15
     max_control_frames: int = 20_000
 
     @property
