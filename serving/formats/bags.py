@@ -44,7 +44,7 @@ class FeatureCounts(msgspec.Struct, eq=False):
 def check_counts(
     schema: RequestSchema, counts: FeatureCounts, num_candidates: int | None, path: Callable[[str], str]
 ) -> None:
-    """Refuse too many ids, before any is read; and a feature with other than one bag, or one for each candidate.
+    """Refuse too many ids or bags, before any is read, and other than one bag, or one for each candidate, of a feature.
 
     A lookup has None for candidates. `path` names a feature in errors.
     """
@@ -55,6 +55,10 @@ def check_counts(
                 raise limit_exceeded(path(schema.names[key]), "max_ids_per_request", allowed, count, "ids")
         raise limit_exceeded("sparse", "max_ids_per_request", allowed, total, "ids over all features")
     if num_candidates is None:
+        allowed, count = schema.limits.max_bags_per_feature, max(counts.num_bags, default=0)
+        if count > allowed:
+            name = schema.names[counts.keys[list(counts.num_bags).index(count)]]
+            raise limit_exceeded(path(name), "max_bags_per_feature", allowed, count, "bags")
         return
     given, expected = counts.num_bags, schema.bags_per_key(num_candidates).tolist()
     if given != expected:
@@ -171,7 +175,12 @@ def rank_request(
 
 def lookup_request(codec: Codec, schema: RequestSchema, bags: KeyedBags, texts: Sequence[str]) -> LookupRequest:
     """Make a lookup with the options of its codec. Raises InvalidRequestError: too large a response."""
-    floats = check_lookup_size(schema, bags.keys, bags.bags_per_key, bags.values_per_key())
+    # A row is a list in the response, and so is a bag of rows: each takes about as long to write as a float.
+    row, is_none = schema.embedding_dims[bags.keys] + 1, schema.features.is_none[bags.keys]
+    rows, bags_of_rows = np.where(is_none, bags.values_per_key(), bags.bags_per_key), bags.bags_per_key[is_none]
+    floats = int((rows * row).sum() + bags_of_rows.sum())
+    if floats > (allowed := schema.limits.max_lookup_floats):
+        raise limit_exceeded("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
     return LookupRequest(bags, codec.timeout_s, floats, codec.request_id, texts)
 
 
@@ -181,29 +190,6 @@ def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
         raise count_mismatch("candidates", "0 candidates; a rank request needs at least 1")
     if num_candidates > limits.max_candidates:
         raise limit_exceeded("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
-
-
-def check_lookup_size(
-    schema: RequestSchema, keys: Int32Array, bags_per_key: Int64Array, values_per_key: Int64Array | None = None
-) -> int:
-    """Count the floats in the response to a lookup. Raises InvalidRequestError for too many of them, or of bags.
-
-    All arrays are [S], by feature; without `values_per_key`, what depends on it is left out.
-    """
-    limits = schema.limits
-    too_many = bags_per_key > limits.max_bags_per_feature
-    if too_many.any():
-        segment = int(too_many.argmax())
-        path, count = f"sparse.{schema.names[int(keys[segment])]}", int(bags_per_key[segment])
-        raise limit_exceeded(path, "max_bags_per_feature", limits.max_bags_per_feature, count, "bags")
-    # A row is a list in the response, and so is a bag of rows: each takes about as long to write as a float.
-    row, is_none = schema.embedding_dims[keys] + 1, schema.features.is_none[keys]
-    floats = int((bags_per_key * np.where(is_none, 1, row)).sum())
-    if values_per_key is not None:
-        floats += int((values_per_key * np.where(is_none, row, 0)).sum())
-    if floats > (allowed := limits.max_lookup_floats):
-        raise limit_exceeded("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
-    return floats
 
 
 def check_options(

@@ -33,7 +33,6 @@ from serving.errors import (
 from serving.formats.bags import (
     RAGGED,
     FeatureCounts,
-    check_lookup_size,
     check_num_candidates,
     check_options,
     keyed_bags,
@@ -206,7 +205,6 @@ class JsonCodec(Codec, eq=False):
         if is_lookup:
             keys = np.array(sorted(schema.features.index[name] for name in lists.ids), np.int32)
             kinds = tuple((name, False, is_string) for name, _, is_string in map(kinds.__getitem__, keys.tolist()))
-            check_lookup_size(schema, keys, np.array([len(lists.ids[name]) for name, *_ in kinds], np.int64))
         else:
             names = schema.candidate_names
             num_candidates = len(lists.ids[names[0]] if names else lists.dense.get("candidates", ()))
@@ -223,6 +221,8 @@ class JsonCodec(Codec, eq=False):
             if is_context:
                 num_bags.append(1)
                 widths.append(count)
+            elif is_lookup and count > (allowed := limits.max_bags_per_feature):
+                raise limit_exceeded(f"sparse.{name}", "max_bags_per_feature", allowed, count, "bags")
             elif count != num_candidates and not is_lookup:
                 raise count_mismatch(f"candidates.sparse.{name}", f"{count} candidates, expected {num_candidates}")
             else:

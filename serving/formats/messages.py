@@ -18,7 +18,6 @@ from serving.formats.bags import (
     FeatureCounts,
     array_of,
     check_counts,
-    check_lookup_size,
     check_num_candidates,
     check_options,
     keyed_bags,
@@ -122,7 +121,6 @@ class MessageCodec(Codec, eq=False):
             for start, end in self.entries:
                 features.add("", start, end)
             counts = features.counts()
-            check_lookup_size(schema, counts.keys, np.array(counts.num_bags, np.int64))
             check_counts(schema, counts, None, features.path)
             return lookup_request(self, schema, features.bags(counts), features.texts)
         dense: dict[Part, list[Buffer]] = {"context": [], "candidates": []}

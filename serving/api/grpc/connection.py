@@ -293,7 +293,9 @@ class Connection:
         size: int = high << 8 | low
         stream_id &= MAX_WINDOW
         is_headers = kind in (HEADERS, wire.CONTINUATION)
-        allowed = self.limits.max_block_bytes if is_headers else self.limits.frame_size
+        allowed = self.limits.frame_size
+        if is_headers:
+            allowed = min(allowed, self.limits.max_block_bytes)
         if size > allowed:
             code = ErrorCode.ENHANCE_YOUR_CALM if is_headers else ErrorCode.FRAME_SIZE_ERROR
             raise Http2Error(code, f"a frame of type {kind} and {size} bytes; at most {allowed}")
