@@ -214,17 +214,14 @@ class GrpcMethod:
     is_streamed: bool = False
 
 
-def streamed(
-    answers: Callable[[AsyncIterator[Buffer]], AsyncGenerator[bytes]], scope: Scope | None = None
-) -> GrpcMethod:
-    """Make a method that turns messages into messages, until the client, its deadline or the server's end ends it."""
+def streamed(responses: Callable[[GrpcCall], AsyncGenerator[bytes]], scope: Scope | None = None) -> GrpcMethod:
+    """Make a method that answers by several messages, until the client, its deadline or the server's end ends it."""
 
     async def answer(call: GrpcCall) -> None:
         try:
-            async with asyncio.timeout(call.time_remaining()):
-                async with contextlib.aclosing(answers(call.messages())) as made:
-                    async for message in made:
-                        await call.write(message)
+            async with asyncio.timeout(call.time_remaining()), contextlib.aclosing(responses(call)) as messages:
+                async for message in messages:
+                    await call.write(message)
         except TimeoutError:
             raise DeadlineExceededError("the deadline passed") from None
 
@@ -344,7 +341,7 @@ class GrpcCall:
 
     def when_taken(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the response is sent, or given up."""
-        self.connection.when_taken(self._stream_id, callback)
+        self.connection.when_sent(self._stream_id, callback)
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has none."""
@@ -418,7 +415,7 @@ class GrpcCall:
                 self._bytes.hold(len(message))
                 connection.send(self._stream_id, RESPONSE_HEAD, _prefixed(message), OK_TRAILERS)
         finally:
-            connection.when_taken(self._stream_id, self._bytes.refund_all)
+            connection.when_sent(self._stream_id, self._bytes.refund_all)
 
     def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
         self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)

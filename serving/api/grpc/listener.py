@@ -106,7 +106,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
             self._resume()
         self.changed()
 
-    def when_taken(self, stream_id: int, callback: Callable[[], None]) -> None:
+    def when_sent(self, stream_id: int, callback: Callable[[], None]) -> None:
         """Call `callback` when what a stream sends has left this process, or the stream is dropped."""
         if stream_id in self.streams:
             self._on_sent[stream_id].append(callback)
