@@ -46,8 +46,6 @@ from serving.formats.protobuf import (
     ProtobufMessage,
     count_varints,
     decode_varints,
-    encode_field,
-    encode_message,
     encode_varint,
     signed,
     tags_of,
@@ -471,7 +469,6 @@ _PARAMETER = tags_of(inference.InferParameter)
 _CONTENTS_OF = {"INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents", "BYTES": "bytes_contents"}
 _NO_DATA: Any = memoryview(b"")
 _MAX_SHAPE_DIMS = 8
-_INT64_PARAM = inference.InferParameter.INT64_PARAM_FIELD_NUMBER
 
 
 class InferGrpcCodec(InferCodec, eq=False):
@@ -518,16 +515,20 @@ class InferGrpcCodec(InferCodec, eq=False):
 
     def encode(self, response: Response) -> Encoded:
         """Write a message, whose raw contents are in the order of its outputs."""
-        # A number within a `oneof` is written even if it is 0.
-        step = encode_varint(_INT64_PARAM << 3) + encode_varint(cast(RankResponse, response).dense_step)
-        parameters = encode_message(b"dense_step", step)
-        texts = response.model.encode(), str(response.version).encode(), _response_id(response).encode()
-        parts, raw = [encode_message(*texts, parameters)], []
-        for output, datatype, values in self._outputs(response):
-            tensor = encode_message(output.name.encode(), datatype.encode(), encode_varint(values.size))
-            parts.append(encode_field(5, tensor))
-            raw.append(encode_field(6, values.tobytes()))
-        return Encoded(b"".join((*parts, *raw)))
+        outputs = self._outputs(response)
+        step = inference.InferParameter(int64_param=cast(RankResponse, response).dense_step)
+        message = inference.ModelInferResponse(
+            model_name=response.model,
+            model_version=str(response.version),
+            id=_response_id(response),
+            parameters={"dense_step": step},
+            outputs=[
+                inference.ModelInferResponse.InferOutputTensor(name=output.name, datatype=datatype, shape=values.shape)
+                for output, datatype, values in outputs
+            ],
+            raw_output_contents=[values.tobytes() for _, _, values in outputs],
+        )
+        return Encoded(message.SerializeToString())
 
     def _decoded(self, tensor: Tensor, count: int, path: str) -> Any:
         """Decode the typed fields of `InferTensorContents`. Raw contents are faster."""

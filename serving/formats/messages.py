@@ -27,10 +27,8 @@ from serving.formats.bags import (
 )
 from serving.formats.protobuf import (
     ProtobufMessage,
+    encode_array,
     encode_field,
-    encode_message,
-    encode_varint,
-    packed_bytes,
     signed,
     tags_of,
 )
@@ -286,27 +284,36 @@ class _FeatureMaps:
 
 
 def encode_rank(response: RankResponse) -> bytes:
-    """Encode a RankResponse."""
-    scores, order = packed_bytes(response.scores, "<f4"), packed_bytes(response.order, "<u4")
-    fields = response.model.encode(), response.version, scores, order, response.request_id.encode(), response.dense_step
-    parts = [encode_message(*fields)]
-    if response.delta_sequence >= 0:
-        # Also 0, which differs from unknown.
-        parts.append(encode_varint(8 << 3) + encode_varint(response.delta_sequence))
+    """Encode a RankResponse: numbers as they are in memory, the rest by the library. Fields may be in any order."""
+    message = ranking_pb2.RankResponse(
+        model=response.model,
+        version=response.version,
+        request_id=response.request_id,
+        dense_step=response.dense_step,
+        # 0 differs from unknown.
+        delta_sequence=response.delta_sequence if response.delta_sequence >= 0 else None,
+    )
+    parts = [
+        message.SerializeToString(),
+        encode_array(3, response.scores, "<f4"),
+        encode_array(4, response.order, "<u4"),
+    ]
     for name, values in response.outputs.items():
-        output = encode_message(name.encode(), encode_message(packed_bytes(values, "<f4")))
-        parts.append(encode_field(7, output))
+        parts.append(encode_field(7, encode_field(1, name.encode()) + encode_field(2, encode_array(1, values, "<f4"))))
     return b"".join(parts)
 
 
 def encode_lookup(response: LookupResponse) -> bytes:
-    """Encode a LookupResponse."""
-    parts = [encode_message(response.model.encode(), response.version)]
+    """Encode a LookupResponse likewise."""
+    model, version, request_id = response.model, response.version, response.request_id
+    message = ranking_pb2.LookupResponse(model=model, version=version, request_id=request_id)
+    parts = [message.SerializeToString()]
     for name, feature in response.embeddings.items():
-        lengths = b"" if feature.lengths is None else packed_bytes(feature.lengths, "<u4")
-        embedding = encode_message(packed_bytes(feature.values, "<f4"), feature.values.shape[1], lengths)
-        parts.append(encode_field(3, encode_message(name.encode(), embedding)))
-    parts.append(encode_field(4, response.request_id.encode()))
+        embedding = ranking_pb2.Embedding(embedding_dim=feature.values.shape[1]).SerializeToString()
+        embedding += encode_array(1, feature.values, "<f4")
+        if feature.lengths is not None:
+            embedding += encode_array(3, feature.lengths, "<u4")
+        parts.append(encode_field(3, encode_field(1, name.encode()) + encode_field(2, embedding)))
     return b"".join(parts)
 
 

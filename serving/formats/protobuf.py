@@ -175,19 +175,9 @@ def encode_field(number: int, content: bytes | memoryview) -> bytes:
     return b"".join((encode_varint(number << 3 | LENGTH), encode_varint(len(content)), content))
 
 
-def encode_integer(number: int, value: int) -> bytes:
-    """Encode a varint field of a value that is not negative; nothing for 0, as proto3 has it."""
-    return encode_varint(number << 3) + encode_varint(value) if value else b""
-
-
-def encode_message(*contents: bytes | int) -> bytes:
-    """Encode the fields of a message, numbered from 1."""
-    return b"".join(
-        [
-            encode_integer(number, content) if isinstance(content, int) else encode_field(number, content)
-            for number, content in enumerate(contents, 1)
-        ]
-    )
+def encode_array(number: int, values: npt.NDArray[Any], dtype: str) -> bytes:
+    """Encode a packed field of fixed-width numbers, such as `<f4`."""
+    return encode_field(number, packed_bytes(values, dtype))
 
 
 def packed_bytes(values: npt.NDArray[Any], dtype: str) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from functools import cached_property
 from heapq import nlargest
-from operator import eq
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -164,6 +164,7 @@ def _similar(name: str, names: tuple[str, ...]) -> list[str]:
     """Those that begin and end most like a name. To compare it with a thousand letter by letter takes many ms."""
 
     def num_common(other: str) -> int:
-        return sum(map(eq, name, other)) + sum(map(eq, reversed(name), reversed(other)))
+        pairs = chain(zip(name, other, strict=False), zip(reversed(name), reversed(other), strict=False))
+        return sum(ours == theirs for ours, theirs in pairs)
 
     return nlargest(_MAX_COMPARED, names, num_common)
