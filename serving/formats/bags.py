@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from loader.snapshot.tables import fingerprint_strings
 from serving.errors import count_mismatch, invalid_field, invalid_id, limit_exceeded, malformed
-from serving.formats.requests import Buffer, Codec, LookupRequest, RankRequest
+from serving.formats.requests import Buffer
 from serving.formats.schema import Part, RequestSchema, part_path
-from serving.limits import MAX_ID, RequestLimits
+from serving.limits import MAX_ID
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 
 RAGGED = -1
@@ -40,104 +40,101 @@ class FeatureCounts(msgspec.Struct, eq=False):
     widths: Sequence[int]
     weighted: Sequence[int] | slice = ()
 
+    def check(self, schema: RequestSchema, num_candidates: int | None, path: Callable[[str], str]) -> None:
+        """Refuse too many ids or bags, before any is read.
 
-def check_counts(
-    schema: RequestSchema, counts: FeatureCounts, num_candidates: int | None, path: Callable[[str], str]
-) -> None:
-    """Refuse too many ids or bags, before any is read, and other than one bag, or one for each candidate, of a feature.
-
-    A lookup has None for candidates. `path` names a feature in errors.
-    """
-    total, allowed = sum(counts.num_ids), schema.limits.max_ids_per_request
-    if total > allowed:
-        for key, count in zip(counts.keys.tolist(), counts.num_ids, strict=True):
+        And unless it is a lookup, with None for candidates, a feature with other than one bag, or one for each
+        candidate. `path` names a feature in errors.
+        """
+        total, allowed = sum(self.num_ids), schema.limits.max_ids_per_request
+        if total > allowed:
+            for key, count in zip(self.keys.tolist(), self.num_ids, strict=True):
+                if count > allowed:
+                    raise limit_exceeded(path(schema.names[key]), "max_ids_per_request", allowed, count, "ids")
+            raise limit_exceeded("sparse", "max_ids_per_request", allowed, total, "ids over all features")
+        if num_candidates is None:
+            allowed, count = schema.limits.max_bags_per_feature, max(self.num_bags, default=0)
             if count > allowed:
-                raise limit_exceeded(path(schema.names[key]), "max_ids_per_request", allowed, count, "ids")
-        raise limit_exceeded("sparse", "max_ids_per_request", allowed, total, "ids over all features")
-    if num_candidates is None:
-        allowed, count = schema.limits.max_bags_per_feature, max(counts.num_bags, default=0)
-        if count > allowed:
-            name = schema.names[counts.keys[list(counts.num_bags).index(count)]]
-            raise limit_exceeded(path(name), "max_bags_per_feature", allowed, count, "bags")
-        return
-    given, expected = counts.num_bags, schema.bags_per_key(num_candidates).tolist()
-    if given != expected:
-        key = next(key for key, count in enumerate(expected) if given[key] != count)
-        name, is_context, _ = schema.kinds[key]
-        unit = "bags" if is_context else "candidates"
-        raise count_mismatch(path(name), f"{given[key]} {unit}, expected {expected[key]}")
+                name = schema.names[self.keys[list(self.num_bags).index(count)]]
+                raise limit_exceeded(path(name), "max_bags_per_feature", allowed, count, "bags")
+            return
+        given, expected = self.num_bags, schema.bags_per_key(num_candidates).tolist()
+        if given != expected:
+            key = next(key for key, count in enumerate(expected) if given[key] != count)
+            name, is_context, _ = schema.kinds[key]
+            unit = "bags" if is_context else "candidates"
+            raise count_mismatch(path(name), f"{given[key]} {unit}, expected {expected[key]}")
 
+    def bags(
+        self,
+        schema: RequestSchema,
+        lengths: Int64Array,
+        ids: Int64Array,
+        texts: Sequence[str] = (),
+        weights: Float32Array | None = None,
+        *,
+        is_lookup: bool = False,
+    ) -> KeyedBags:
+        """Make bags of what was counted, if the numbers agree and are within the limits.
 
-def keyed_bags(
-    schema: RequestSchema,
-    counts: FeatureCounts,
-    lengths: Int64Array,
-    ids: Int64Array,
-    texts: Sequence[str] = (),
-    weights: Float32Array | None = None,
-    *,
-    is_lookup: bool = False,
-) -> KeyedBags:
-    """Make bags of what was counted, if the numbers agree and are within the limits.
+        `lengths` are those of all bags of `RAGGED` features, `ids` all integer ids, `texts` all string ids, `weights`
+        all of `weighted` features, each in flat order.
 
-    `lengths` are those of all bags of `RAGGED` features, `ids` all integer ids, `texts` all string ids, `weights` all
-    of `weighted` features, each in flat order.
-
-    Raises InvalidRequestError: a negative length or id, lengths that do not add up to the ids, too many ids, or a
-    weight that is not finite.
-    """
-    keys, limits, longest = counts.keys, schema.limits, 1
-    num_ids, num_bags = np.array(counts.num_ids, np.int64), np.array(counts.num_bags, np.int64)
-    values, flat_weights = ids, None
-    if texts:
-        is_text = np.repeat(schema.is_string[keys], num_ids)
-        values = np.empty(is_text.size, np.int64)
-        values[is_text] = fingerprint_strings(texts)
-        values[~is_text] = ids
-    if (total := values.size) > (allowed := limits.max_ids_per_request):
-        raise limit_exceeded("sparse", "max_ids_per_request", allowed, total, "ids over all features")
-    if weights is not None:
-        flat_weights = np.ones(total, np.float32)
-        is_weighted = np.zeros(keys.size, np.bool_)
-        is_weighted[counts.weighted] = True
-        flat_weights[np.repeat(is_weighted, num_ids)] = weights
-    if counts.widths.count(1) == len(counts.widths):
-        bags = KeyedBags(keys, num_bags, np.arange(total + 1), values, flat_weights)
-        described = num_bags
-    else:
-        flat_lengths = np.repeat(np.array(counts.widths, np.int64), num_bags)
-        if lengths.size:
-            flat_lengths[flat_lengths == RAGGED] = lengths
-        # Bounded one by one before they are summed, so that the sum can't wrap around.
-        if flat_lengths.size:
-            longest = int(np.maximum.reduce(flat_lengths))
-            if not 0 <= int(np.minimum.reduce(flat_lengths)) <= longest <= total:
-                bag, ends = int(((flat_lengths < 0) | (flat_lengths > total)).argmax()), np.cumsum(num_bags)
-                segment = int(np.searchsorted(ends, bag, side="right"))
-                path = schema.feature_path(schema.names[int(keys[segment])], is_lookup=is_lookup)
-                path += f".lengths[{bag - int(ends[segment] - num_bags[segment])}]"
-                raise invalid_field(path, f"{flat_lengths[bag]} is not in 0..{total}, the number of ids")
-        bags = KeyedBags.from_lengths(keys, num_bags, flat_lengths, values, flat_weights)
-        described = bags.values_per_key()
-    if not np.array_equal(described, num_ids):
-        segment = int((described != num_ids).argmax())
-        path = schema.feature_path(schema.names[int(keys[segment])], is_lookup=is_lookup)
-        raise count_mismatch(
-            f"{path}.lengths", f"they add up to {described[segment]}, but there are {num_ids[segment]} ids"
-        )
-    if longest > limits.max_ids_per_bag:
-        path = value_path(schema, bags, int(bags.offsets[int(bags.lengths.argmax())]), is_lookup=is_lookup)
-        path = path.rsplit("[", 1)[0]
-        raise limit_exceeded(path, "max_ids_per_bag", limits.max_ids_per_bag, longest, "ids in one bag")
-    if total and int(np.minimum.reduce(values)) < 0:
-        index = int((values < 0).argmax())
-        path = value_path(schema, bags, index, is_lookup=is_lookup)
-        raise invalid_id(path, f"{values[index]} is not in 0..{MAX_ID}")
-    if flat_weights is not None and not np.logical_and.reduce(np.isfinite(flat_weights)):
-        index = int((~np.isfinite(flat_weights)).argmax())
-        path = value_path(schema, bags, index, "weights", is_lookup=is_lookup)
-        raise invalid_field(path, f"{flat_weights[index]} is not a finite float32")
-    return bags
+        Raises InvalidRequestError: a negative length or id, lengths that do not add up to the ids, too many ids, or a
+        weight that is not finite.
+        """
+        keys, limits, longest = self.keys, schema.limits, 1
+        num_ids, num_bags = np.array(self.num_ids, np.int64), np.array(self.num_bags, np.int64)
+        values, flat_weights = ids, None
+        if texts:
+            is_text = np.repeat(schema.is_string[keys], num_ids)
+            values = np.empty(is_text.size, np.int64)
+            values[is_text] = fingerprint_strings(texts)
+            values[~is_text] = ids
+        if (total := values.size) > (allowed := limits.max_ids_per_request):
+            raise limit_exceeded("sparse", "max_ids_per_request", allowed, total, "ids over all features")
+        if weights is not None:
+            flat_weights = np.ones(total, np.float32)
+            is_weighted = np.zeros(keys.size, np.bool_)
+            is_weighted[self.weighted] = True
+            flat_weights[np.repeat(is_weighted, num_ids)] = weights
+        if self.widths.count(1) == len(self.widths):
+            bags = KeyedBags(keys, num_bags, np.arange(total + 1), values, flat_weights)
+            described = num_bags
+        else:
+            flat_lengths = np.repeat(np.array(self.widths, np.int64), num_bags)
+            if lengths.size:
+                flat_lengths[flat_lengths == RAGGED] = lengths
+            # Bounded one by one before they are summed, so that the sum can't wrap around.
+            if flat_lengths.size:
+                longest = int(np.maximum.reduce(flat_lengths))
+                if not 0 <= int(np.minimum.reduce(flat_lengths)) <= longest <= total:
+                    bag, ends = int(((flat_lengths < 0) | (flat_lengths > total)).argmax()), np.cumsum(num_bags)
+                    segment = int(np.searchsorted(ends, bag, side="right"))
+                    path = schema.feature_path(schema.names[int(keys[segment])], is_lookup=is_lookup)
+                    path += f".lengths[{bag - int(ends[segment] - num_bags[segment])}]"
+                    raise invalid_field(path, f"{flat_lengths[bag]} is not in 0..{total}, the number of ids")
+            bags = KeyedBags.from_lengths(keys, num_bags, flat_lengths, values, flat_weights)
+            described = bags.values_per_key()
+        if not np.array_equal(described, num_ids):
+            segment = int((described != num_ids).argmax())
+            path = schema.feature_path(schema.names[int(keys[segment])], is_lookup=is_lookup)
+            raise count_mismatch(
+                f"{path}.lengths", f"they add up to {described[segment]}, but there are {num_ids[segment]} ids"
+            )
+        if longest > limits.max_ids_per_bag:
+            path = value_path(schema, bags, int(bags.offsets[int(bags.lengths.argmax())]), is_lookup=is_lookup)
+            path = path.rsplit("[", 1)[0]
+            raise limit_exceeded(path, "max_ids_per_bag", limits.max_ids_per_bag, longest, "ids in one bag")
+        if total and int(np.minimum.reduce(values)) < 0:
+            index = int((values < 0).argmax())
+            path = value_path(schema, bags, index, is_lookup=is_lookup)
+            raise invalid_id(path, f"{values[index]} is not in 0..{MAX_ID}")
+        if flat_weights is not None and not np.logical_and.reduce(np.isfinite(flat_weights)):
+            index = int((~np.isfinite(flat_weights)).argmax())
+            path = value_path(schema, bags, index, "weights", is_lookup=is_lookup)
+            raise invalid_field(path, f"{flat_weights[index]} is not a finite float32")
+        return bags
 
 
 def value_path(
@@ -151,77 +148,6 @@ def value_path(
     part: Part = "" if is_lookup else schema.part_of(name)
     bag_index = "" if part == "context" else f"[{bag - int(starts[segment])}]"
     return part_path(part, f"{member}.{name}{bag_index}[{value_index - int(bags.offsets[bag])}]")
-
-
-def rank_request(
-    codec: Codec,
-    bags: KeyedBags,
-    num_candidates: int,
-    context_dense: Float32Array,
-    candidate_dense: Float32Array,
-    texts: Sequence[str],
-) -> RankRequest:
-    """Make a rank request with the options of its codec. Raises InvalidRequestError for numbers that are not finite."""
-    # Not `all` of arrays: by fewer steps of the interpreter.
-    for path, dense in (("context.dense", context_dense), ("candidates.dense", candidate_dense)):
-        if dense.size and not np.logical_and.reduce(np.isfinite(dense), axis=None):
-            position = np.argwhere(~np.isfinite(dense))[0].tolist()
-            index = "".join(f"[{index}]" for index in position)
-            raise invalid_field(path + index, f"{dense[tuple(position)]} is not a finite float32")
-    return RankRequest(
-        bags, num_candidates, context_dense, candidate_dense, codec.timeout_s, codec.top_k, codec.request_id, texts
-    )
-
-
-def lookup_request(codec: Codec, schema: RequestSchema, bags: KeyedBags, texts: Sequence[str]) -> LookupRequest:
-    """Make a lookup with the options of its codec. Raises InvalidRequestError: too large a response."""
-    # A row is a list in the response, and so is a bag of rows: each takes about as long to write as a float.
-    row, is_none = schema.embedding_dims[bags.keys] + 1, schema.features.is_none[bags.keys]
-    rows, bags_of_rows = np.where(is_none, bags.values_per_key(), bags.bags_per_key), bags.bags_per_key[is_none]
-    floats = int((rows * row).sum() + bags_of_rows.sum())
-    if floats > (allowed := schema.limits.max_lookup_floats):
-        raise limit_exceeded("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
-    return LookupRequest(bags, codec.timeout_s, floats, codec.request_id, texts)
-
-
-def check_num_candidates(limits: RequestLimits, num_candidates: int) -> None:
-    """Raise InvalidRequestError for none or too many."""
-    if num_candidates < 1:
-        raise count_mismatch("candidates", "0 candidates; a rank request needs at least 1")
-    if num_candidates > limits.max_candidates:
-        raise limit_exceeded("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
-
-
-def check_options(
-    limits: RequestLimits,
-    request_id: str,
-    routing_key: str,
-    top_k: int | None,
-    timeout_ms: int | None,
-    timeout_us: int | None = None,
-) -> float:
-    """Check what every request may have.
-
-    Returns seconds until the deadline: of `timeout_ms` and `timeout_us` (of the Open Inference Protocol) the earlier,
-    or the default if both are None. Raises InvalidRequestError.
-    """
-    if request_id or routing_key:
-        for field, text in (("request_id", request_id), ("routing_key", routing_key)):
-            limit = f"max_{field}_chars"
-            if len(text) > getattr(limits, limit):
-                raise limit_exceeded(field, limit, getattr(limits, limit), len(text), "characters")
-    if top_k is not None and top_k < 1:
-        raise invalid_field("top_k", f"{top_k} is not 1 or more")
-    allowed, timeouts_s = limits.max_timeout_ms, list[float]()
-    for field, timeout, per_ms in (("timeout_ms", timeout_ms, 1), ("timeout", timeout_us, 1000)):
-        if timeout is None:
-            continue
-        if timeout < 1:
-            raise invalid_field(field, f"{timeout} is not in 1..{allowed * per_ms}")
-        if timeout > allowed * per_ms:
-            raise limit_exceeded(field, "max_timeout_ms", allowed, -(-timeout // per_ms), "ms")
-        timeouts_s.append(timeout / (1000 * per_ms))
-    return min(timeouts_s, default=limits.default_timeout_ms / 1000)
 
 
 def array_of(buffer: Buffer, dtype: str, path: str) -> npt.NDArray[Any]:

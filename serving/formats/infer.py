@@ -29,28 +29,10 @@ from serving.errors import (
     malformed,
     missing_feature,
 )
-from serving.formats.bags import (
-    RAGGED,
-    FeatureCounts,
-    array_of,
-    check_counts,
-    check_num_candidates,
-    check_options,
-    keyed_bags,
-    rank_request,
-    text_of,
-)
+from serving.formats import protobuf
+from serving.formats.bags import RAGGED, FeatureCounts, array_of, text_of
 from serving.formats.json_reader import count_above
-from serving.formats.protobuf import (
-    MAX_VARINT_BYTES,
-    ProtobufMessage,
-    count_varints,
-    decode_varints,
-    encode_varint,
-    signed,
-    tags_of,
-)
-from serving.formats.requests import Buffer, Codec, Encoded, RankRequest, RankResponse, Response
+from serving.formats.requests import Buffer, Codec, Encoded, RankRequest, RankResponse, Response, check_options
 from serving.formats.schema import (
     CANDIDATE_DENSE,
     CONTEXT_DENSE,
@@ -209,19 +191,18 @@ class InferCodec(Codec, eq=False):
         num_candidates = sizes.get(CANDIDATE_DENSE, (0, 0))[0]
         if schema.candidate_names:
             num_candidates = num_bags[schema.features.index[schema.candidate_names[0]]]
-        check_num_candidates(limits, num_candidates)
+        schema.check_num_candidates(num_candidates)
         counts = FeatureCounts(schema.keys, num_ids, num_bags, widths, weighted)
-        check_counts(schema, counts, num_candidates, _path)
+        counts.check(schema, num_candidates, _path)
         num_texts = sum(count for _, count in strings)
         if num_texts > limits.max_string_ids:
             raise limit_exceeded("inputs", "max_string_ids", limits.max_string_ids, num_texts, "string ids")
         texts = [text for tensor, count in strings for text in self._elements(tensor, count, ("BYTES",))]
-        bags = keyed_bags(
-            schema, counts, self._numbers(ragged, "INT64"), self._numbers(ids, "INT64"), texts,
+        bags = counts.bags(schema, self._numbers(ragged, "INT64"), self._numbers(ids, "INT64"), texts,
             self._numbers(weights, "FP32") if weights else None,
         )  # fmt: skip
         context, candidates = self._dense(schema, num_candidates)
-        return rank_request(self, bags, num_candidates, context, candidates, texts)
+        return self.rank_request(bags, num_candidates, context, candidates, texts)
 
     def _dense(self, schema: RequestSchema, num_candidates: int) -> list[Float32Array]:
         """float32 [Kc] and [N, Kd]."""
@@ -462,10 +443,10 @@ class InferHttpCodec(InferCodec, eq=False):
 # gRPC
 
 _NAME = "inference.ModelInferRequest"
-_REQUEST, _CONTENTS = tags_of(inference.ModelInferRequest), tags_of(inference.InferTensorContents)
-_TENSOR = tags_of(inference.ModelInferRequest.InferInputTensor)
-_OUTPUT = tags_of(inference.ModelInferRequest.InferRequestedOutputTensor)
-_PARAMETER = tags_of(inference.InferParameter)
+_REQUEST, _CONTENTS = protobuf.tags_of(inference.ModelInferRequest), protobuf.tags_of(inference.InferTensorContents)
+_TENSOR = protobuf.tags_of(inference.ModelInferRequest.InferInputTensor)
+_OUTPUT = protobuf.tags_of(inference.ModelInferRequest.InferRequestedOutputTensor)
+_PARAMETER = protobuf.tags_of(inference.InferParameter)
 _CONTENTS_OF = {"INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents", "BYTES": "bytes_contents"}
 _NO_DATA: Any = memoryview(b"")
 _MAX_SHAPE_DIMS = 8
@@ -478,7 +459,7 @@ class InferGrpcCodec(InferCodec, eq=False):
 
     def read(self, body: Buffer, limits: RequestLimits) -> Self:
         """See `Codec`: read a message up to its tensors' elements."""
-        message = ProtobufMessage(body, _NAME, limits.max_message_fields)
+        message = protobuf.ProtobufMessage(body, _NAME, limits.max_message_fields)
         texts = {"model_name": "", "model_version": "", "id": ""}
         parameters, inputs = dict[str, object](), dict[str, Tensor]()
         raw, outputs = list[memoryview](), list[Output]()
@@ -538,22 +519,22 @@ class InferGrpcCodec(InferCodec, eq=False):
         for tag, at, stop in message.fields(start, end):
             if _CONTENTS.get(tag) == field:
                 # A varint by itself has a value, but no end.
-                chunks.append(message.view[at:stop] if stop else encode_varint(at))
+                chunks.append(message.view[at:stop] if stop else protobuf.encode_varint(at))
                 if datatype in _INTEGERS and chunks[-1] and chunks[-1][-1] > 127:
                     raise message.malformed("a packed field that breaks off")
         if datatype == "BYTES":
             actual = len(chunks)
         else:
             numbers = array_of(bytearray().join(chunks), "<f4" if datatype == "FP32" else "<u1", path)
-            actual = numbers.size if datatype == "FP32" else count_varints(numbers)
+            actual = numbers.size if datatype == "FP32" else protobuf.count_varints(numbers)
         if actual != count:
             raise _wrong_count(path, count, str(actual))
         if datatype == "BYTES":
             return [text_of(path, position, chunk) for position, chunk in enumerate(chunks)]
-        return numbers.data if datatype == "FP32" else decode_varints(numbers).astype(_DTYPES[datatype]).data
+        return numbers.data if datatype == "FP32" else protobuf.decode_varints(numbers).astype(_DTYPES[datatype]).data
 
 
-def _described(message: ProtobufMessage, tags: dict[int, str], start: int, end: int) -> Tensor:
+def _described(message: protobuf.ProtobufMessage, tags: dict[int, str], start: int, end: int) -> Tensor:
     """Read an input, without raw contents; or an output of the response, which has fewer of the same fields."""
     tensor, parameters = Tensor("", [], "", data=_NO_DATA), dict[str, object]()
     for tag, at, stop in message.fields(start, end):
@@ -563,10 +544,10 @@ def _described(message: ProtobufMessage, tags: dict[int, str], start: int, end: 
         elif name == "datatype":
             tensor.datatype = message.text(at, stop, "inputs")
         elif name == "shape":
-            if stop - at > _MAX_SHAPE_DIMS * MAX_VARINT_BYTES or len(tensor.shape) > _MAX_SHAPE_DIMS:
+            if stop - at > _MAX_SHAPE_DIMS * protobuf.MAX_VARINT_BYTES or len(tensor.shape) > _MAX_SHAPE_DIMS:
                 raise tensor.wrong_shape("more dimensions than any tensor here has")
-            packed = message.view[at:stop] if stop else encode_varint(at)
-            tensor.shape += decode_varints(np.frombuffer(packed, np.uint8)).tolist()
+            packed = message.view[at:stop] if stop else protobuf.encode_varint(at)
+            tensor.shape += protobuf.decode_varints(np.frombuffer(packed, np.uint8)).tolist()
         elif name == "contents":
             if tensor.data is not _NO_DATA:
                 raise malformed(f"{_path(tensor.name)}.contents", "it is there twice")
@@ -578,7 +559,7 @@ def _described(message: ProtobufMessage, tags: dict[int, str], start: int, end: 
     return tensor
 
 
-def _parameter(message: ProtobufMessage, start: int, end: int) -> dict[str, object]:
+def _parameter(message: protobuf.ProtobufMessage, start: int, end: int) -> dict[str, object]:
     """Read an entry of a map of parameters."""
     name, (first, last) = message.entry(start, end, "parameters")
     value: object = None
@@ -589,7 +570,7 @@ def _parameter(message: ProtobufMessage, start: int, end: int) -> dict[str, obje
         elif kind == "double_param":
             value = unpack_from("<d", message.data, at)[0]
         elif kind is not None:
-            value = {"bool_param": bool(at), "int64_param": signed(at)}.get(kind, at)
+            value = {"bool_param": bool(at), "int64_param": protobuf.signed(at)}.get(kind, at)
     return {name: value}
 
 

@@ -30,15 +30,7 @@ from serving.errors import (
     malformed,
     missing_feature,
 )
-from serving.formats.bags import (
-    RAGGED,
-    FeatureCounts,
-    check_num_candidates,
-    check_options,
-    keyed_bags,
-    lookup_request,
-    rank_request,
-)
+from serving.formats.bags import RAGGED, FeatureCounts
 from serving.formats.requests import (
     Buffer,
     Codec,
@@ -48,6 +40,7 @@ from serving.formats.requests import (
     RankResponse,
     Request,
     Response,
+    check_options,
 )
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
@@ -208,7 +201,7 @@ class JsonCodec(Codec, eq=False):
         else:
             names = schema.candidate_names
             num_candidates = len(lists.ids[names[0]] if names else lists.dense.get("candidates", ()))
-            check_num_candidates(limits, num_candidates)
+            schema.check_num_candidates(num_candidates)
         num_ids, num_bags, widths, weighted = list[int](), list[int](), list[int](), list[int]()
         texts, buffers, lengths, factors = list[str](), list[Any](), list[Int64Array](), list[Any]()
         num_lists = len(kinds)
@@ -262,12 +255,12 @@ class JsonCodec(Codec, eq=False):
         flat_lengths = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
         counts = FeatureCounts(keys, num_ids, num_bags, widths, weighted)
         weights = floats[:num_weights] if weighted else None
-        bags = keyed_bags(schema, counts, flat_lengths, values, texts, weights, is_lookup=is_lookup)
+        bags = counts.bags(schema, flat_lengths, values, texts, weights, is_lookup=is_lookup)
         if is_lookup:
-            return lookup_request(self, schema, bags, texts)
+            return self.lookup_request(schema, bags, texts)
         start = num_weights + schema.num_context_dense
         context, rows = floats[num_weights:start], floats[start:].reshape(num_candidates, schema.num_candidate_dense)
-        return rank_request(self, bags, num_candidates, context, rows, texts)
+        return self.rank_request(bags, num_candidates, context, rows, texts)
 
 
 def _check_weights(weights: Any, count: int, bag_sizes: Int64Array | None, path: str) -> int:

@@ -13,25 +13,8 @@ import numpy as np
 
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, malformed
-from serving.formats.bags import (
-    RAGGED,
-    FeatureCounts,
-    array_of,
-    check_counts,
-    check_num_candidates,
-    check_options,
-    keyed_bags,
-    lookup_request,
-    rank_request,
-    text_of,
-)
-from serving.formats.protobuf import (
-    ProtobufMessage,
-    encode_array,
-    encode_field,
-    signed,
-    tags_of,
-)
+from serving.formats.bags import RAGGED, FeatureCounts, array_of, text_of
+from serving.formats.protobuf import ProtobufMessage, encode_array, encode_field, signed, tags_of
 from serving.formats.requests import (
     Buffer,
     Codec,
@@ -42,6 +25,7 @@ from serving.formats.requests import (
     RankResponse,
     Request,
     Response,
+    check_options,
 )
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import RequestLimits
@@ -119,8 +103,8 @@ class MessageCodec(Codec, eq=False):
             for start, end in self.entries:
                 features.add("", start, end)
             counts = features.counts()
-            check_counts(schema, counts, None, features.path)
-            return lookup_request(self, schema, features.bags(counts), features.texts)
+            counts.check(schema, None, features.path)
+            return self.lookup_request(schema, features.bags(counts), features.texts)
         dense: dict[Part, list[Buffer]] = {"context": [], "candidates": []}
         for part, values in dense.items():
             for tag, start, end in message.fields(*self.spans.get(part, (0, 0))):
@@ -137,8 +121,8 @@ class MessageCodec(Codec, eq=False):
             num_candidates = counts.num_bags[schema.features.index[schema.candidate_names[0]]]
         elif not num_candidates and schema.num_candidate_dense:
             num_candidates = candidates.size // schema.num_candidate_dense
-        check_num_candidates(schema.limits, num_candidates)
-        check_counts(schema, counts, num_candidates, features.path)
+        schema.check_num_candidates(num_candidates)
+        counts.check(schema, num_candidates, features.path)
         return self._request(schema, num_candidates, features.bags(counts), context, candidates, features.texts)
 
     def encode(self, response: Response) -> Encoded:
@@ -161,7 +145,7 @@ class MessageCodec(Codec, eq=False):
         if candidates.size != count * (width := schema.num_candidate_dense):
             needed = f"{count} candidates of {width} values need {count * width}"
             raise count_mismatch("candidates.dense", f"{candidates.size} values; {needed}")
-        return rank_request(self, bags, count, context, candidates.reshape(count, width), texts)
+        return self.rank_request(bags, count, context, candidates.reshape(count, width), texts)
 
     def _packed(self, schema: RequestSchema) -> RankRequest:
         """Read the packed form: as many steps whatever the number of features."""
@@ -177,7 +161,7 @@ class MessageCodec(Codec, eq=False):
         if digest != schema.features.digest:
             problem = f"{digest!r}; that of model {schema.features.spec.model!r} is {schema.features.digest!r}"
             raise InvalidRequestError("packed.schema_digest", problem, kind="schema_digest")
-        check_num_candidates(schema.limits, self.num_candidates)
+        schema.check_num_candidates(self.num_candidates)
         num_bags = num_ids = schema.bags_per_key(self.num_candidates)
         lengths, widths = array_of(fields["lengths"], "<i4", "packed.lengths").astype(np.int64), [1] * num_bags.size
         if lengths.size:
@@ -207,7 +191,7 @@ class MessageCodec(Codec, eq=False):
             if not (weights[~np.repeat(schema.is_weighted, num_ids)] == 1).all():
                 raise invalid_field("packed.weights", "a feature that takes no weights has one that is not 1")
         counts = FeatureCounts(schema.keys, num_ids, num_bags, widths, slice(None))
-        bags = keyed_bags(schema, counts, lengths, ids, texts, weights if weights.size else None)
+        bags = counts.bags(schema, lengths, ids, texts, weights if weights.size else None)
         return self._request(schema, self.num_candidates, bags, context, candidates, texts)
 
 
@@ -280,7 +264,7 @@ class _FeatureMaps:
         flat_lengths = array_of(bytearray().join(lengths), "<u4", "lengths").astype(np.int64)
         integers = array_of(bytearray().join(ids), "<i8", "ids")
         flat_weights = array_of(bytearray().join(weights), "<f4", "weights") if weights else None
-        return keyed_bags(schema, counts, flat_lengths, integers, self.texts, flat_weights, is_lookup=self.is_lookup)
+        return counts.bags(schema, flat_lengths, integers, self.texts, flat_weights, is_lookup=self.is_lookup)
 
 
 def encode_rank(response: RankResponse) -> bytes:

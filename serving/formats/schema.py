@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from functools import cached_property
 from heapq import nlargest
-from itertools import chain
+from operator import eq
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from loader.snapshot.manifest import Side
 from router.feature_schema import FeatureSchema
-from serving.errors import InvalidRequestError, missing_feature, unknown_feature
+from serving.errors import InvalidRequestError, count_mismatch, limit_exceeded, missing_feature, unknown_feature
 from serving.limits import RequestLimits
 from shard_node.bags import Int32Array, Int64Array
 
@@ -134,6 +134,14 @@ class RequestSchema:
         """int64 [F], 1 for a context feature, N for a candidate feature."""
         return np.where(self.features.is_context, 1, num_candidates)
 
+    def check_num_candidates(self, num_candidates: int) -> None:
+        """Raise InvalidRequestError for none or too many."""
+        limits = self.limits
+        if num_candidates < 1:
+            raise count_mismatch("candidates", "0 candidates; a rank request needs at least 1")
+        if num_candidates > limits.max_candidates:
+            raise limit_exceeded("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
+
     def check_names(self, part: Part, given: Collection[str], *, all_needed: bool) -> None:
         """Raise InvalidRequestError for features that are not of a part, and with `all_needed` for a missing one."""
         expected = self.name_sets[part]
@@ -164,7 +172,6 @@ def _similar(name: str, names: tuple[str, ...]) -> list[str]:
     """Those that begin and end most like a name. To compare it with a thousand letter by letter takes many ms."""
 
     def num_common(other: str) -> int:
-        pairs = chain(zip(name, other, strict=False), zip(reversed(name), reversed(other), strict=False))
-        return sum(ours == theirs for ours, theirs in pairs)
+        return [*map(eq, name, other), *map(eq, reversed(name), reversed(other))].count(True)
 
     return nlargest(_MAX_COMPARED, names, num_common)
