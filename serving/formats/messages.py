@@ -6,8 +6,9 @@ form has all in the order of the model's schema, as four arrays, under a digest 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from serving.formats.requests import (
     Response,
     check_options,
 )
-from serving.formats.schema import Part, RequestSchema, part_path
+from serving.formats.schema import PARTS, Part, RequestSchema, part_path
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.bags import Float32Array, KeyedBags
@@ -42,6 +43,8 @@ _FIELDS: dict[Method, dict[int, str]] = {
 _PART, _PACKED = tags_of(ranking_pb2.FeatureSet), tags_of(ranking_pb2.PackedFeatures)
 _WIDTHS = {"ids": 8, "lengths": 4, "weights": 4}
 _COLUMNS = ("ids", "lengths", "weights", "string_ids")
+# Of one feature: the bytes of its columns, and their views.
+_Columns: TypeAlias = tuple[list[int], tuple[list[Buffer], ...]]
 _COLUMN_OF = {tag: _COLUMNS.index(name) for tag, name in tags_of(ranking_pb2.SparseFeature).items()}
 
 
@@ -93,42 +96,106 @@ class MessageCodec(Codec, eq=False):
 
     def parse(self, schema: RequestSchema) -> Request:
         """See `Codec`. Raises InvalidRequestError for a request that is packed for another schema."""
-        message, num_candidates = cast(ProtobufMessage, self.message), self.num_candidates
         if "packed" in self.spans:
             if len(self.spans) > 1:
                 raise invalid_field("packed", "it is given beside context or candidates")
             return self._packed(schema)
-        features = _FeatureMaps(schema, message, is_lookup=self.method == "lookup")
-        if features.is_lookup:
-            for start, end in self.entries:
-                features.add("", start, end)
-            counts = features.counts()
-            counts.check(schema, None, features.path)
-            return self.lookup_request(schema, features.bags(counts), features.texts)
+        is_lookup, num_candidates = self.method == "lookup", None
+        path = partial(schema.feature_path, is_lookup=is_lookup)
         dense: dict[Part, list[Buffer]] = {"context": [], "candidates": []}
-        for part, values in dense.items():
-            for tag, start, end in message.fields(*self.spans.get(part, (0, 0))):
-                name = _PART.get(tag)
-                if name == "sparse":
-                    features.add(part, start, end)
-                elif name == "dense":
-                    values.append(message.view[start:end])
+        features: dict[str, _Columns] = {}
+        for part, start, end in self._entries(dense):
+            self._add_feature(schema, features, part, start, end)
         context, candidates = (
             array_of(bytearray().join(values), "<f4", f"{part}.dense") for part, values in dense.items()
         )
-        counts = features.counts()
-        if not num_candidates and schema.candidate_names:
-            num_candidates = counts.num_bags[schema.features.index[schema.candidate_names[0]]]
-        elif not num_candidates and schema.num_candidate_dense:
-            num_candidates = candidates.size // schema.num_candidate_dense
-        schema.check_num_candidates(num_candidates)
-        counts.check(schema, num_candidates, features.path)
-        return self._request(schema, num_candidates, features.bags(counts), context, candidates, features.texts)
+        counts, (ids, lengths, weights, strings) = self._counts(schema, features, path)
+        if not is_lookup:
+            num_candidates = self.num_candidates
+            if not num_candidates and schema.candidate_names:
+                num_candidates = counts.num_bags[schema.features.index[schema.candidate_names[0]]]
+            elif not num_candidates and schema.num_candidate_dense:
+                num_candidates = candidates.size // schema.num_candidate_dense
+            schema.check_num_candidates(num_candidates)
+        counts.check(schema, num_candidates, path)
+        texts = [text_of("string_ids", position, text) for position, text in enumerate(strings)]
+        flat_lengths = array_of(bytearray().join(lengths), "<u4", "lengths").astype(np.int64)
+        integers = array_of(bytearray().join(ids), "<i8", "ids")
+        flat_weights = array_of(bytearray().join(weights), "<f4", "weights") if weights else None
+        bags = counts.bags(schema, flat_lengths, integers, texts, flat_weights, is_lookup=is_lookup)
+        if num_candidates is None:
+            return self.lookup_request(schema, bags, texts)
+        return self._request(schema, num_candidates, bags, context, candidates, texts)
 
     def encode(self, response: Response) -> Encoded:
         """See `Codec`."""
         encoded = encode_rank(response) if isinstance(response, RankResponse) else encode_lookup(response)
         return Encoded(encoded, CONTENT_TYPE)
+
+    def _entries(self, dense: dict[Part, list[Buffer]]) -> Iterator[tuple[Part, int, int]]:
+        """Yield where the entries of all maps of features lie; dense values are appended to `dense`."""
+        for start, end in self.entries:
+            yield "", start, end
+        for part, values in dense.items():
+            for tag, start, end in self.message.fields(*self.spans.get(part, (0, 0))):
+                name = _PART.get(tag)
+                if name == "sparse":
+                    yield part, start, end
+                elif name == "dense":
+                    values.append(self.message.view[start:end])
+
+    def _add_feature(
+        self, schema: RequestSchema, features: dict[str, _Columns], part: Part, start: int, end: int
+    ) -> None:
+        message = self.message
+        name, value = message.entry(start, end, part_path(part, "sparse"))
+        if name not in schema.name_sets[part]:
+            raise schema.unknown_feature(part, name)
+        if name in features:
+            raise invalid_field(part_path(part, f"sparse.{name}"), "it is given twice")
+        sizes, columns = features[name] = [0, 0, 0, 0], ([], [], [], [])
+        for tag, at, stop in message.fields(*value):
+            if (column := _COLUMN_OF.get(tag)) is not None:
+                sizes[column] += stop - at
+                columns[column].append(message.view[at:stop])
+
+    def _counts(
+        self, schema: RequestSchema, features: dict[str, _Columns], path: Callable[[str], str]
+    ) -> tuple[FeatureCounts, tuple[list[Buffer], ...]]:
+        """Count ids and bags, and return them with all features' columns in flat order."""
+        keys, is_lookup = schema.keys, self.method == "lookup"
+        if is_lookup:
+            keys = np.array(sorted(schema.features.index[name] for name in features), np.int32)
+        elif len(features) < len(schema.names):
+            # Only features of the model are there, each once, so that their number says whether all are.
+            for part in PARTS[:2]:
+                schema.check_names(part, features.keys() & schema.name_sets[part], all_needed=True)
+        num_ids, num_bags, widths, weighted = list[int](), list[int](), list[int](), list[int]()
+        joined: tuple[list[Buffer], ...] = ([], [], [], [])
+        for position, (name, is_context, is_string) in enumerate(map(schema.kinds.__getitem__, keys.tolist())):
+            sizes, columns = features[name]
+            num_texts, count, num_lengths, num_weights = len(columns[3]), sizes[0] >> 3, sizes[1] >> 2, sizes[2] >> 2
+            if sizes[0] & 7 or sizes[1] & 3 or sizes[2] & 3:
+                broken, width = next(item for item, size in zip(_WIDTHS.items(), sizes, strict=False) if size % item[1])
+                problem = f"a packed field whose length is not a multiple of {width} bytes"
+                raise malformed(f"{path(name)}.{broken}", problem)
+            if count if is_string else num_texts:
+                field, type_name = ("ids", "strings") if is_string else ("string_ids", "integers")
+                raise invalid_id(f"{path(name)}.{field}", f"ids of {name!r} are {type_name}, not given here")
+            count += num_texts
+            if num_weights and name not in schema.weighted_names:
+                raise invalid_field(f"{path(name)}.weights", f"feature {name!r} takes no weights")
+            if num_weights not in (0, count):
+                raise count_mismatch(f"{path(name)}.weights", f"{num_weights} weights for {count} ids")
+            if num_weights:
+                weighted.append(position)
+            is_bag = is_context and not is_lookup
+            num_ids.append(count)
+            num_bags.append(num_lengths or (1 if is_bag else count))
+            widths.append(RAGGED if num_lengths else count if is_bag else 1)
+            for joined_column, column in zip(joined, columns, strict=True):
+                joined_column.extend(column)
+        return FeatureCounts(keys, num_ids, num_bags, widths, weighted), joined
 
     def _request(
         self,
@@ -149,7 +216,7 @@ class MessageCodec(Codec, eq=False):
 
     def _packed(self, schema: RequestSchema) -> RankRequest:
         """Read the packed form: as many steps whatever the number of features."""
-        message, texts = cast(ProtobufMessage, self.message), list[str]()
+        message, texts = self.message, list[str]()
         fields = dict.fromkeys(_PACKED.values(), message.view[:0])
         for tag, start, end in message.fields(*self.spans["packed"]):
             name = _PACKED.get(tag)
@@ -193,78 +260,6 @@ class MessageCodec(Codec, eq=False):
         counts = FeatureCounts(schema.keys, num_ids, num_bags, widths, slice(None))
         bags = counts.bags(schema, lengths, ids, texts, weights if weights.size else None)
         return self._request(schema, self.num_candidates, bags, context, candidates, texts)
-
-
-class _FeatureMaps:
-    """The features of a message by maps; `texts` are all string ids in flat order, once `bags` has read them."""
-
-    def __init__(self, schema: RequestSchema, message: ProtobufMessage, *, is_lookup: bool) -> None:
-        self.is_lookup, self.path = is_lookup, partial(schema.feature_path, is_lookup=is_lookup)
-        self.texts: list[str] = []
-        self._schema, self._message = schema, message
-        # Of each feature the bytes of its columns, and their views.
-        self._features: dict[str, tuple[list[int], tuple[list[Buffer], ...]]] = {}
-        self._columns: tuple[list[Buffer], ...] = ([], [], [], [])
-
-    def add(self, part: Part, start: int, end: int) -> None:
-        """Walk over one entry of a map."""
-        message = self._message
-        name, value = message.entry(start, end, part_path(part, "sparse"))
-        if name not in self._schema.name_sets[part]:
-            raise self._schema.unknown_feature(part, name)
-        if name in self._features:
-            raise invalid_field(part_path(part, f"sparse.{name}"), "it is given twice")
-        sizes: list[int] = [0, 0, 0, 0]
-        columns: tuple[list[Buffer], ...] = ([], [], [], [])
-        self._features[name] = sizes, columns
-        for tag, at, stop in message.fields(*value):
-            if (column := _COLUMN_OF.get(tag)) is not None:
-                sizes[column] += stop - at
-                columns[column].append(message.view[at:stop])
-
-    def counts(self) -> FeatureCounts:
-        """Count ids and bags, and join columns."""
-        schema, keys = self._schema, self._schema.keys
-        if self.is_lookup:
-            keys = np.array(sorted(schema.features.index[name] for name in self._features), np.int32)
-        elif len(self._features) < len(schema.names):
-            # Only features of the model are there, each once, so that their number tells whether all are.
-            for part in cast(tuple[Part, ...], ("context", "candidates")):
-                schema.check_names(part, self._features.keys() & schema.name_sets[part], all_needed=True)
-        num_ids, num_bags, widths, weighted = list[int](), list[int](), list[int](), list[int]()
-        for position, (name, is_context, is_string) in enumerate(map(schema.kinds.__getitem__, keys.tolist())):
-            sizes, columns = self._features[name]
-            num_texts, count, num_lengths, num_weights = len(columns[3]), sizes[0] >> 3, sizes[1] >> 2, sizes[2] >> 2
-            if sizes[0] & 7 or sizes[1] & 3 or sizes[2] & 3:
-                broken, width = next(item for item, size in zip(_WIDTHS.items(), sizes, strict=False) if size % item[1])
-                problem = f"a packed field whose length is not a multiple of {width} bytes"
-                raise malformed(f"{self.path(name)}.{broken}", problem)
-            if count if is_string else num_texts:
-                field, type_name = ("ids", "strings") if is_string else ("string_ids", "integers")
-                raise invalid_id(f"{self.path(name)}.{field}", f"ids of {name!r} are {type_name}, not given here")
-            count += num_texts
-            if num_weights and name not in schema.weighted_names:
-                raise invalid_field(f"{self.path(name)}.weights", f"feature {name!r} takes no weights")
-            if num_weights not in (0, count):
-                raise count_mismatch(f"{self.path(name)}.weights", f"{num_weights} weights for {count} ids")
-            if num_weights:
-                weighted.append(position)
-            is_bag = is_context and not self.is_lookup
-            num_ids.append(count)
-            num_bags.append(num_lengths or (1 if is_bag else count))
-            widths.append(RAGGED if num_lengths else count if is_bag else 1)
-            for joined_column, column in zip(self._columns, columns, strict=True):
-                joined_column.extend(column)
-        return FeatureCounts(keys, num_ids, num_bags, widths, weighted)
-
-    def bags(self, counts: FeatureCounts) -> KeyedBags:
-        """Make flat bags of features that were counted, and are within the limits."""
-        schema, (ids, lengths, weights, strings) = self._schema, self._columns
-        self.texts = [text_of("string_ids", position, text) for position, text in enumerate(strings)]
-        flat_lengths = array_of(bytearray().join(lengths), "<u4", "lengths").astype(np.int64)
-        integers = array_of(bytearray().join(ids), "<i8", "ids")
-        flat_weights = array_of(bytearray().join(weights), "<f4", "weights") if weights else None
-        return counts.bags(schema, flat_lengths, integers, self.texts, flat_weights, is_lookup=self.is_lookup)
 
 
 def encode_rank(response: RankResponse) -> bytes:

@@ -592,9 +592,8 @@ async def test_nothing_of_a_message_that_is_cut_off_is_kept(api):
     peer.begin()
     with traced():
         for stream_id in range(1, 11, 2):
-            first, others = data(stream_id, prefixed(bytes(4_000_000))[:16_000]), data(stream_id, bytes(16_000)) * 55
-            peer.send(peer.call(stream_id, GRPC_RANK.path), first, others)
-            peer.send(frames.rst_stream(stream_id, frames.ErrorCode.CANCEL), PING)
+            peer.send(peer.call(stream_id, GRPC_RANK.path), data(stream_id, prefixed(bytes(4_000_000))[:16_000]))
+            peer.send(data(stream_id, bytes(16_000)) * 55, frames.rst_stream(stream_id, frames.ErrorCode.CANCEL), PING)
             await peer.find(frames.PING)
         held, _ = tracemalloc.get_traced_memory()
     peer.close()
