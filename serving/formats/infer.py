@@ -12,6 +12,7 @@ import math
 import re
 import secrets
 from collections.abc import Sequence
+from operator import attrgetter
 from struct import unpack_from
 from typing import Annotated, Any, Self, TypeVar, cast
 
@@ -136,7 +137,7 @@ class InferCodec(Codec, eq=False):
         for output in outputs:
             if output.parameters is not None:
                 output.parameters.check("outputs")
-        if len({output.name for output in outputs}) != len(outputs):
+        if len(set(map(attrgetter("name"), outputs))) != len(outputs):
             raise invalid_field("outputs", "an output is asked for twice")
         model, version, request_id = names
         routing_key, top_k = parameters.routing_key or "", parameters.top_k
@@ -166,11 +167,14 @@ class InferCodec(Codec, eq=False):
                 raise tensor.wrong_shape("it must have one or two dimensions, each 0 or more")
             sizes[name] = rows, width
         num_ids, num_bags, widths, weighted = list[int](), list[int](), list[int](), list[int]()
-        ids, strings, ragged, weights = (list[tuple[Tensor, int]]() for _ in range(4))
+        ids, strings = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
+        ragged, weights = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
+        num_texts = 0
         for position, (name, is_context, is_string) in enumerate(schema.kinds):
             tensor, (rows, width) = given[name], sizes[name]
             count = rows * width
             (strings if is_string else ids).append((tensor, count))
+            num_texts += count * is_string
             num_ids.append(count)
             if name in schema.weighted_names and (factors := given.get(name + WEIGHTS_SUFFIX)) is not None:
                 if factors.shape != tensor.shape:
@@ -194,13 +198,14 @@ class InferCodec(Codec, eq=False):
         schema.check_num_candidates(num_candidates)
         counts = FeatureCounts(schema.keys, num_ids, num_bags, widths, weighted)
         counts.check(schema, num_candidates, _path)
-        num_texts = sum(count for _, count in strings)
         if num_texts > limits.max_string_ids:
             raise limit_exceeded("inputs", "max_string_ids", limits.max_string_ids, num_texts, "string ids")
-        texts = [text for tensor, count in strings for text in self._elements(tensor, count, ("BYTES",))]
-        bags = counts.bags(schema, self._numbers(ragged, "INT64"), self._numbers(ids, "INT64"), texts,
-            self._numbers(weights, "FP32") if weights else None,
-        )  # fmt: skip
+        texts = list[str]()
+        for tensor, count in strings:
+            texts += self._elements(tensor, count, ("BYTES",))
+        flat_lengths, integers = self._numbers(ragged, "INT64"), self._numbers(ids, "INT64")
+        flat_weights = self._numbers(weights, "FP32") if weights else None
+        bags = counts.bags(schema, flat_lengths, integers, texts, flat_weights)
         context, candidates = self._dense(schema, num_candidates)
         return self.rank_request(bags, num_candidates, context, candidates, texts)
 
