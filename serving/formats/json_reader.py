@@ -112,12 +112,15 @@ class JsonCodec(Codec, eq=False):
             raise limit_exceeded("", "max_json_bytes", allowed, size, "bytes of JSON in the body", "body_too_large")
         text = bytes(body) if isinstance(body, memoryview) else body
         try:
+            parser = simdjson.Parser() if size > MAX_KEPT_BYTES else _THREAD.parser
             try:
-                parsed = (simdjson.Parser() if size > MAX_KEPT_BYTES else _THREAD.parser).parse(text)
+                parsed = parser.parse(text)
             except RuntimeError:
                 # Integers beyond 64 bits, or objects of another text are still referred to.
-                _THREAD.parser = simdjson.Parser()
-                parsed = _THREAD.parser.parse(text)
+                parser = simdjson.Parser()
+                parsed = parser.parse(text)
+                if size <= MAX_KEPT_BYTES:
+                    _THREAD.parser = parser
         except (ValueError, RuntimeError) as error:
             raise _unparsable(text, str(error)) from None
         if not isinstance(parsed, simdjson.Object):
