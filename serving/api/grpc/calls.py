@@ -452,7 +452,7 @@ class GrpcCall:
 
     def _ignore_more(self) -> None:
         self._ignores_more = True
-        self._reader = MessageReader(0)
+        self._reader.buffer, self._reader.missing = bytearray(), 0
         self._wake()
 
     def _discard(self, error: ShardrankError | None = None) -> None:

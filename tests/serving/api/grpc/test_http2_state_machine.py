@@ -26,7 +26,7 @@ def headers(stream_id: int, flags: int = 0, more: Iterable[tuple[str, str]] = ()
     return wire.frame(wire.HEADERS, flags | END_HEADERS, stream_id, block)
 
 
-class Told:
+class Events:
     """Keeps what a connection passes to the exchanges of its streams; data that follow data of a stream as one."""
 
     def __init__(self) -> None:
@@ -48,15 +48,15 @@ class Told:
 
 
 def connection(
-    limits: ConnectionLimits = LIMITS, told: Told | None = None, clock: Callable[[], float] = lambda: 0.0
+    limits: ConnectionLimits = LIMITS, told: Events | None = None, clock: Callable[[], float] = lambda: 0.0
 ) -> Connection:
     made = Connection(limits, clock)
-    made.open_stream = (told or Told()).open  # type: ignore[method-assign]
+    made.open_stream = (told or Events()).open  # type: ignore[method-assign]
     return made
 
 
 def test_a_request_is_told_of_and_answered_in_bytes():
-    told = Told()
+    told = Events()
     at = connection(told=told)
     at.feed(BEGIN + headers(1) + data(1, b"abc") + data(1, b"def", END))
     at.read()
@@ -84,7 +84,7 @@ def test_a_request_is_the_same_in_whatever_frames_it_comes(sizes, payloads, padd
     sent += wire.frame(wire.CONTINUATION, 0, 1, block[9:20]) + wire.frame(wire.CONTINUATION, END_HEADERS, 1, block[20:])
     sent += b"".join(data(1, padded(payload, padding), wire.PADDED) for payload in payloads[:2])
     sent += b"".join(data(1, payload) for payload in payloads[2:]) + data(1, b"", END)
-    told = Told()
+    told = Events()
     at = connection(told=told)
     for size in [*sizes, len(sent)]:
         at.feed(sent[:size])
@@ -123,7 +123,7 @@ def test_whatever_comes_and_however_it_is_cut_streams_are_ended(parts, changes, 
     sent = bytearray(BEGIN + b"".join(parts))
     for position, value in changes:
         sent[position % len(sent)] = value
-    expected, found = Told(), Told()
+    expected, found = Events(), Events()
     whole, cut = connection(told=expected), connection(told=found)
     whole.feed(bytes(sent))
     whole.read()
@@ -208,6 +208,18 @@ def test_reading_stops_when_the_clock_says_so_and_goes_on_later():
     assert 20 <= turns <= 30
     pongs = [wire.frame(wire.PING, wire.ACK, 0, number.to_bytes(8, "big")) for number in range(100)]
     assert out == wire.frame(wire.SETTINGS, wire.ACK, 0) + b"".join(pongs)
+
+
+def test_a_peer_is_alive_while_a_frame_comes_in_pieces():
+    now = [0.0]
+    at = connection(clock=lambda: now[0])
+    for piece in (BEGIN + headers(1), *(bytes([byte]) for byte in data(1, b"abcdef"))):
+        at.feed(piece)
+        at.read()
+        now[0] += LIMITS.patience_s
+        assert at.tick(0, 0)
+    now[0] += LIMITS.patience_s
+    assert not at.tick(0, 0)
 
 
 def spelled(stream_id: int, count: int, name: str) -> bytes:
