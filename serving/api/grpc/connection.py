@@ -156,11 +156,29 @@ class Connection:
 
     def read(self, until: float = float("inf")) -> None:
         """Read what was fed, as long as the clock does not say `until`."""
+        if self.phase is Phase.OVER:
+            return
+        data, at = self._buffer, 0
         try:
-            if self.phase < Phase.OVER:
-                self._read(until)
+            if self.phase is Phase.PREFACE:
+                at = len(wire.PREFACE)
+                if not wire.PREFACE.startswith(data[:at]):
+                    raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the connection does not begin with HTTP/2's preface")
+                if len(data) < at:
+                    self.can_read = False
+                    return
+                self.phase = Phase.SETTINGS
+            while (stop := self._read_frame(data, at)) is not None:
+                if self.phase is Phase.OVER:
+                    return
+                at = stop
+                if self.clock() >= until:
+                    break
         except Http2Error as error:
             self.fail(error.with_traceback(None))
+        else:
+            self.can_read = stop is not None and at < len(data)
+            self._buffer = data[at:]
 
     def outgoing(self) -> bytes:
         """Return the bytes to send since the last time."""
@@ -259,30 +277,6 @@ class Connection:
         self._control_frames += weight
         if self._control_frames > self.limits.max_control_frames:
             raise wire.FloodError
-
-    def _read(self, until: float) -> None:
-        data, at = self._buffer, 0
-        if self.phase is Phase.PREFACE:
-            at = len(wire.PREFACE)
-            if not wire.PREFACE.startswith(data[:at]):
-                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the connection does not begin with HTTP/2's preface")
-            if len(data) < at:
-                self.can_read = False
-                return
-            self.phase = Phase.SETTINGS
-        while True:
-            stop = self._read_frame(data, at)
-            if self.phase is Phase.OVER:
-                return
-            if stop is None:
-                self.can_read = False
-                break
-            at = stop
-            if self.clock() >= until:
-                self.can_read = at < len(data)
-                break
-        if at:
-            self._buffer = data[at:]
 
     def _read_frame(self, data: bytes, at: int) -> int | None:
         """Read the frame that begins at a position. Returns where it ends; None if it is not complete."""
