@@ -16,7 +16,7 @@ import msgspec
 
 from serving.description import ModelInfo
 from serving.formats.json_reader import JsonCodec, encode_request, lookup_pieces, rank_document
-from serving.formats.requests import Method, RankAnswer
+from serving.formats.requests import Method, RankResponse
 from serving.limits import RequestLimits
 from serving.models.layers import DtypeChoice
 from serving.rank.service import RankingService, answer_in_thread
@@ -106,7 +106,7 @@ class Ranker:
     def _answer(self, method: Method, request: Mapping[str, Any]) -> dict[str, Any]:
         codec = JsonCodec(method, self._model, "embedded")
         answered = answer_in_thread(self._service, codec, encode_request(request))
-        if isinstance(answered, RankAnswer):
+        if isinstance(answered, RankResponse):
             return rank_document(answered)
         written: dict[str, Any] = msgspec.json.decode(b"".join(lookup_pieces(answered)))
         return written

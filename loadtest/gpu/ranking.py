@@ -22,7 +22,7 @@ from loadtest.gpu.rows import WrongAnswerError
 from loadtest.servers import summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.prepare import write_random_snapshot
-from serving.formats.requests import Answer, RankAnswer, RankRequest
+from serving.formats.requests import RankRequest, RankResponse, Response
 from serving.models.layers import DtypeChoice
 from serving.observe.calls import Call
 from serving.rank.service import RankingService
@@ -96,9 +96,9 @@ class InProcess:
     def rank(self, request: RankRequest) -> Float32Array:
         """Return the scores of a request, float32 [candidates]."""
         now = self._service.clock()
-        call = Call("embedded", "rank", now, parsed_at=now, deadline=now + TIMEOUT_S, future=Future[Answer]())
+        call = Call("embedded", "rank", now, parsed_at=now, deadline=now + TIMEOUT_S, future=Future[Response]())
         call.request, call.lease = request, self._service.lease(self._model)
-        return cast(RankAnswer, self._service.wait_in_thread(call)).scores
+        return cast(RankResponse, self._service.wait_in_thread(call)).scores
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the seconds of each stage, and the batches on cards by how they were launched."""

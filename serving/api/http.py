@@ -70,7 +70,7 @@ class HttpApp:
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Response one request."""
         exchange: Exchange = scope["state"]["exchange"]
         if exchange.route is None:
             await self._documents(scope, receive, send)
@@ -138,7 +138,8 @@ def _codec(route: re.Match[str], fields: Fields) -> tuple[Codec, tuple[str, ...]
     model = route["model"]
     if model is None:
         length = _text(fields, b"inference-header-content-length")
-        return InferHttpCodec(route["infer"], route["version"] or "", length), CODINGS
+        infer = InferHttpCodec(model=route["infer"], version_name=route["version"] or "", header_length=length)
+        return infer, CODINGS
     method: Literal["rank", "lookup"] = "rank" if route["method"] == "rank" else "lookup"
     content_type = fields.get(b"content-type", b"")
     if content_type == PROTOBUF or content_type.partition(b";")[0].strip().lower() == PROTOBUF:

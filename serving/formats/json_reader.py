@@ -1,7 +1,7 @@
-"""The JSON form of requests and answers: simdjson reads the text, and no Python object is made for a number.
+"""The JSON form of requests and responses: simdjson reads the text, and no Python object is made for a number.
 
-Counts and names are checked as they are read. Lists are copied whole; only if that fails are they decoded, up to the
-first wrong element. Reading flattens lists; `UnparsedJson._check_nesting` proves their nesting by counting brackets.
+Counts and names are checked as they are read. Lists are copied in one go; only if that fails are they decoded, up to
+the first wrong element. Copying flattens lists; their nesting is proven by counting the brackets of the text.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise, starmap
+from collections.abc import Iterator, Mapping
+from itertools import chain, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import simdjson
 
-from loader.snapshot.tables import fingerprint_strings
 from serving.errors import (
     InvalidRequestError,
     count_mismatch,
@@ -32,22 +30,21 @@ from serving.errors import (
     malformed,
     missing_feature,
 )
-from serving.formats.bags import check_lookup_size, check_num_candidates, keyed_bags, lookup_request, rank_request
+from serving.formats.bags import RAGGED, FeatureCounts
 from serving.formats.requests import (
-    Answer,
     Buffer,
+    Codec,
     Encoded,
-    LookupAnswer,
-    LookupRequest,
+    LookupResponse,
     Method,
-    Options,
-    RankAnswer,
-    RankRequest,
+    RankResponse,
     Request,
+    Response,
+    check_options,
 )
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
-from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array
 
 # A parser keeps several times its longest text in memory, one for each thread: longer texts get one of their own.
 MAX_KEPT_BYTES = 2**20
@@ -65,16 +62,13 @@ _KEYS: dict[Method, frozenset[str]] = {
     "rank": frozenset({*_OPTIONS, "context", "candidates"}),
     "lookup": frozenset({*_OPTIONS, "sparse", "weights"}) - {"top_k"},
 }
+_PARTS: dict[Method, tuple[Part, ...]] = {"rank": ("context", "candidates"), "lookup": ("",)}
 _PART_KEYS = frozenset({"sparse", "weights", "dense"})
-_NO_KEYS: frozenset[str] = frozenset()
-_NO_DENSE: Float32Array = np.empty(0, np.float32)
-# Raised by simdjson, NumPy and the methods below for a list that is not as it should be.
+_OBJECTS = (simdjson.Object, dict)
+# Raised by simdjson, NumPy and msgspec for a list that is not as it should be.
 _WRONG_LIST = (TypeError, ValueError, OverflowError, RuntimeError)
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_THREADS = threading.local()
 _ENCODER = msgspec.json.Encoder()
-# Of one feature: its ids, their weights or None, its name, its part of the request, and whether its ids are strings.
-_Source: TypeAlias = tuple[Any, Any, str, Part, bool]
 _Kind: TypeAlias = Literal["integers", "strings", "floats"]
 _ALLOWED: dict[_Kind, str] = {
     "integers": f"one of the integers in 0..{MAX_ID}, as ids are here",
@@ -90,274 +84,306 @@ _DECODERS: dict[_Kind, tuple[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any
 }
 
 
-class JsonCodec:
-    """Reads the JSON form of a request to a model and writes its answer; `api` is its name in metrics."""
+class _ThreadParser(threading.local):
+    def __init__(self) -> None:
+        self.parser = simdjson.Parser()
 
-    def __init__(self, method: Method, model: str, api: str = "http") -> None:
-        self.method: Method = method
-        self.api = api
-        self._model = model
 
-    def read(self, body: Buffer, limits: RequestLimits) -> UnparsedJson:
+_THREAD = _ThreadParser()
+
+
+class _Lists(msgspec.Struct):
+    """The lists of a request: ids and weights by feature, and the dense values of each part."""
+
+    ids: dict[str, Any]
+    weights: dict[str, Any]
+    dense: dict[Part, Any]
+
+
+class JsonCodec(Codec, eq=False):
+    """The JSON form; a document is valid until the next text is parsed on this thread."""
+
+    text: bytes | bytearray = b""
+    document: dict[str, Any] = {}  # noqa: RUF012  # msgspec makes one for each
+
+    def read(self, body: Buffer, limits: RequestLimits) -> JsonCodec:
         """Parse the text, and read the options. Raises InvalidRequestError for them, and for what is no JSON object."""
-        allowed, unit = limits.max_json_bytes, "bytes of JSON in the body"
-        if len(body) > allowed:
-            raise limit_exceeded("", "max_json_bytes", allowed, len(body), unit, kind="body_too_large")
+        if (size := len(body)) > (allowed := limits.max_json_bytes):
+            raise limit_exceeded("", "max_json_bytes", allowed, size, "bytes of JSON in the body", "body_too_large")
         text = bytes(body) if isinstance(body, memoryview) else body
         try:
-            document = _parse(text)
+            parser = simdjson.Parser() if size > MAX_KEPT_BYTES else _THREAD.parser
+            try:
+                parsed = parser.parse(text)
+            except RuntimeError:
+                # Integers beyond 64 bits, or objects of another text are still referred to.
+                parser = simdjson.Parser()
+                parsed = parser.parse(text)
+                if size <= MAX_KEPT_BYTES:
+                    _THREAD.parser = parser
         except (ValueError, RuntimeError) as error:
             raise _unparsable(text, str(error)) from None
-        if not isinstance(document, simdjson.Object):
-            raise malformed("", f"the body is {_shown(document)}, not an object")
-        keys = _keys(document)
-        if not keys <= _KEYS[self.method]:
-            raise _unknown_key("", keys, _KEYS[self.method])
-        return UnparsedJson(self.method, self._model, text, document, keys)
-
-
-class UnparsedJson:
-    """A document whose features are not read yet; valid until the next text is parsed on this thread."""
-
-    def __init__(
-        self, method: Method, model: str, text: bytes | bytearray, document: Any, keys: frozenset[str]
-    ) -> None:
-        self.model = model
-        self._method = method
-        self._text = text
-        self._document = document
-        self._keys = keys
-        self._lists = 0
-        self._sources: list[_Source] = []
-        self._dense: dict[Part, Any] = {}
-        options: dict[str, Any] = {}
-        for name in keys & _OPTIONS.keys():
-            value = document[name]
+        if not isinstance(parsed, simdjson.Object):
+            raise malformed("", f"the body is {_shown(parsed)}, not an object")
+        document = _members(parsed, _KEYS[self.method])
+        options: dict[str, Any] = dict.fromkeys(_OPTIONS)
+        for name in document.keys() & _OPTIONS.keys():
+            value = options[name] = document[name]
             if type(value) is not _OPTIONS[name]:
                 raise invalid_field(name, f"{_shown(value)} is not {_TYPES[_OPTIONS[name]]}")
             if type(value) is int and name != "timeout_ms" and not 1 <= value <= MAX_ID:
                 raise invalid_field(name, f"{value} is not in 1..{MAX_ID}")
-            options[name] = value
-        self.version: int | None = options.pop("version", None)
-        self._options = Options(**options)
-        self.key = self._options.routing_key or self._options.request_id
+        version, timeout_ms, top_k, request_id, routing_key = options.values()
+        request_id, routing_key = request_id or "", routing_key or ""
+        timeout_s = check_options(limits, request_id, routing_key, top_k, timeout_ms)
+        key = routing_key or request_id
+        return JsonCodec(
+            self.method, self.model, self.api, version, key, timeout_s, top_k, request_id, text, document
+        )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> Request:
-        """See `Unparsed`."""
+        """See `Codec`."""
         try:
-            try:
-                return self._rank(schema) if self._method == "rank" else self._lookup(schema)
-            except InvalidRequestError as error:
-                # Its frames hold what was read with the parser.
-                raise error.with_traceback(None) from None
-            except _WRONG_LIST:
-                pass
-            # Raised outside of `except`, it does not refer to the other error; without a name, it is in no cycle.
-            raise self._refusal()
+            return self._parse(schema)
+        except InvalidRequestError as error:
+            # Its frames hold what was read with the parser.
+            raise error.with_traceback(None) from None
         finally:
-            self._text, self._document, self._sources, self._dense = b"", None, [], {}
+            self.text, self.document = b"", {}
 
-    def encode(self, answer: Answer) -> Encoded:
-        """See `Unparsed`."""
-        if isinstance(answer, RankAnswer):
-            return Encoded(_ENCODER.encode(rank_document(answer)))
-        return Encoded(b"", more=lookup_pieces(answer))
+    def encode(self, response: Response) -> Encoded:
+        """See `Codec`."""
+        if isinstance(response, RankResponse):
+            return Encoded(_ENCODER.encode(rank_document(response)))
+        return Encoded(b"", more=lookup_pieces(response))
 
-    def _rank(self, schema: RequestSchema) -> RankRequest:
-        if "candidates" not in self._keys:
+    def _parse(self, schema: RequestSchema) -> Request:
+        if self.method == "rank" and "candidates" not in self.document:
             raise invalid_field("candidates", "missing; a rank request needs its candidates")
-        context, context_weights = self._features(schema, "context")
-        candidates, candidate_weights = self._features(schema, "candidates")
-        for name, is_context, is_string in schema.kinds:
-            if is_context:
-                self._sources.append((context[name], context_weights.get(name), name, "context", is_string))
-            else:
-                self._sources.append((candidates[name], candidate_weights.get(name), name, "candidates", is_string))
-        counted = self._dense.get("candidates", ())
-        if schema.candidate_names:
-            counted = self._sources[schema.features.index[schema.candidate_names[0]]][0]
-        num_candidates = len(counted)
-        check_num_candidates(schema.limits, num_candidates)
-        # As `schema.bags_per_key`, without a call.
-        bags_per_key = np.where(schema.features.is_context, 1, num_candidates)
-        bags, texts = self._bags(schema, schema.keys, bags_per_key)
-        context_dense = _NO_DENSE
-        if schema.num_context_dense or "context" in self._dense:
-            context_dense = self._context_dense(schema.num_context_dense)
-        candidate_dense = self._candidate_dense(num_candidates, schema.num_candidate_dense)
-        self._check_nesting()
-        return rank_request(schema, bags, num_candidates, context_dense, candidate_dense, self._options, texts)
-
-    def _lookup(self, schema: RequestSchema) -> LookupRequest:
-        if "sparse" not in self._keys:
+        if self.method == "lookup" and "sparse" not in self.document:
             raise invalid_field("sparse", "missing; a lookup needs the ids of at least one feature")
-        sparse, weights = self._features(schema, "")
-        keys = np.array(sorted(schema.features.index[name] for name in sparse), np.int32)
-        self._sources = [
-            (sparse[name], weights.get(name), name, "", is_string)
-            for name, _, is_string in (schema.kinds[key] for key in keys.tolist())
-        ]
-        counts = np.array([len(source[0]) for source in self._sources], np.int64)
-        check_lookup_size(schema, keys, counts)
-        bags, texts = self._bags(schema, keys, counts)
-        self._check_nesting()
-        return lookup_request(schema, bags, self._options, texts)
+        lists = _Lists({}, {}, {})
+        for part in _PARTS[self.method]:
+            members = self.document
+            if part:
+                members = _members(members[part], _PART_KEYS, part) if part in members else {}
+                if (dense := members.get("dense")) is not None:
+                    lists.dense[part] = dense
+            sparse, names, ids = members.get("sparse", {}), schema.name_sets[part], None
+            if isinstance(sparse, _OBJECTS) and len(sparse) == len(names):
+                keys = list(sparse.keys())
+                ids = dict(zip(keys, map(sparse.__getitem__, keys), strict=True))
+            if ids is None or ids.keys() != names:
+                ids = _members(sparse, None, part, "sparse")
+                schema.check_names(part, ids, all_needed=bool(part))
+            lists.ids |= ids
+            if (weights := members.get("weights")) is not None:
+                weights = _members(weights, None, part, "weights")
+                for name in sorted(weights.keys() - (schema.weighted_names & ids.keys())):
+                    path = part_path(part, f"weights.{name}")
+                    if name not in names:
+                        raise schema.unknown_feature(part, name)
+                    if name not in schema.weighted_names:
+                        raise invalid_field(path, f"feature {name!r} takes no weights")
+                    raise missing_feature(part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids")
+                lists.weights |= weights
+        try:
+            return self._request(schema, lists)
+        except _WRONG_LIST:
+            pass
+        # Raised outside of `except`, it does not refer to the other error.
+        raise _refusal(schema, lists, is_lookup=self.method == "lookup")
 
-    def _features(self, schema: RequestSchema, part: Part) -> tuple[Any, dict[str, Any]]:
-        """Ids and weights by name, of one part of a rank request or of a lookup."""
-        found, keys = self._document, self._keys
-        if part:
-            found, keys = (found[part], _keys(found[part], part)) if part in keys else ({}, _NO_KEYS)
-            if not keys <= _PART_KEYS:
-                raise _unknown_key(part, keys, _PART_KEYS)
-            if "dense" in keys and (dense := found["dense"]) is not None:
-                self._dense[part] = dense
-        sparse, names = {}, _NO_KEYS
-        if "sparse" in keys:
-            sparse = found["sparse"]
-            names = _keys(sparse, part, "sparse")
-        if names != schema.name_sets[part]:
-            schema.check_names(part, names, all_needed=bool(part))
-        weights = found["weights"] if "weights" in keys else None
-        if weights is None:
-            return sparse, {}
-        given = _keys(weights, part, "weights")
-        if not given <= schema.weighted_names & names:
-            raise _wrong_weights(schema, part, min(given - (schema.weighted_names & names)))
-        return sparse, {name: one for name in given if (one := weights[name]) is not None}
-
-    def _bags(
-        self, schema: RequestSchema, keys: Int32Array, bags_per_key: Int64Array
-    ) -> tuple[KeyedBags, Sequence[str]]:
-        """Flat bags of all features, and their string ids, in one pass over the features."""
-        most = schema.limits.max_string_ids
-        texts: list[str] = []
-        buffers: list[Any] = []
-        lengths: list[Int64Array] = []
-        has_weights = False
-        for (found, weights, name, part, is_string), expected in zip(self._sources, bags_per_key.tolist(), strict=True):
-            if not isinstance(found, simdjson.Array):
+    def _request(self, schema: RequestSchema, lists: _Lists) -> Request:
+        """Flat bags of all features, and dense values, in one pass. Raises as `_WRONG_LIST`, too."""
+        limits, is_lookup, keys = schema.limits, self.method == "lookup", schema.keys
+        num_candidates, kinds = 0, schema.kinds
+        if is_lookup:
+            keys = np.array(sorted(schema.features.index[name] for name in lists.ids), np.int32)
+            kinds = tuple((name, False, is_string) for name, _, is_string in map(kinds.__getitem__, keys.tolist()))
+        else:
+            names = schema.candidate_names
+            num_candidates = len(lists.ids[names[0]] if names else lists.dense.get("candidates", ()))
+            schema.check_num_candidates(num_candidates)
+        num_ids, num_bags, widths, weighted = list[int](), list[int](), list[int](), list[int]()
+        texts, buffers, lengths, factors = list[str](), list[Any](), list[Int64Array](), list[Any]()
+        num_lists = len(kinds)
+        for position, (name, is_context, is_string) in enumerate(kinds):
+            ids = lists.ids[name]
+            if not isinstance(ids, simdjson.Array):
                 raise TypeError
-            count = len(found)
-            if part == "context":
-                own = np.array([count], np.int64)
-                is_nested = False
-            elif count != expected:
-                path = part_path(part, f"sparse.{name}")
-                raise count_mismatch(path, f"{count} candidates, but others have {expected}")
-            elif is_nested := count > 0 and isinstance(found[0], simdjson.Array):
-                own = np.fromiter(map(len, cast(Any, found)), np.int64, count=count)
-                self._lists += count
+            count = total = len(ids)
+            bag_sizes = None
+            if is_context:
+                num_bags.append(1)
+                widths.append(count)
+            elif is_lookup and count > (allowed := limits.max_bags_per_feature):
+                raise limit_exceeded(f"sparse.{name}", "max_bags_per_feature", allowed, count, "bags")
+            elif count != num_candidates and not is_lookup:
+                raise count_mismatch(f"candidates.sparse.{name}", f"{count} candidates, expected {num_candidates}")
             else:
-                own = np.ones(count, np.int64)
-            self._lists += 1
-            lengths.append(own)
-            has_weights |= weights is not None
+                num_bags.append(count)
+                if count and isinstance(ids[0], simdjson.Array):
+                    bag_sizes = np.fromiter(map(len, cast(Any, ids)), np.int64, count=count)
+                    total = int(np.add.reduce(bag_sizes))
+                    lengths.append(bag_sizes)
+                    num_lists += count
+                widths.append(1 if bag_sizes is None else RAGGED)
+            num_ids.append(total)
             if is_string:
-                if (num_texts := len(texts) + int(own.sum())) > most:
-                    raise limit_exceeded("sparse", "max_string_ids", most, num_texts, "string ids")
-                decoded = _DECODERS["strings"][is_nested].decode(found.mini)
-                strings = list(chain.from_iterable(decoded)) if is_nested else decoded
-                texts += strings
-                buffers.append(fingerprint_strings(strings))
-            else:
-                buffers.append(found.as_buffer(of_type="i") if count else b"")
+                if (num_texts := len(texts) + total) > (allowed := limits.max_string_ids):
+                    raise limit_exceeded("sparse", "max_string_ids", allowed, num_texts, "string ids")
+                decoded = _DECODERS["strings"][bag_sizes is not None].decode(ids.mini)
+                texts += decoded if bag_sizes is None else chain.from_iterable(decoded)
+            elif count:
+                buffers.append(ids.as_buffer(of_type="i"))
+            if (given := lists.weights.get(name)) is not None:
+                part: Part = "" if is_lookup else "context" if is_context else "candidates"
+                num_lists += _check_weights(given, count, bag_sizes, part_path(part, f"weights.{name}"))
+                weighted.append(position)
+                factors.append(given)
         values = np.frombuffer(bytearray().join(buffers), np.int64)
-        ids_per_key = np.array(list(map(np.add.reduce, lengths)), np.int64)
-        if int(np.add.reduce(ids_per_key)) != values.size:
+        floats, num_float_lists = _floats(schema, factors, lists.dense, num_candidates)
+        num_weights = int(np.array(num_ids)[weighted].sum()) if weighted else 0
+        num_dense = num_candidates and schema.num_context_dense + num_candidates * schema.num_candidate_dense
+        if values.size + len(texts) != sum(num_ids) or floats.size != num_weights + num_dense:
             raise TypeError
-        flat_weights = self._flat_weights(lengths, values.size) if has_weights else None
-        flat = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
-        is_lookup = self._method == "lookup"
-        return keyed_bags(schema, keys, bags_per_key, flat, ids_per_key, values, flat_weights, lookup=is_lookup), texts
-
-    def _flat_weights(self, lengths: Sequence[Int64Array], num_values: int) -> Float32Array:
-        """float32 [n], 1 where a feature has no weights."""
-        flat = np.ones(num_values, np.float32)
-        start = 0
-        for (found, weights, name, part, _), own in zip(self._sources, lengths, strict=True):
-            end = start + int(own.sum())
-            if weights is not None:
-                path = part_path(part, f"weights.{name}")
-                if len(weights) != len(found):
-                    raise count_mismatch(path, f"{len(weights)} entries, but its ids have {len(found)}")
-                self._lists += 1
-                if part != "context" and len(found) and isinstance(found[0], simdjson.Array):
-                    counts = np.fromiter(map(len, cast(Any, weights)), np.int64, count=len(weights))
-                    if (different := counts != own).any():
-                        bag = int(different.argmax())
-                        raise count_mismatch(f"{path}[{bag}]", f"{counts[bag]} weights for {own[bag]} ids")
-                    self._lists += len(weights)
-                flat[start:end] = _floats(weights)
-            start = end
-        return flat
-
-    def _context_dense(self, width: int) -> Float32Array:
-        """float32 [Kc]."""
-        found = self._dense.get("context", ())
-        if len(found) != width:
-            raise count_mismatch("context.dense", f"{len(found)} values, the model takes {width}")
-        values = _floats(found)
-        if len(values) != width:
+        # A flat list has an opening bracket or more, and a list of n lists n + 1 or more. So if the text has as many as
+        # these add up to, no list has more: `[1, [2, 3], []]` is not `[1, 2, 3]`. Counted several times faster than by
+        # `bytes.count`; those in strings, too.
+        num_lists += num_float_lists
+        count = int(np.count_nonzero(np.frombuffer(self.text, np.uint8) == _BRACKET))
+        if count != num_lists and (count < num_lists or count_above(self.text, _BRACKET, num_lists)):
             raise TypeError
-        self._lists += 1
-        return values
+        flat_lengths = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
+        counts = FeatureCounts(keys, num_ids, num_bags, widths, weighted)
+        weights = floats[:num_weights] if weighted else None
+        bags = counts.bags(schema, flat_lengths, values, texts, weights, is_lookup=is_lookup)
+        if is_lookup:
+            return self.lookup_request(schema, bags, texts)
+        start = num_weights + schema.num_context_dense
+        context, rows = floats[num_weights:start], floats[start:].reshape(num_candidates, schema.num_candidate_dense)
+        return self.rank_request(bags, num_candidates, context, rows, texts)
 
-    def _candidate_dense(self, num_candidates: int, width: int) -> Float32Array:
-        """float32 [N, Kd]."""
-        found = self._dense.get("candidates")
-        if found is None and not width:
-            return np.empty((num_candidates, 0), np.float32)
-        num_rows = 0 if found is None else len(found)
+
+def _check_weights(weights: Any, count: int, bag_sizes: Int64Array | None, path: str) -> int:
+    """Return the number of lists that the weights of a feature are, if they are like its ids."""
+    if len(weights) != count:
+        raise count_mismatch(path, f"{len(weights)} entries, but its ids have {count}")
+    if bag_sizes is None:
+        return 1
+    counts = np.fromiter(map(len, weights), np.int64, count=count)
+    if (different := counts != bag_sizes).any():
+        bag = int(different.argmax())
+        raise count_mismatch(f"{path}[{bag}]", f"{counts[bag]} weights for {bag_sizes[bag]} ids")
+    return 1 + count
+
+
+def _floats(
+    schema: RequestSchema, factors: list[Any], dense: dict[Part, Any], num_candidates: int
+) -> tuple[Float32Array, int]:
+    """float32 [n], all numbers of the weights and of the dense values, and of how many lists the latter are.
+
+    What float32 can't hold becomes inf, and is refused later.
+    """
+    num_rows = 0
+    if num_candidates:
+        num_context, width = schema.num_context_dense, schema.num_candidate_dense
+        if (count := len(dense.get("context", ()))) != num_context:
+            raise count_mismatch("context.dense", f"{count} values, the model takes {num_context}")
+        rows = dense.get("candidates", ())
+        num_rows = len(rows)
         if num_rows != num_candidates and (num_rows or width):
             raise count_mismatch("candidates.dense", f"{num_rows} rows for {num_candidates} candidates")
-        widths = np.fromiter(map(len, cast(Any, found)), np.int64, count=num_rows)
+        widths = np.fromiter(map(len, rows), np.int64, count=num_rows)
         if (different := widths != width).any():
             row = int(different.argmax())
             raise count_mismatch(f"candidates.dense[{row}]", f"{widths[row]} values, the model takes {width}")
-        self._lists += 1 + num_rows
-        return _floats(found).reshape(num_candidates, width)
-
-    def _check_nesting(self) -> None:
-        """Raise TypeError unless lists are nested as deep as they were read.
-
-        Reading can't tell `[1, [2, 3], []]` from `[1, 2, 3]`. But a flat list has one opening bracket or more, and a
-        list of n lists n + 1 or more. So if the text has as many as these add up to, no list has more.
-        """
-        # Several times faster than `bytes.count`; those in strings are counted too.
-        count = int(np.count_nonzero(np.frombuffer(self._text, np.uint8) == _BRACKET))
-        if count != self._lists and (count < self._lists or count_above(self._text, _BRACKET, self._lists)):
+    buffers = []
+    for numbers in (*factors, *dense.values()):
+        if not isinstance(numbers, simdjson.Array):
             raise TypeError
-
-    def _refusal(self) -> InvalidRequestError:
-        """Return the error for the first element of all lists that is not what it must be."""
-        lists: list[tuple[str, Any, _Kind, bool]] = []
-        for found, weights, name, part, is_string in self._sources:
-            is_nested = part != "context" and isinstance(found, simdjson.Array) and len(found) > 0
-            is_nested = is_nested and isinstance(found[0], simdjson.Array)
-            lists.append((part_path(part, f"sparse.{name}"), found, "strings" if is_string else "integers", is_nested))
-            if weights is not None:
-                lists.append((part_path(part, f"weights.{name}"), weights, "floats", is_nested))
-        for part, dense in self._dense.items():
-            lists.append((f"{part}.dense", dense, "floats", part == "candidates"))
-        wrong = invalid_field("", "its lists are not nested as they must be")
-        return next(filter(None, starmap(_wrong_element, lists)), wrong)
+        if len(numbers):
+            buffers.append(numbers.as_buffer(of_type="d"))
+    with np.errstate(over="ignore"):
+        return np.frombuffer(bytearray().join(buffers), np.float64).astype(np.float32), len(dense) + num_rows
 
 
-def rank_document(answer: RankAnswer) -> dict[str, Any]:
-    """Write an answer as JSON; float32 scores read back as the same float32."""
+def _refusal(schema: RequestSchema, lists: _Lists, *, is_lookup: bool) -> InvalidRequestError:
+    """Return the error for the first element of all lists that is not what it must be."""
+    checked: list[tuple[str, Any, _Kind, bool]] = []
+    for name, is_context, is_string in schema.kinds:
+        if name not in lists.ids:
+            continue
+        part: Part = "" if is_lookup else "context" if is_context else "candidates"
+        ids = lists.ids[name]
+        is_nested = part != "context" and isinstance(ids, simdjson.Array) and len(ids) > 0
+        is_nested = is_nested and isinstance(ids[0], simdjson.Array)
+        checked.append((part_path(part, f"sparse.{name}"), ids, "strings" if is_string else "integers", is_nested))
+        if (weights := lists.weights.get(name)) is not None:
+            checked.append((part_path(part, f"weights.{name}"), weights, "floats", is_nested))
+    for part, dense in lists.dense.items():
+        checked.append((f"{part}.dense", dense, "floats", part == "candidates"))
+    for list_path, numbers, kind, is_nested in checked:
+        path, value = list_path, numbers
+        text = value.mini if isinstance(value, simdjson.Array | simdjson.Object) else _ENCODER.encode(value)
+        try:
+            _DECODERS[kind][is_nested].decode(text)
+        except msgspec.ValidationError as error:
+            positions = re.findall(r"\[(\d+)\]", str(error))
+        else:
+            continue
+        for position in positions:
+            value = value[int(position)]
+            path += f"[{position}]"
+        if len(positions) <= is_nested:
+            return invalid_field(path, f"{_shown(value)} is not a list")
+        refusal = invalid_field if kind == "floats" or isinstance(value, simdjson.Array) else invalid_id
+        return refusal(path, f"{_shown(value)} is not {_ALLOWED[kind]}")
+    return invalid_field("", "its lists are not nested as they must be")
+
+
+def _members(value: Any, allowed: frozenset[str] | None, *path: str) -> dict[str, Any]:
+    """Return an object's members. Raises InvalidRequestError for no object, too many keys, one twice, or another."""
+    if not isinstance(value, _OBJECTS):
+        raise invalid_field(".".join(filter(None, path)), f"{_shown(value)} is not an object")
+    if len(value) > MAX_KEYS:
+        raise invalid_field(".".join(filter(None, path)), f"{len(value)} keys; a request has at most {MAX_KEYS}")
+    # `items` would make Python objects of all that is in there.
+    keys = list(value.keys())
+    members = dict(zip(keys, map(value.__getitem__, keys), strict=True))
+    if len(members) != len(keys):
+        raise invalid_field(Counter(keys).most_common(1)[0][0], "the key is there twice")
+    if allowed is not None and not members.keys() <= allowed:
+        name = ".".join((*path, min(members.keys() - allowed)))
+        raise invalid_field(name, f"unknown key; allowed are {sorted(allowed)}")
+    return members
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it looked in JSON, cut short."""
+    if isinstance(value, simdjson.Array):
+        return "a list"
+    if isinstance(value, simdjson.Object):
+        return "an object"
+    text = _ENCODER.encode(value).decode()
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+def rank_document(response: RankResponse) -> dict[str, Any]:
+    """Write a response as JSON; float32 scores read back as the same float32."""
     document: dict[str, Any] = {
-        "model": answer.model,
-        "version": answer.version,
-        "dense_step": answer.dense_step,
-        "delta_sequence": answer.delta_sequence,
-        "scores": answer.scores.tolist(),
-        "order": answer.order.tolist(),
+        "model": response.model,
+        "version": response.version,
+        "dense_step": response.dense_step,
+        "delta_sequence": response.delta_sequence,
+        "scores": response.scores.tolist(),
+        "order": response.order.tolist(),
     }
-    if answer.outputs:
-        document["outputs"] = {name: values.tolist() for name, values in answer.outputs.items()}
-    if answer.request_id:
-        document["request_id"] = answer.request_id
+    if response.outputs:
+        document["outputs"] = {name: values.tolist() for name, values in response.outputs.items()}
+    if response.request_id:
+        document["request_id"] = response.request_id
     return document
 
 
@@ -371,83 +397,6 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
             return json.dumps(request).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
             raise invalid_field("", f"the request has no JSON form: {error}") from None
-
-
-def _wrong_element(path: str, found: Any, kind: _Kind, is_nested: bool) -> InvalidRequestError | None:
-    """Return the error for the first element of a list that is not what it must be."""
-    text = found.mini if isinstance(found, simdjson.Array | simdjson.Object) else _ENCODER.encode(found)
-    try:
-        _DECODERS[kind][is_nested].decode(text)
-    except msgspec.ValidationError as error:
-        positions = re.findall(r"\[(\d+)\]", str(error))
-    else:
-        return None
-    for position in positions:
-        found = found[int(position)]
-        path += f"[{position}]"
-    if len(positions) <= is_nested:
-        return invalid_field(path, f"{_shown(found)} is not a list")
-    refusal = invalid_field if kind == "floats" or isinstance(found, simdjson.Array) else invalid_id
-    return refusal(path, f"{_shown(found)} is not {_ALLOWED[kind]}")
-
-
-def _wrong_weights(schema: RequestSchema, part: Part, name: str) -> InvalidRequestError:
-    path = part_path(part, f"weights.{name}")
-    if name not in schema.name_sets[part]:
-        return schema.unknown_feature(part, name)
-    if name not in schema.weighted_names:
-        return invalid_field(path, f"feature {name!r} takes no weights")
-    return missing_feature(part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids")
-
-
-def _keys(found: Any, *path: str) -> frozenset[str]:
-    """Return an object's keys. Raises InvalidRequestError for no object, too many keys, or one twice."""
-    if not isinstance(found, simdjson.Object):
-        raise invalid_field(".".join(filter(None, path)), f"{_shown(found)} is not an object")
-    if len(found) > MAX_KEYS:
-        raise invalid_field(".".join(filter(None, path)), f"{len(found)} keys; a request has at most {MAX_KEYS}")
-    keys = list(found.keys())
-    different = frozenset(keys)
-    if len(different) != len(keys):
-        raise invalid_field(Counter(keys).most_common(1)[0][0], "the key is there twice")
-    return different
-
-
-def _unknown_key(path: Part, keys: frozenset[str], allowed: frozenset[str]) -> InvalidRequestError:
-    return invalid_field(part_path(path, min(keys - allowed)), f"unknown key; allowed are {sorted(allowed)}")
-
-
-def _shown(value: Any) -> str:
-    """Return a value as it looked in JSON, cut short."""
-    if isinstance(value, simdjson.Array):
-        return "a list"
-    if isinstance(value, simdjson.Object):
-        return "an object"
-    text = _ENCODER.encode(value).decode()
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
-
-
-def _floats(found: Any) -> Float32Array:
-    """float32 [n], all numbers of a list. What float32 can't hold becomes inf, and is refused by name afterwards."""
-    if not isinstance(found, simdjson.Array):
-        raise TypeError
-    values: npt.NDArray[np.float64] = np.frombuffer(found.as_buffer(of_type="d") if len(found) else b"", np.float64)
-    with np.errstate(over="ignore"):
-        return values.astype(np.float32)
-
-
-def _parse(text: bytes | bytearray) -> Any:
-    if len(text) > MAX_KEPT_BYTES:
-        return simdjson.Parser().parse(text)
-    parser: simdjson.Parser | None = getattr(_THREADS, "parser", None)
-    if parser is None:
-        parser = _THREADS.parser = simdjson.Parser()
-    try:
-        return parser.parse(text)
-    except RuntimeError:
-        # Integers beyond 64 bits, or objects of another text are still referred to.
-        parser = _THREADS.parser = simdjson.Parser()
-        return parser.parse(text)
 
 
 def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
@@ -504,10 +453,10 @@ def many_lists() -> Iterator[None]:
         gc.enable()
 
 
-def count_above(body: Buffer, character: int, most: int) -> int:
-    """Count a character outside of strings if it is there more than `most` times; else return 0. Exact for JSON."""
+def count_above(body: Buffer, character: int, limit: int) -> int:
+    """Count a character outside of strings if it is there more than `limit` times; else return 0. Exact for JSON."""
     # Within strings too at first, several times faster than `bytes.count`.
-    if len(body) <= most or int(np.count_nonzero(np.frombuffer(body, np.uint8) == character)) <= most:
+    if len(body) <= limit or int(np.count_nonzero(np.frombuffer(body, np.uint8) == character)) <= limit:
         return 0
     plain = bytes(body)
     if b"\\" in plain:
@@ -516,19 +465,19 @@ def count_above(body: Buffer, character: int, most: int) -> int:
     text = np.frombuffer(plain, np.uint8)
     is_outside = np.cumsum(text == _QUOTE, dtype=np.uint8) & 1 == 0
     count = int(np.count_nonzero((text == character) & is_outside))
-    return count if count > most else 0
+    return count if count > limit else 0
 
 
-def lookup_pieces(answer: LookupAnswer) -> Iterator[bytes]:
-    """Write the answer to a lookup, in pieces of about `PIECE_FLOATS` numbers.
+def lookup_pieces(response: LookupResponse) -> Iterator[bytes]:
+    """Write the response to a lookup, in pieces of about `PIECE_FLOATS` numbers.
 
     It has [bags][dim] floats by feature, or [bags][ids][dim] for a feature that is not pooled.
     """
-    head: dict[str, Any] = {"model": answer.model, "version": answer.version}
-    if answer.request_id:
-        head["request_id"] = answer.request_id
+    head: dict[str, Any] = {"model": response.model, "version": response.version}
+    if response.request_id:
+        head["request_id"] = response.request_id
     yield _ENCODER.encode(head)[:-1] + b',"embeddings":{'
-    for number, (name, feature) in enumerate(answer.embeddings.items()):
+    for number, (name, feature) in enumerate(response.embeddings.items()):
         yield (b"," if number else b"") + _ENCODER.encode(name) + b":["
         yield from _rows(feature.values) if feature.lengths is None else _bags(feature.values, feature.lengths)
         yield b"]"

@@ -50,8 +50,8 @@ class ProtobufMessage:
         while at < end:
             self._left -= 1
             if self._left < 0:
-                most = self._max_fields
-                raise limit_exceeded("", "max_message_fields", most, f"more than {most}", "fields in the message")
+                limit = self._max_fields
+                raise limit_exceeded("", "max_message_fields", limit, f"more than {limit}", "fields in the message")
             tag = data[at]
             at += 1
             if tag > 127:
@@ -77,14 +77,6 @@ class ProtobufMessage:
                 at = stop
             else:
                 raise self.malformed(f"field {tag >> 3} has wire type {kind}; groups are not taken")
-
-    def varints(self, start: int, end: int) -> list[int]:
-        """Decode a packed field of a few int64; of many, `decode_varints` is faster. Raises InvalidRequestError."""
-        values = []
-        while start < end:
-            value, start = self._varint(start, end)
-            values.append(signed(value))
-        return values
 
     def entry(self, start: int, end: int, field: str) -> tuple[str, tuple[int, int]]:
         """Read an entry of a map to messages: its key, and where its value lies. The library would merge two values."""
@@ -183,19 +175,9 @@ def encode_field(number: int, content: bytes | memoryview) -> bytes:
     return b"".join((encode_varint(number << 3 | LENGTH), encode_varint(len(content)), content))
 
 
-def encode_integer(number: int, value: int) -> bytes:
-    """Encode a varint field of a value that is not negative; nothing for 0, as proto3 has it."""
-    return encode_varint(number << 3) + encode_varint(value) if value else b""
-
-
-def encode_message(*contents: bytes | int) -> bytes:
-    """Encode the fields of a message, numbered from 1."""
-    return b"".join(
-        [
-            encode_integer(number, content) if isinstance(content, int) else encode_field(number, content)
-            for number, content in enumerate(contents, 1)
-        ]
-    )
+def encode_array(number: int, values: npt.NDArray[Any], dtype: str) -> bytes:
+    """Encode a packed field of fixed-width numbers, such as `<f4`."""
+    return encode_field(number, packed_bytes(values, dtype))
 
 
 def packed_bytes(values: npt.NDArray[Any], dtype: str) -> bytes:

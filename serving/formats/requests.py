@@ -1,11 +1,15 @@
-"""A parsed request and its answer: arrays, the same for HTTP, gRPC and the in-process call."""
+"""A parsed request and its response: arrays, the same for HTTP, gRPC and the in-process call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
+import numpy as np
+
+from serving.errors import invalid_field, limit_exceeded
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -13,20 +17,6 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Method: TypeAlias = Literal["rank", "lookup"]
 JSON = "application/json"
-
-
-class Options(NamedTuple):
-    """The options of a request, not checked yet.
-
-    Of `timeout_ms` and `timeout_us` (of the Open Inference Protocol) the earlier counts; the server's default if both
-    are None. `routing_key` is what a canary is chosen by, or "".
-    """
-
-    timeout_ms: int | None = None
-    timeout_us: int | None = None
-    top_k: int | None = None
-    request_id: str = ""
-    routing_key: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +46,7 @@ class RankRequest:
 class LookupRequest:
     """A request for embeddings of any features, with any number of bags each.
 
-    `num_floats` are those of the answer; each row and each bag of rows counts as one more.
+    `num_floats` are those of the response; each row and each bag of rows counts as one more.
     """
 
     bags: KeyedBags
@@ -67,7 +57,7 @@ class LookupRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankAnswer:
+class RankResponse:
     """Scores of one request, all from one version.
 
     Attributes:
@@ -100,7 +90,7 @@ class FeatureEmbeddings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LookupAnswer:
+class LookupResponse:
     """Embeddings by feature name, all from one version."""
 
     model: str
@@ -110,11 +100,11 @@ class LookupAnswer:
 
 
 Request: TypeAlias = RankRequest | LookupRequest
-Answer: TypeAlias = RankAnswer | LookupAnswer
+Response: TypeAlias = RankResponse | LookupResponse
 
 
 class Encoded(NamedTuple):
-    """An answer as bytes: a body, and `more` pieces that are made one by one, so that others run between.
+    """A response as bytes: a body, and `more` pieces that are made one by one, so that others run between.
 
     Names of `headers` are in lower case.
     """
@@ -125,28 +115,96 @@ class Encoded(NamedTuple):
     more: Iterable[bytes] = ()
 
 
-class Unparsed(Protocol):
-    """A request whose numbers are not read: what they mean depends on the version.
+class Codec(msgspec.Struct, eq=False):
+    """A form of requests and responses, and once it has `read` one, that request's document.
 
-    `version` must answer, or the live one or the canary if None; `key` is what a canary is chosen by, or "".
+    A request's numbers are not read before the version that answers it is known: what they mean depends on it.
+
+    Attributes:
+        api: its name in metrics.
+        version: that must answer, or the live one or the canary if None.
+        key: what a canary is chosen by, or "".
+        timeout_s: the deadline, from when the call began.
     """
 
-    model: str
-    version: int | None
-    key: str
+    method: Method = "rank"
+    model: str = ""
+    api: str = "http"
+    version: int | None = None
+    key: str = ""
+    timeout_s: float = 0.0
+    top_k: int | None = None
+    request_id: str = ""
+
+    def read(self, body: Buffer, limits: RequestLimits) -> Codec:
+        """Return the codec of a request, read as far as that needs no schema. Raises InvalidRequestError."""
+        raise NotImplementedError
 
     def parse(self, schema: RequestSchema) -> Request:
-        """Read and check everything else. Raises InvalidRequestError."""
+        """Read and check everything else, once. Raises InvalidRequestError."""
+        raise NotImplementedError
 
-    def encode(self, answer: Answer) -> Encoded:
-        """Write the answer in the form that the request asked for."""
+    def encode(self, response: Response) -> Encoded:
+        """Write the response in the form that the request asked for."""
+        raise NotImplementedError
+
+    def rank_request(
+        self,
+        bags: KeyedBags,
+        num_candidates: int,
+        context_dense: Float32Array,
+        candidate_dense: Float32Array,
+        texts: Sequence[str],
+    ) -> RankRequest:
+        """Make a rank request with the options that were read. Raises InvalidRequestError: a number is not finite."""
+        # Not `all` of arrays: by fewer steps of the interpreter.
+        for path, dense in (("context.dense", context_dense), ("candidates.dense", candidate_dense)):
+            if dense.size and not np.logical_and.reduce(np.isfinite(dense), axis=None):
+                position = np.argwhere(~np.isfinite(dense))[0].tolist()
+                index = "".join(f"[{index}]" for index in position)
+                raise invalid_field(path + index, f"{dense[tuple(position)]} is not a finite float32")
+        return RankRequest(
+            bags, num_candidates, context_dense, candidate_dense, self.timeout_s, self.top_k, self.request_id, texts
+        )
+
+    def lookup_request(self, schema: RequestSchema, bags: KeyedBags, texts: Sequence[str]) -> LookupRequest:
+        """Make a lookup with the options that were read. Raises InvalidRequestError: too large a response."""
+        # A row is a list in the response, and so is a bag of rows: each takes about as long to write as a float.
+        row, is_none = schema.embedding_dims[bags.keys] + 1, schema.features.is_none[bags.keys]
+        rows, bags_of_rows = np.where(is_none, bags.values_per_key(), bags.bags_per_key), bags.bags_per_key[is_none]
+        floats = int((rows * row).sum() + bags_of_rows.sum())
+        if floats > (allowed := schema.limits.max_lookup_floats):
+            raise limit_exceeded("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
+        return LookupRequest(bags, self.timeout_s, floats, self.request_id, texts)
 
 
-class Codec(Protocol):
-    """A form of requests and answers, without state; `api` is its name in metrics."""
+def check_options(
+    limits: RequestLimits,
+    request_id: str,
+    routing_key: str,
+    top_k: int | None,
+    timeout_ms: int | None,
+    timeout_us: int | None = None,
+) -> float:
+    """Check what every request may have.
 
-    api: str
-    method: Method
-
-    def read(self, body: Buffer, limits: RequestLimits) -> Unparsed:
-        """Read a request as far as that needs no schema. Raises InvalidRequestError if it is not of this form."""
+    Returns seconds until the deadline: of `timeout_ms` and `timeout_us` (of the Open Inference Protocol) the earlier,
+    or the default if both are None. Raises InvalidRequestError.
+    """
+    if request_id or routing_key:
+        for field, text in (("request_id", request_id), ("routing_key", routing_key)):
+            limit = f"max_{field}_chars"
+            if len(text) > getattr(limits, limit):
+                raise limit_exceeded(field, limit, getattr(limits, limit), len(text), "characters")
+    if top_k is not None and top_k < 1:
+        raise invalid_field("top_k", f"{top_k} is not 1 or more")
+    allowed, timeouts_s = limits.max_timeout_ms, list[float]()
+    for field, timeout, per_ms in (("timeout_ms", timeout_ms, 1), ("timeout", timeout_us, 1000)):
+        if timeout is None:
+            continue
+        if timeout < 1:
+            raise invalid_field(field, f"{timeout} is not in 1..{allowed * per_ms}")
+        if timeout > allowed * per_ms:
+            raise limit_exceeded(field, "max_timeout_ms", allowed, -(-timeout // per_ms), "ms")
+        timeouts_s.append(timeout / (1000 * per_ms))
+    return min(timeouts_s, default=limits.default_timeout_ms / 1000)

@@ -13,7 +13,7 @@ import numpy as np
 
 from loader.snapshot.manifest import Side
 from router.feature_schema import FeatureSchema
-from serving.errors import InvalidRequestError, missing_feature, unknown_feature
+from serving.errors import InvalidRequestError, count_mismatch, limit_exceeded, missing_feature, unknown_feature
 from serving.limits import RequestLimits
 from shard_node.bags import Int32Array, Int64Array
 
@@ -28,9 +28,9 @@ MAX_NAME_CHARS = 128
 _MAX_COMPARED = 32
 
 
-def part_path(part: Part, rest: str) -> str:
+def part_path(part: Part, member: str) -> str:
     """`context.sparse`, or plain `sparse` in a lookup."""
-    return f"{part}.{rest}" if part else rest
+    return f"{part}.{member}" if part else member
 
 
 Datatype: TypeAlias = Literal["INT64", "INT32", "FP32", "BYTES"]
@@ -74,18 +74,18 @@ class RequestSchema:
     def __init__(self, features: FeatureSchema, limits: RequestLimits) -> None:
         self.features, self.limits = features, limits
         spec, every = features.spec, features.features
-        self.names = tuple(one.name for one in every)
+        self.names = tuple(feature.name for feature in every)
         self.keys: Int32Array = np.arange(len(every), dtype=np.int32)
         self.is_string = np.array([name in features.string_features for name in self.names], dtype=np.bool_)
-        self.is_weighted = np.array([one.weighted for one in every], dtype=np.bool_)
+        self.is_weighted = np.array([feature.weighted for feature in every], dtype=np.bool_)
         self.kinds = tuple(zip(self.names, features.is_context.tolist(), self.is_string.tolist(), strict=True))
-        self.weighted_names = frozenset(one.name for one in every if one.weighted)
+        self.weighted_names = frozenset(feature.name for feature in every if feature.weighted)
         self.name_sets = {part: frozenset(self.names_of(part)) for part in PARTS}
         self.candidate_names = self.names_of("candidates")
         self.embedding_dims: Int64Array = np.array([spec.table_of(name).embedding_dim for name in self.names], np.int64)
         specs = TensorSpec(SCORES, "FP32", (VARIES,)), TensorSpec(ORDER, "INT64", (VARIES,))
         named = (TensorSpec(name, "FP32", (VARIES,)) for name in spec.dense_model.outputs)
-        self.outputs = {one.name: one for one in (*specs, *named)}
+        self.outputs = {tensor.name: tensor for tensor in (*specs, *named)}
         self.num_context_dense, self.num_candidate_dense = spec.dense_inputs.context, spec.dense_inputs.candidate
 
     @cached_property
@@ -103,7 +103,7 @@ class RequestSchema:
     @cached_property
     def required_inputs(self) -> frozenset[str]:
         """Names of the inputs that every request has. Raises InvalidRequestError."""
-        return frozenset(name for name, one in self.inputs.items() if not one.optional)
+        return frozenset(name for name, tensor in self.inputs.items() if not tensor.optional)
 
     def _input_specs(self) -> Iterator[TensorSpec]:
         for name, is_context, is_string in self.kinds:
@@ -126,9 +126,21 @@ class RequestSchema:
         """Return the part of a rank request that a feature stands in. Raises KeyError."""
         return PART_OF_SIDE[self.features.spec.feature(name).side]
 
+    def feature_path(self, name: str, *, is_lookup: bool) -> str:
+        """Name a feature in errors, such as `candidates.sparse.film_id`."""
+        return part_path("" if is_lookup else self.part_of(name), f"sparse.{name}")
+
     def bags_per_key(self, num_candidates: int) -> Int64Array:
         """int64 [F], 1 for a context feature, N for a candidate feature."""
         return np.where(self.features.is_context, 1, num_candidates)
+
+    def check_num_candidates(self, num_candidates: int) -> None:
+        """Raise InvalidRequestError for none or too many."""
+        limits = self.limits
+        if num_candidates < 1:
+            raise count_mismatch("candidates", "0 candidates; a rank request needs at least 1")
+        if num_candidates > limits.max_candidates:
+            raise limit_exceeded("candidates", "max_candidates", limits.max_candidates, num_candidates, "candidates")
 
     def check_names(self, part: Part, given: Collection[str], *, all_needed: bool) -> None:
         """Raise InvalidRequestError for features that are not of a part, and with `all_needed` for a missing one."""
@@ -151,16 +163,15 @@ class RequestSchema:
         names = self.names_of(part)
         shown = str(list(names))
         if len(names) > MAX_NAMES_SHOWN:
-            shown = f"{len(names)}, such as {get_close_matches(name, _most_alike(name, names), 3) or list(names[:3])}"
+            shown = f"{len(names)}, such as {get_close_matches(name, _similar(name, names), 3) or list(names[:3])}"
         model = self.features.spec.model
         return unknown_feature(path, f"model {model!r} has no such feature here; it has {shown}")
 
 
-def _most_alike(name: str, names: tuple[str, ...]) -> list[str]:
+def _similar(name: str, names: tuple[str, ...]) -> list[str]:
     """Those that begin and end most like a name. To compare it with a thousand letter by letter takes many ms."""
 
-    def letters(other: str) -> int:
-        forward, backward = map(eq, name, other), map(eq, reversed(name), reversed(other))
-        return list(forward).count(True) + list(backward).count(True)
+    def num_common(other: str) -> int:
+        return [*map(eq, name, other), *map(eq, reversed(name), reversed(other))].count(True)
 
-    return nlargest(_MAX_COMPARED, names, letters)
+    return nlargest(_MAX_COMPARED, names, num_common)

@@ -36,7 +36,7 @@ from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, FeatureSpec
 from loader.snapshot.tables import Frozen, Name
 from serving.errors import RecordingDamagedError
-from serving.formats.requests import RankAnswer, RankRequest
+from serving.formats.requests import RankRequest, RankResponse
 from serving.formats.schema import RequestSchema
 from shard_node.bags import Float32Array, KeyedBags
 
@@ -118,7 +118,7 @@ class Recorded:
 
     Attributes:
         arrived_at: when its call began, seconds since the epoch.
-        version, delta_sequence, dense_step: that gave the scores, as of `RankAnswer`.
+        version, delta_sequence, dense_step: that gave the scores, as of `RankResponse`.
         request: without its id and deadline, which were not recorded.
         scores: float32 [N].
     """
@@ -176,12 +176,12 @@ class RequestRecorder:
         self._size, self._began_at = 0, 0.0
         self._schemas: dict[_Key, int] = {}
         self._described: dict[_Key, bytes] = {}
-        self._queue = queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankAnswer, float, int] | None]()
+        self._queue = queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankResponse, float, int] | None]()
         self._queued_bytes, self._lock = 0, threading.Lock()
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
-    def offer(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> None:
+    def offer(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, began: float) -> None:
         """Queue a request that began at a time of the clock, if it is drawn and there is room. Its arrays are kept."""
         if self._draw() >= self._share:
             return
@@ -222,7 +222,7 @@ class RequestRecorder:
                 self._count("written" if written else "dropped", 1, written)
             self._end()
 
-    def _add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
+    def _add(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, began: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
         features = schema.features
         key = features.spec.model, features.digest, tuple(features.spec.dense_model.outputs)
@@ -302,7 +302,7 @@ def _framed(*payload: bytes) -> bytes:
     return _FRAME.pack(len(joined), zlib.crc32(joined)) + joined
 
 
-def _encoded(request: RankRequest, answer: RankAnswer) -> tuple[tuple[int, ...], bytes]:
+def _encoded(request: RankRequest, answer: RankResponse) -> tuple[tuple[int, ...], bytes]:
     """Return the counts of a request's head, and what follows it."""
     bags, lengths, weights = request.bags, request.bags.lengths, request.bags.weights
     has_lengths = bags.num_values != lengths.size or bool((lengths != 1).any())

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
 from serving.errors import InternalError
-from serving.formats.requests import Answer, Encoded, LookupRequest, RankRequest, Request
+from serving.formats.requests import Encoded, LookupRequest, RankRequest, Request, Response
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
 
@@ -31,7 +31,7 @@ KEPT, SLOWEST = 8, 2
 """Recent batches that count, and how many of them are left out: a process may have been stopped meanwhile."""
 logger = logging.getLogger(__name__)
 Wake: TypeAlias = Callable[[], None]
-RankBatch: TypeAlias = Callable[[Sequence[Call]], Awaitable["Sequence[Answer | Exception]"]]
+RankBatch: TypeAlias = Callable[[Sequence[Call]], Awaitable["Sequence[Response | Exception]"]]
 PRUDENCE = 2
 """An answer must be due within 1/PRUDENCE of the time left: a request waits unseen in its socket while a batch is
 ranked, and batches may take longer than those before."""
@@ -141,7 +141,7 @@ class Batcher:
         """Count the requests in the queue."""
         return len(self._queue)
 
-    async def rank_alone(self, call: Call) -> Answer | None:
+    async def rank_alone(self, call: Call) -> Response | None:
         """Rank a request in the caller's task, with neither queue nor future; None if others wait or are ranked.
 
         Its lease is released, unless the result is None. Raises as a future of `submit` would.
@@ -357,10 +357,10 @@ def _expire(dropped: list[Call]) -> None:
     finish((call, DeadlineExceededError(error)) for call in dropped)
 
 
-def finish(outcomes: Iterable[tuple[Call, Answer | BaseException]]) -> None:
+def finish(outcomes: Iterable[tuple[Call, Response | BaseException]]) -> None:
     """Release leases and resolve futures, on each event loop in one call; once a request, from any thread."""
     running = asyncio._get_running_loop()
-    by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Answer | BaseException]]] = defaultdict(list)
+    by_loop = defaultdict[asyncio.AbstractEventLoop | None, list[tuple[Any, Response | BaseException]]](list)
     for call, outcome in outcomes:
         call.lease.release()
         by_loop[call.loop].append((call.future, outcome))
@@ -373,7 +373,7 @@ def finish(outcomes: Iterable[tuple[Call, Answer | BaseException]]) -> None:
             loop.call_soon_threadsafe(resolve, resolved)
 
 
-def resolve(outcomes: Iterable[tuple[Any, Answer | BaseException]]) -> None:
+def resolve(outcomes: Iterable[tuple[Any, Response | BaseException]]) -> None:
     """Give futures their outcomes, unless they have one. Only on their loop."""
     for future, outcome in outcomes:
         if future is None or future.done():

@@ -23,8 +23,8 @@ from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
 from serving.errors import InternalError, InvalidRequestError
-from serving.formats.bags import place_of
-from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
+from serving.formats.bags import value_path
+from serving.formats.requests import FeatureEmbeddings, LookupRequest, LookupResponse, RankRequest, RankResponse
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
 from serving.models.layers import CPU, NumberFormat
@@ -336,7 +336,7 @@ class Ranking:
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
         await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
 
-    async def rank(self, waiting: Sequence[Call]) -> list[RankAnswer | Exception]:
+    async def rank(self, waiting: Sequence[Call]) -> list[RankResponse | Exception]:
         """Rank requests together: each gets its answer, or its error (an unknown id, a score not finite).
 
         Raises ShardrankError if the rows can't be looked up; then no request has an answer.
@@ -365,18 +365,18 @@ class Ranking:
         batch: MergedBatch,
         scored: Scored,
         is_counted: npt.NDArray[np.bool_],
-    ) -> list[RankAnswer | Exception]:
+    ) -> list[RankResponse | Exception]:
         """Return an answer or error of each request; `is_counted`, bool [B], says whose scores guards compare."""
         scores, rejected, dense_step, sequence = scored
         order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
         model, version, names = self._model_name, self.parts.version, self._output_names
-        outcomes: list[RankAnswer | Exception] = []
+        outcomes: list[RankResponse | Exception] = []
         for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True):
             best = order[start:end][: request.top_k]
             named = dict(zip(names, scores[1:, start:end], strict=True)) if names else {}
             of_request, request_id = scores[0, start:end], request.request_id
-            outcomes.append(RankAnswer(model, version, of_request, best, request_id, dense_step, named, sequence))
+            outcomes.append(RankResponse(model, version, of_request, best, request_id, dense_step, named, sequence))
         # A sum is finite only if all of them are, and one number is asked faster than many.
         if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
             self._counter.scored(scores[0] if is_counted.all() else scores[0, is_counted[batch.request_of_candidate]])
@@ -394,7 +394,7 @@ class Ranking:
             # The first refused id of each request is the one that it is told.
             for number, which in zip(*np.unique(owner, return_index=True), strict=True):
                 outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
-        is_counted &= [isinstance(one, RankAnswer) for one in outcomes]
+        is_counted &= [isinstance(one, RankResponse) for one in outcomes]
         self._counter.scored(scores[0, is_counted[batch.request_of_candidate]])
         return outcomes
 
@@ -423,7 +423,7 @@ class Ranking:
             times.rank_s = self._clock() - routed_at
         return Scored(scores, embeddings.rejected, parts.dense_step, embeddings.sequence)
 
-    async def lookup(self, waiting: Call) -> LookupAnswer:
+    async def lookup(self, waiting: Call) -> LookupResponse:
         """Look embeddings up, and pass the times to the request. Raises InvalidRequestError for an id without a row."""
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
         times = BatchTimes(started_at=self._clock())
@@ -446,7 +446,7 @@ class Ranking:
             )
             for key in request.bags.keys.tolist()
         }
-        answer = LookupAnswer(self._model_name, version, by_feature, request.request_id)
+        answer = LookupResponse(self._model_name, version, by_feature, request.request_id)
         times.lookup, times.lookup_s = pooled.times, routed_at - times.started_at
         self._end_batch(times, routed_at, [waiting], "lookup")
         return answer
@@ -491,7 +491,7 @@ def unknown_id(
     flat_bag = int(bags.bag_starts()[np.searchsorted(bags.keys, key)]) + bag
     first, end = int(bags.offsets[flat_bag]), int(bags.offsets[flat_bag + 1])
     index = first + int((bags.values[first:end] == rejected_id).argmax())
-    place = place_of(schema, bags, index, lookup=isinstance(request, LookupRequest))
+    path = value_path(schema, bags, index, is_lookup=isinstance(request, LookupRequest))
     table = schema.features.spec.table_of(schema.features.features[key].name)
     shown: object = rejected_id
     if schema.is_string[key]:
@@ -502,4 +502,4 @@ def unknown_id(
         allowed = f"not in 0..{table.num_embeddings - 1} (num_embeddings = {table.num_embeddings})"
     else:
         allowed = f"not among the {table.num_embeddings} ids (num_embeddings) of its vocabulary"
-    return InvalidRequestError(place, f"{shown} has no row in table {table.name!r}: {allowed}", kind="unknown_id")
+    return InvalidRequestError(path, f"{shown} has no row in table {table.name!r}: {allowed}", kind="unknown_id")

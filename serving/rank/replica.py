@@ -23,7 +23,7 @@ import uvloop
 
 from loader.errors import ShardrankError, UnavailableError
 from serving.errors import InternalError
-from serving.formats.requests import Answer, LookupRequest
+from serving.formats.requests import LookupRequest, Response
 from serving.observe.calls import Call
 from serving.rank.batcher import Batcher, finish, ranking_failed
 from serving.rank.ranking import Ranking
@@ -74,7 +74,7 @@ class _OnLoop:
     async def _answer(self, batch: list[Call]) -> None:
         """Rank or look up a batch, and give each request its answer or error once; bugs are logged."""
         broken_off = InternalError("ranking was broken off; the server's log says more")
-        outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
+        outcomes: list[Response | BaseException] = [broken_off] * len(batch)
         try:
             try:
                 now = self._clock()
@@ -253,7 +253,7 @@ class LoopReplica(_OnLoop):
         self._go_on()
 
 
-async def _outcomes(ranking: Ranking, batch: list[Call]) -> list[Answer | BaseException]:
+async def _outcomes(ranking: Ranking, batch: list[Call]) -> list[Response | BaseException]:
     try:
         if isinstance(batch[0].request, LookupRequest):
             return [await ranking.lookup(batch[0])]

@@ -19,14 +19,13 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError
 from serving.formats.requests import (
-    Answer,
     Buffer,
     Codec,
     Encoded,
     LookupRequest,
-    RankAnswer,
     RankRequest,
-    Unparsed,
+    RankResponse,
+    Response,
 )
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -40,7 +39,7 @@ from shard_node.byte_budget import ByteBudget
 
 logger = logging.getLogger(__name__)
 
-OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankAnswer, float], None]
+OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankResponse, float], None]
 """Called with an answered rank request, its schema, and when its call began, monotonic seconds; must be quick."""
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
@@ -183,7 +182,7 @@ class RankingService(VersionChoice):
         if outcome is not None and call.lease.generation.state == "retired":
             self._forget(call.model, call.version)
 
-    async def wait(self, call: Call, watch_client: WatchClient) -> Answer:
+    async def wait(self, call: Call, watch_client: WatchClient) -> Response:
         """Return a replica's answer to a request, on the loop of the call; its lease will be released.
 
         A request that has not begun when `watch_client` calls back, or the caller is cancelled, is dropped. Raises
@@ -199,7 +198,7 @@ class RankingService(VersionChoice):
         gone = InvalidRequestError("", "the client closed the connection", kind="client_gone")
         watch_client(partial(resolve, [(future, gone)]))
         try:
-            return cast(Answer, await future)
+            return cast(Response, await future)
         finally:
             timer.cancel()
             call.is_abandoned = True
@@ -207,9 +206,9 @@ class RankingService(VersionChoice):
             call.future = None
             del future
 
-    def wait_in_thread(self, call: Call) -> Answer:
+    def wait_in_thread(self, call: Call) -> Response:
         """Return a replica's answer, while the calling thread waits; the future has no loop. Raises as `wait`."""
-        future = cast("concurrent.futures.Future[Answer]", call.future)
+        future = cast("concurrent.futures.Future[Response]", call.future)
         call.lease.generation.payload.batcher.submit(call)
         try:
             return future.result(max(0.0, call.deadline - self.clock()))
@@ -280,12 +279,12 @@ async def answer(
     if service.tracer is not None:
         call.trace = service.tracer.begin(parent)
     try:
-        unparsed = _parse(service, codec, call, await receive())
+        codec = _parse(service, codec, call, await receive())
         if (remaining_s := client.time_remaining()) is not None:
             call.deadline = min(call.deadline, call.parsed_at + remaining_s)
         call.loop = asyncio.get_running_loop()
         if isinstance(call.request, LookupRequest):
-            encoded = await _looked_up(service, unparsed, call, client)
+            encoded = await _looked_up(service, codec, call, client)
         else:
             # The lease ends with the batch, and the version may be gone by then.
             served = call.lease.generation.payload
@@ -295,9 +294,9 @@ async def answer(
             if answered is None:
                 answered = await service.wait(call, client.watch)
             call.answered_at = service.clock()
-            encoded = unparsed.encode(answered)
+            encoded = codec.encode(answered)
             for notify in service.on_ranked:
-                notify(schema, call.request, cast(RankAnswer, answered), call.started_at)
+                notify(schema, call.request, cast(RankResponse, answered), call.started_at)
         call.encoded_at = service.clock()
     except BaseException as error:
         service.end_call(call, error)
@@ -306,7 +305,7 @@ async def answer(
     return encoded
 
 
-async def _looked_up(service: RankingService, unparsed: Unparsed, call: Call, client: Caller) -> Encoded:
+async def _looked_up(service: RankingService, codec: Codec, call: Call, client: Caller) -> Encoded:
     """Answer a lookup, once there is room for its answer."""
     num_floats, untaken = cast(LookupRequest, call.request).num_floats, service.untaken
     try:
@@ -321,7 +320,7 @@ async def _looked_up(service: RankingService, unparsed: Unparsed, call: Call, cl
     try:
         answered = await service.wait(call, client.watch)
         call.answered_at = service.clock()
-        encoded = await untaken.write(unparsed.encode(answered))
+        encoded = await untaken.write(codec.encode(answered))
         client.when_taken(give)
     except BaseException:
         give()
@@ -329,7 +328,7 @@ async def _looked_up(service: RankingService, unparsed: Unparsed, call: Call, cl
     return encoded
 
 
-def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Answer:
+def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Response:
     """Answer one call of this process while the calling thread waits. Nothing is encoded. Raises as `answer`."""
     with service.call(codec.api, codec.method) as call:
         _parse(service, codec, call, body)
@@ -337,21 +336,21 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Ans
         return service.wait_in_thread(call)
 
 
-def _parse(service: RankingService, codec: Codec, call: Call, body: Buffer) -> Unparsed:
-    """Parse a complete request under a lease on the version that will answer it."""
+def _parse(service: RankingService, codec: Codec, call: Call, body: Buffer) -> Codec:
+    """Parse a complete request under a lease on the version that will answer it; return the codec that has read it."""
     call.received_at = service.clock()
     service.complete(call)
-    unparsed = codec.read(body, service.limits)
-    lease = service.lease(unparsed.model, unparsed.version, lambda: unparsed.key)
+    codec = codec.read(body, service.limits)
+    lease = service.lease(codec.model, codec.version, lambda: codec.key)
     generation = lease.generation
-    call.lease, call.is_pinned = lease, unparsed.version is not None
+    call.lease, call.is_pinned = lease, codec.version is not None
     call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
     call.leased_at = service.clock()
     try:
-        call.request = unparsed.parse(generation.payload.schema)
+        call.request = codec.parse(generation.payload.schema)
     except BaseException:
         lease.release()
         raise
     call.parsed_at = service.clock()
     call.deadline = call.started_at + call.request.timeout_s
-    return unparsed
+    return codec

@@ -69,7 +69,7 @@ class Route(NamedTuple):
 RPC, INFERENCE, PROTOBUF = "/shardrank.v1.RankingService", "/inference.GRPCInferenceService", "application/x-protobuf"
 JSON_RANK = Route("http", "/v1/models/{model}:rank", JsonCodec("rank", MODEL))
 JSON_LOOKUP = Route("http", "/v1/models/{model}:lookup", JsonCodec("lookup", MODEL))
-INFER_BODY = Route("http", "/v2/models/{model}/infer", InferHttpCodec(MODEL, "", None))
+INFER_BODY = Route("http", "/v2/models/{model}/infer", InferHttpCodec(model=MODEL, header_length=None))
 GRPC_RANK = Route("grpc", f"{RPC}/Rank", MessageCodec("rank"), "")
 GRPC_LOOKUP = Route("grpc", f"{RPC}/Lookup", MessageCodec("lookup"), "")
 GET_MODEL = Route("grpc", f"{RPC}/GetModel", None, "")
@@ -592,8 +592,8 @@ async def test_nothing_of_a_message_that_is_cut_off_is_kept(api):
     peer.begin()
     with traced():
         for stream_id in range(1, 11, 2):
-            peer.send(peer.call(stream_id, GRPC_RANK.path), data(stream_id, prefixed(bytes(4_000_000))[:900_000]))
-            peer.send(frames.rst_stream(stream_id, frames.ErrorCode.CANCEL), PING)
+            peer.send(peer.call(stream_id, GRPC_RANK.path), data(stream_id, prefixed(bytes(4_000_000))[:16_000]))
+            peer.send(data(stream_id, bytes(16_000)) * 55, frames.rst_stream(stream_id, frames.ErrorCode.CANCEL), PING)
             await peer.find(frames.PING)
         held, _ = tracemalloc.get_traced_memory()
     peer.close()

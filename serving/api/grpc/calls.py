@@ -8,7 +8,7 @@ import itertools
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -29,6 +29,7 @@ from serving.errors import (
     malformed,
     printable,
 )
+from serving.formats.requests import Buffer
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from shard_node.byte_budget import MessageBytes
 
@@ -37,16 +38,14 @@ logger = logging.getLogger(__name__)
 ERROR_KIND_METADATA = "shardrank-error-kind"
 MAX_DETAILS_BYTES = 4096
 MAX_WAITING_MESSAGES = 256
-MESSAGES_OF_A_TURN = 8
+MESSAGES_AT_ONCE = 8
 MAX_SMALL_MESSAGE_BYTES = 2**16
 """Of a message that is no ranking request."""
 PREFIX_BYTES = 5
-VIEW_BYTES = 4096
-"""Of a piece of a message: from here on a view costs less than a copy."""
 SMALL_CALL_WORTH_S, BYTE_WORTH_S = 1e-4, 2e-9
 """Work at the front that a completed call makes good, and each byte of its message."""
 CANCELLED_CALL_S = 50e-6
-"""What a call costs that the client gives up, beside reading it."""
+"""What a call costs that the client gives up, in addition to reading it."""
 REFUSED_CALL_S, MAX_REFUSED_CALL_S = 2e-3, 0.05
 """What it may cost to see what is wrong with a message; what it costs beyond that is charged, up to the second."""
 INTERNAL, STOPPING = "internal error; the server's log says more", "the server stops"
@@ -78,46 +77,37 @@ class CallHead(NamedTuple):
 
 
 def read_head(request: HeaderList, max_bytes: int) -> CallHead:
-    """Read the headers of a call, which may take `max_bytes` as RFC 9113 counts them (section 10.5.1)."""
-    found = dict(request.headers)
-    path, timeout = found.get(b":path", b""), found.get(b"grpc-timeout")
-    refusal, timeout_s, authorization = _refusal(request, found, max_bytes), None, None
-    if timeout and refusal is None:
-        read = _TIMEOUT.fullmatch(timeout)
-        if read is None:
-            says = f"it is {timeout.decode('latin-1')!r}; it must be digits and a unit"
-            refusal = invalid_field("grpc-timeout", says), 200
-        else:
-            timeout_s = int(read[1]) * _UNIT_S[read[2]]
-    if b"authorization" in found:
-        # Joined, as HTTP has it of headers that come twice: then they are no token.
-        sent = b", ".join(value for name, value in request.headers if name == b"authorization")
-        authorization = sent.decode("latin-1")
-    coding = found.get(b"grpc-encoding")
-    parent = parent_of(found, request.headers) if TRACEPARENT in found else None
-    return CallHead(path, timeout_s, coding.decode("latin-1") if coding else IDENTITY, authorization, refusal, parent)
-
-
-def _refusal(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> tuple[ShardrankError, int] | None:
+    """Read the headers of a call, which may have `max_bytes` as RFC 9113 counts them (section 10.5.1)."""
+    headers, refusal, authorization = dict(request.headers), None, None
+    timeout, content_type = headers.get(b"grpc-timeout", b""), headers.get(b"content-type", b"")
+    parsed = _TIMEOUT.fullmatch(timeout)
     if request.size > max_bytes:
-        says = f"the headers take {request.size} bytes, more than the limit max_header_bytes = {max_bytes}"
-        return InvalidRequestError("", says, kind="header_too_large"), 200
-    if request.problem is not None:
-        # RFC 9113, section 8.1.1: an answer may say so.
-        return malformed("", request.problem), 400
-    if found[b":method"] != b"POST":
-        return InvalidRequestError(
-            "", f"the method is {found[b':method'].decode('latin-1')!r}; it must be POST", kind="method_not_allowed"
-        ), 405
-    content_type = found.get(b"content-type", b"")
-    if not _CONTENT_TYPES.match(content_type):
-        says = f"content-type is {content_type.decode('latin-1')!r}; it must be application/grpc"
-        return malformed("", says), 415
-    return None
+        problem = f"the headers take {request.size} bytes, more than the limit max_header_bytes = {max_bytes}"
+        refusal = InvalidRequestError("", problem, kind="header_too_large"), 200
+    elif request.problem is not None:
+        # RFC 9113, section 8.1.1: a response may say so.
+        refusal = malformed("", request.problem), 400
+    elif headers[b":method"] != b"POST":
+        problem = f"the method is {headers[b':method'].decode('latin-1')!r}; it must be POST"
+        refusal = InvalidRequestError("", problem, kind="method_not_allowed"), 405
+    elif not _CONTENT_TYPES.match(content_type):
+        problem = f"content-type is {content_type.decode('latin-1')!r}; it must be application/grpc"
+        refusal = malformed("", problem), 415
+    elif timeout and parsed is None:
+        problem = f"it is {timeout.decode('latin-1')!r}; it must be digits and a unit"
+        refusal = invalid_field("grpc-timeout", problem), 200
+    if b"authorization" in headers:
+        # Joined, as HTTP has it of headers that come twice: then they are no token.
+        values = b", ".join(value for name, value in request.headers if name == b"authorization")
+        authorization = values.decode("latin-1")
+    timeout_s = int(parsed[1]) * _UNIT_S[parsed[2]] if parsed is not None else None
+    coding = headers.get(b"grpc-encoding", b"").decode("latin-1") or IDENTITY
+    parent = parent_of(headers, request.headers) if TRACEPARENT in headers else None
+    return CallHead(headers.get(b":path", b""), timeout_s, coding, authorization, refusal, parent)
 
 
 _BEGINNING = ((b"content-type", _CONTENT_TYPE), (b"grpc-accept-encoding", KNOWN_CODINGS.replace(" ", "").encode()))
-ANSWER_HEAD = header_block(_BEGINNING[:1], status=200)
+RESPONSE_HEAD = header_block(_BEGINNING[:1], status=200)
 OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 
 
@@ -150,71 +140,52 @@ def grpc_message(details: str) -> str:
 
 
 class MessageReader:
-    """Joins length-prefixed messages of a stream, of `max_bytes` at most; `missing` bytes of one have not come."""
+    """Splits the bytes of a stream into length-prefixed messages, of `max_bytes` at most."""
 
-    __slots__ = ("_flag", "_max_bytes", "_parts", "_prefix", "missing")
+    __slots__ = ("_max_bytes", "buffer", "missing")
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._prefix, self._flag = b"", 0
-        self._parts: list[memoryview | bytearray] = []
+        # Of a message that is not complete: its bytes, and how many have not come, once its length has.
+        self.buffer = bytearray()
         self.missing = 0
 
-    @property
-    def is_amid_message(self) -> bool:
-        """Whether some of a message has come, but not all of it."""
-        return bool(self._prefix or self.missing)
+    def feed(self, data: memoryview) -> Iterator[tuple[int, bytearray]]:
+        """Yield the flag (0 plain, 1 compressed) and the bytes of each message that is complete.
 
-    def feed(self, data: memoryview) -> tuple[tuple[int, bytes] | None, memoryview]:
-        """Read up to the end of a message.
-
-        Returns its flag (0 plain, 1 compressed) and bytes, or None, and the bytes after it. Raises InvalidRequestError
-        for one that is too long, as soon as its length has come.
+        Raises InvalidRequestError for one that is too long, as soon as its length has come.
         """
-        if not self.missing:
-            needs = PREFIX_BYTES - len(self._prefix)
-            prefix, data = self._prefix + bytes(data[:needs]), data[needs:]
-            if len(prefix) < PREFIX_BYTES:
-                self._prefix = prefix
-                return None, data
-            self._prefix, self._flag = b"", prefix[0]
-            size = int.from_bytes(prefix[1:], "big")
-            if size > self._max_bytes:
-                raise limit_exceeded(
-                    "", "max_body_bytes", self._max_bytes, size, "bytes in the message", kind="body_too_large"
-                )
-            if len(data) >= size:
-                return (self._flag, bytes(data[:size])), data[size:]
-            self.missing = size
-        part, rest, parts = data[: self.missing], data[self.missing :], self._parts
-        if len(part) >= VIEW_BYTES and 2 * len(part) >= len(part.obj):  # type: ignore[arg-type]  # bytes
-            # A view keeps all that came with it, so it is for what is most of that.
-            parts.append(part)
-        elif parts and isinstance(parts[-1], bytearray):
-            # Or else a message that comes in tiny pieces would take many times its length.
-            parts[-1] += part
-        else:
-            parts.append(bytearray(part))
-        self.missing -= len(part)
-        if self.missing:
-            return None, rest
-        self._parts = []
-        return (self._flag, b"".join(parts)), rest
-
-    def clear(self) -> None:
-        """Let go what has come of a message."""
-        self._parts = []
+        buffer, at = self.buffer, 0
+        buffer += data
+        self.missing = 0
+        while len(buffer) - at >= PREFIX_BYTES:
+            start = at + PREFIX_BYTES
+            size = int.from_bytes(buffer[at + 1 : start], "big")
+            if size > (allowed := self._max_bytes):
+                raise limit_exceeded("", "max_body_bytes", allowed, size, "bytes in the message", "body_too_large")
+            self.missing = max(0, start + size - len(buffer))
+            if self.missing:
+                break
+            flag, at = buffer[at], start + size
+            if at == len(buffer):
+                # It need not be copied.
+                del buffer[:start]
+                self.buffer, message = bytearray(), buffer
+                yield flag, message
+                return
+            yield flag, buffer[start:at]
+        del buffer[:at]
 
 
 async def plain_message(
     flag: int,
-    message: bytes,
+    message: bytearray,
     coding: str,
     max_bytes: int,
-    held: MessageBytes,
+    buffered: MessageBytes,
     spent: Callable[[float], object],
-    places: asyncio.Semaphore,
-) -> bytes:
+    expanding: asyncio.Semaphore,
+) -> Buffer:
     """Return a message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
     if not flag:
         return message
@@ -223,16 +194,17 @@ async def plain_message(
     if coding == IDENTITY:
         raise malformed("", "a message is flagged as compressed, but the call has no grpc-encoding")
     if coding not in CODINGS:
-        says = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
-        raise InvalidRequestError("", says, kind="unknown_coding")
-    return await expand(message, max_bytes, held, spent, places)
+        problem = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
+        raise InvalidRequestError("", problem, kind="unknown_coding")
+    return await expand(message, max_bytes, buffered, spent, expanding)
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcMethod:
     """Answers the calls of one path; a streamed one may have several messages, in either direction.
 
-    `answer` returns the bytes of the one answer; or None once it has written those of a streamed call. `worth_s` is the
+    `answer` is called when the head of a call has come, and may refuse it by that. What it returns is awaited in a task
+    of the call: the bytes of the one answer, or None once it has written those of a streamed call. `worth_s` is the
     work that a completed call makes good.
     """
 
@@ -243,17 +215,14 @@ class GrpcMethod:
     is_streamed: bool = False
 
 
-def streamed(
-    answers: Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes]], scope: Scope | None = None
-) -> GrpcMethod:
-    """Make a method that turns messages into messages, until the client, its deadline or the server's end ends it."""
+def streamed(responses: Callable[[GrpcCall], AsyncGenerator[bytes]], scope: Scope | None = None) -> GrpcMethod:
+    """Make a method that answers by several messages, until the client, its deadline or the server's end ends it."""
 
     async def answer(call: GrpcCall) -> None:
         try:
-            async with asyncio.timeout(call.time_remaining()):
-                async with contextlib.aclosing(answers(call.messages())) as made:
-                    async for message in made:
-                        await call.write(message)
+            async with asyncio.timeout(call.time_remaining()), contextlib.aclosing(responses(call)) as messages:
+                async for message in messages:
+                    await call.write(message)
         except TimeoutError:
             raise DeadlineExceededError("the deadline passed") from None
 
@@ -269,11 +238,11 @@ class GrpcMethods:
     expanding: asyncio.Semaphore
     tokens: Tokens | None = None
     tasks: dict[asyncio.Task[None], GrpcMethod] = field(default_factory=dict)
-    takes_streamed: bool = True
+    accepts_streamed: bool = True
 
     def end_streamed(self) -> None:
-        """End the streamed calls, and take no more of them."""
-        self.takes_streamed = False
+        """End the streamed calls, and accept no more of them."""
+        self.accepts_streamed = False
         for task, method in list(self.tasks.items()):
             if method.is_streamed:
                 task.cancel()
@@ -287,18 +256,18 @@ class GrpcCall:
         method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
         self._reader = MessageReader(0 if method is None else method.max_message_bytes)
         # With their flags, and compressed as they came: what waits is bounded by the window that way. Last, an error.
-        self._messages: deque[tuple[int, bytes] | ShardrankError] = deque()
+        self._messages: deque[tuple[int, bytearray] | ShardrankError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._on_leave: Callable[[], object] | None = None
-        self._has_head = self._has_all = False
+        self._has_head = self._has_all = self._has_left = False
         self._ignores_more = method is None
-        self._began = connection.clock()
+        self._started_at = connection.clock()
         self._received_bytes, self._working_since = 0, 0.0
         self._bytes = MessageBytes(connection.account)
 
     def begin(self) -> None:
-        """Start the method."""
+        """Start the method, or refuse the call."""
         method, methods, head = self._method, self._methods, self.head
         if head.refusal is not None:
             self._refuse(*head.refusal)
@@ -306,63 +275,59 @@ class GrpcCall:
         try:
             if method is None:
                 raise NotFoundError(f"there is no method {head.path.decode('latin-1')}", kind="no_such_route")
-            if method.is_streamed and not methods.takes_streamed:
+            if method.is_streamed and not methods.accepts_streamed:
                 raise UnavailableError(STOPPING, kind="shutting_down")
             if methods.tokens is not None and method.scope is not None:
                 methods.tokens.check(head.authorization, method.scope)
+            answer = method.answer(self)
         except ShardrankError as error:
-            self._refuse(error)
+            self._refuse_by_service(error)
         else:
-            task = self.connection.loop.create_task(self._run(method))
-            self._on_leave = task.cancel
+            task = self.connection.loop.create_task(self._run(method, answer))
             methods.tasks[task] = method
             task.add_done_callback(methods.tasks.__delitem__)
 
-    def take(self, data: memoryview) -> None:
-        """Put messages together. Behind the one message of a call that has one, nothing is kept."""
+    def on_data(self, data: memoryview) -> None:
+        """Put messages together. Of a call that has one message nothing is kept after it."""
         if self._ignores_more:
             return
-        reader = self._reader
         try:
             self._bytes.charge(len(data))
-            while data:
-                message, data = reader.feed(data)
-                if message is None:
-                    continue
+            for message in self._reader.feed(data):
                 self._messages.append(message)
-                self._wake()
                 if self._method is None or not self._method.is_streamed:
-                    self._ignores_more = True
+                    self._ignore_more()
                     return
                 if len(self._messages) > MAX_WAITING_MESSAGES:
                     raise OverloadedError(f"more than {MAX_WAITING_MESSAGES} messages of a call wait for their answers")
         except ShardrankError as error:
-            self._messages.clear()
-            self._bytes.refund_all()
             # Without the frames that it came through: they hold this call, and what it was sent.
-            self._end_with(error.with_traceback(None))
+            self._discard(error.with_traceback(None))
             return
-        if reader.missing:
-            self.connection.grant_up_to(self._stream_id, reader.missing)
+        if self._messages:
+            self._wake()
+        if missing := self._reader.missing:
+            connection, stream = self.connection, self.connection.streams[self._stream_id]
+            if stream.receive_window < missing:
+                connection.grant(self._stream_id, missing - stream.receive_window)
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Note that no further message comes."""
         self._has_all = True
-        if not self._ignores_more and self._reader.is_amid_message:
-            self._end_with(malformed("", "the call ends before its request message does"))
+        if not self._ignores_more and self._reader.buffer:
+            self._messages.append(malformed("", "the call ends before its request message does"))
+            self._ignore_more()
         self._wake()
 
-    def drained(self) -> None:
-        """Let the method go on that waits for the client to take its answers."""
+    def on_drained(self) -> None:
+        """Let the method go on that waits for the client to read its responses."""
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    def dropped(self) -> None:
-        """Free what came, and tell whoever answers that the client has left."""
-        self._ignores_more = True
-        self._reader.clear()
-        self._messages.clear()
-        self._bytes.refund_all()
+    def on_dropped(self) -> None:
+        """Free what came, and end the method, or call back its `watch`: the client has left."""
+        self._discard()
+        self._has_all = self._has_left = True
         if self._on_leave is not None:
             self.connection.spent(CANCELLED_CALL_S)
             self._on_leave()
@@ -370,24 +335,24 @@ class GrpcCall:
     def give_way(self, error: ShardrankError) -> None:
         """Refuse the message, if it is not complete."""
         if self._reader.missing and not self._ignores_more:
-            self._messages.clear()
-            self._bytes.refund_all()
-            self._end_with(error)
+            self._discard(error)
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when the client leaves, instead of the method being cancelled."""
+        """Call `callback` when the client leaves, instead of the method being cancelled."""
         self._on_leave = callback
+        if self._has_left:
+            callback()
 
     def when_taken(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when the answer is sent, or given up."""
-        self.connection.when_taken(self._stream_id, callback)
+        """Call `callback` when the response is sent, or given up."""
+        self.connection.when_sent(self._stream_id, callback)
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has none."""
         timeout_s = self.head.timeout_s
-        return None if timeout_s is None else max(0.0, timeout_s - (self.connection.clock() - self._began))
+        return None if timeout_s is None else max(0.0, timeout_s - (self.connection.clock() - self._started_at))
 
-    async def receive(self) -> bytes:
+    async def receive(self) -> Buffer:
         """Await the message of a call. Raises ShardrankError if none comes in time, or it can't be read."""
         if not self._messages:
             timeout_s = self._methods.receive_timeout_s
@@ -395,28 +360,28 @@ class GrpcCall:
                 async with asyncio.timeout(timeout_s):
                     await self._wait()
             except TimeoutError:
-                says = f"the request was not complete after receive_timeout_s = {timeout_s} s"
-                raise DeadlineExceededError(says, kind="request_timeout") from None
+                problem = f"the request was not complete after receive_timeout_s = {timeout_s} s"
+                raise DeadlineExceededError(problem, kind="request_timeout") from None
         if not self._messages:
             raise malformed("", "the call has no request message")
         return await self._plain()
 
-    async def messages(self) -> AsyncIterator[bytes]:
-        """All messages; others have their turn after a few. Raises ShardrankError for one that can't be read."""
+    async def messages(self) -> AsyncIterator[Buffer]:
+        """All messages; others come between after a few. Raises ShardrankError for one that can't be read."""
         connection = self.connection
         for number in itertools.count(1):
             await self._wait()
-            if number % MESSAGES_OF_A_TURN == 0:
+            if number % MESSAGES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            while connection.clock() >= connection.listener.turn():  # noqa: ASYNC110  # others have theirs
+            while connection.clock() >= connection.listener.deadline():  # noqa: ASYNC110  # in the next iteration
                 await asyncio.sleep(0)
             if not self._messages:
                 return
             yield await self._plain()
 
     async def write(self, message: bytes) -> None:
-        """Send one message of several; returns when the client has taken it."""
-        head = b"" if self._has_head else ANSWER_HEAD
+        """Send one message of several; returns when the client has read it."""
+        head = b"" if self._has_head else RESPONSE_HEAD
         self._has_head = True
         if self._working_since:
             self.connection.spent(self.connection.clock() - self._working_since)
@@ -425,19 +390,22 @@ class GrpcCall:
             self._drained = self.connection.loop.create_future()
             await self._drained
 
-    async def _run(self, method: GrpcMethod) -> None:
-        """Answer it, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
+    async def _run(self, method: GrpcMethod, answer: Awaitable[bytes | None]) -> None:
+        """Answer the call, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
+        connection, task = self.connection, asyncio.current_task()
+        assert task is not None
+        # Not before: a task that is cancelled before it begins would never await the answer, which has been admitted.
+        self._on_leave = task.cancel
+        if self._has_left:
+            task.cancel()
         try:
-            message = await method.answer(self)
+            message = await answer
         except ShardrankError as error:
             if isinstance(error, InvalidRequestError) and error.kind != "unknown_id" and self._working_since:
-                # It was seen while the message was read, in one go: what that took beyond the usual is charged.
-                took_s = self.connection.clock() - self._working_since - REFUSED_CALL_S
-                self.connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
-            if isinstance(error, OverloadedError) and not method.is_streamed:
-                # It is not its client's fault that nothing was completed.
-                self.connection.completed(SMALL_CALL_WORTH_S)
-            self._refuse(error)
+                # It was seen while the message was read, in one go: what that cost beyond the usual is charged.
+                cost_s = connection.clock() - self._working_since - REFUSED_CALL_S
+                connection.spent(min(max(0.0, cost_s), MAX_REFUSED_CALL_S))
+            self._refuse_by_service(error)
         except asyncio.CancelledError:
             # By the client, who hears nothing of it, or because the server stops.
             self._end(grpc.StatusCode.UNAVAILABLE, STOPPING)
@@ -449,41 +417,44 @@ class GrpcCall:
             if message is None:
                 self._end(grpc.StatusCode.OK, "")
             else:
-                self.connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
+                connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
                 self._bytes.hold(len(message))
-                self.connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
+                connection.send(self._stream_id, RESPONSE_HEAD, _prefixed(message), OK_TRAILERS)
         finally:
-            self.when_taken(self._bytes.refund_all)
+            connection.when_sent(self._stream_id, self._bytes.refund_all)
+
+    def _refuse_by_service(self, error: ShardrankError) -> None:
+        if isinstance(error, OverloadedError) and self._method is not None and not self._method.is_streamed:
+            # It is not its client's fault that nothing was completed.
+            self.connection.completed(SMALL_CALL_WORTH_S)
+        self._refuse(error)
 
     def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
         self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
 
     def _end(self, code: grpc.StatusCode, details: str, kind: str = "", http_status: int = 200) -> None:
-        self._ignores_more = True
-        self._messages.clear()
-        self._reader.clear()
-        self._bytes.refund_all()
+        self._discard()
         block = status_block(code, details, kind, http_status=None if self._has_head else http_status)
         self.connection.send(self._stream_id, b"", b"", block)
 
-    async def _plain(self) -> bytes:
-        """Return the next message as it was before it was compressed, or the error that stands in its place."""
+    async def _plain(self) -> Buffer:
+        """Return the next message as it was before it was compressed, or raise the error that is in its place."""
         if isinstance(self._messages[0], ShardrankError):
             # No variable of this frame may hold it.
             raise self._messages.popleft()  # type: ignore[misc]  # it is one
-        flag, message = self._messages.popleft()  # type: ignore[misc]  # it is none
-        method, connection = self._method, self.connection
+        flag, compressed = self._messages.popleft()  # type: ignore[misc]  # it is none
+        method, connection, size = self._method, self.connection, PREFIX_BYTES + len(compressed)
+        message: Buffer = compressed
         assert method is not None
         if method.is_streamed:
-            connection.grant(self._stream_id, PREFIX_BYTES + len(message))
+            connection.grant(self._stream_id, size)
         if flag:
+            max_bytes, account = method.max_message_bytes, (self._bytes, connection.spent, self._methods.expanding)
             try:
-                max_bytes, coding = method.max_message_bytes, self.head.coding
-                account = self._bytes, connection.spent, self._methods.expanding
-                message = await plain_message(flag, message, coding, max_bytes, *account)
+                message = await plain_message(flag, compressed, self.head.coding, max_bytes, *account)
             except InvalidRequestError as error:
                 if error.kind == "body_too_large":
-                    connection.spent(BYTE_WORTH_S * method.max_message_bytes)
+                    connection.spent(BYTE_WORTH_S * max_bytes)
                 raise
             connection.spent(BYTE_WORTH_S * len(message))
         if method.is_streamed:
@@ -491,12 +462,18 @@ class GrpcCall:
         self._received_bytes, self._working_since = len(message), connection.clock()
         return message
 
-    def _end_with(self, error: ShardrankError) -> None:
-        """Have an error come behind the messages that wait, and nothing more."""
+    def _ignore_more(self) -> None:
         self._ignores_more = True
-        self._reader.clear()
-        self._messages.append(error)
+        self._reader.buffer, self._reader.missing = bytearray(), 0
         self._wake()
+
+    def _discard(self, error: ShardrankError | None = None) -> None:
+        """Free all messages, ignore others, and fail the method with the error."""
+        self._messages.clear()
+        self._bytes.refund_all()
+        if error is not None:
+            self._messages.append(error)
+        self._ignore_more()
 
     async def _wait(self) -> None:
         if not self._messages and not self._has_all:

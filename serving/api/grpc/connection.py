@@ -1,11 +1,12 @@
 """A server's end of one HTTP/2 connection (RFC 9113) as a state machine: bytes in, calls of exchanges and bytes out.
 
 No sockets, no event loop, no clock of its own; nothing is known of what streams carry. Whatever comes in, nothing is
-raised: a peer that breaks a rule or a limit is told so by GOAWAY.
+raised: a peer that breaks a rule or a limit is sent a GOAWAY that says so.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +17,7 @@ from serving.api.grpc.wire import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, M
 
 _ALIVE, _GOING = b"alive?\0\0", b"going\0\0\0"
 # What counts as one frame that carries no request: so many bytes of a header block or of settings, so many streams that
-# are looked at, so many bytes of data that nobody takes; and each header that is spelled out beyond so many of a block.
+# are visited, so many bytes of data for no stream; and each header that is spelled out beyond so many of a block.
 BLOCK_BYTES_OF_A_FRAME = 1024
 SPELLED_HEADERS = 64
 SETTINGS_BYTES_OF_A_FRAME = 128
@@ -24,8 +25,8 @@ STREAMS_OF_A_FRAME = 16
 STALE_BYTES_OF_A_FRAME = 4096
 # A frame of fewer data, in the midst of a stream, costs what a full one does.
 SMALL_DATA_BYTES = 256
-# A peer that takes answers may send so many such frames for each, and one for so many bytes.
-CONTROL_FRAMES_OF_AN_ANSWER = 8
+# A peer that reads responses may send so many such frames for each, and one for so many bytes.
+CONTROL_FRAMES_OF_A_RESPONSE = 8
 BYTES_OF_A_CONTROL_FRAME = 1024
 
 # Where a frame may be, and how long it may be: on the connection, on a stream that was opened, on another stream.
@@ -43,23 +44,38 @@ _RULES = {
 _read_head, _pack_head = wire.FRAME_HEAD.unpack_from, wire.FRAME_HEAD.pack
 
 
+class Phase(enum.IntEnum):
+    """How far a connection is; it never goes back.
+
+    It waits for the preface, then for SETTINGS, and serves. Once it is asked to go it serves on, until the peer knows
+    (RFC 9113, section 6.8): then further streams are passed over. Once it is over only the peer's close is waited for.
+    """
+
+    PREFACE = 0
+    SETTINGS = 1
+    SERVING = 2
+    GOING = 3
+    REFUSING = 4
+    OVER = 5
+
+
 class Exchange(Protocol):
     """What serves one stream."""
 
     def begin(self) -> None:
-        """Begin, after everything that came together with the stream's headers was taken."""
+        """Begin, after everything that came together with the stream's headers was passed on."""
 
-    def take(self, data: memoryview) -> None:
-        """Take the next bytes of the request: a view of what was fed."""
+    def on_data(self, data: memoryview) -> None:
+        """Receive the next bytes of the request: a view of what was fed."""
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Note that the request has ended."""
 
-    def drained(self) -> None:
+    def on_drained(self) -> None:
         """Note that all that `send` could not send at once has been sent."""
 
-    def dropped(self) -> None:
-        """Note that the stream was given up; nobody waits for its answer."""
+    def on_dropped(self) -> None:
+        """Note that the stream was given up; no client waits for its response."""
 
     def give_way(self, error: ShardrankError) -> None:
         """Refuse a message that is not complete, for its bytes to be freed."""
@@ -69,93 +85,113 @@ class Exchange(Protocol):
 class _Stream:
     """What a stream may send and receive, in bytes; `send_window` is negative if the peer made it smaller.
 
-    The peer's windows hold back `unsent` data, and the header block `trailers` after it, since `waits_since`.
+    The peer's windows hold back data `unsent` from `num_sent` on, and the header block `trailers` after it, since
+    `waits_since`.
     """
 
     exchange: Exchange
     send_window: int
     receive_window: int
     has_all: bool = False
-    unsent: memoryview | None = None
+    unsent: bytes = b""
+    num_sent: int = 0
     trailers: bytes = b""
     waits_since: float = 0.0
 
 
 class Connection:
-    """A server's end of one connection; `open_stream` makes what serves a stream, from its id and its request.
+    """A server's end of one connection. A subclass opens streams, and may send what there is whenever it `changed`.
 
     Attributes:
         streams: those that are neither answered nor dropped, by id.
-        is_refusing: whether further streams are passed over, as the peer was told.
-        is_over: whether only the peer's close is waited for.
+        can_read: whether more of what was fed can be read now.
+        failure: why the peer was sent away.
     """
 
-    def __init__(
-        self,
-        limits: wire.ConnectionLimits,
-        clock: Callable[[], float],
-        open_stream: Callable[[int, wire.HeaderList], Exchange] | None,
-    ) -> None:
-        self.limits = limits
+    def __init__(self, limits: wire.ConnectionLimits, clock: Callable[[], float]) -> None:
+        self.limits, self.clock = limits, clock
+        self.phase = Phase.PREFACE
         self.streams: dict[int, _Stream] = {}
         self.last_stream_id = 0
-        self.can_read = self.is_refusing = self.is_over = False
+        self.can_read = False
         self.failure: Http2Error | None = None
-        self._clock, self._open_stream = clock, open_stream
         self._decoder = wire.HeaderDecoder(limits.max_block_bytes)
-        told = {
+        values = {
             wire.MAX_CONCURRENT_STREAMS: limits.max_streams,
             wire.INITIAL_WINDOW_SIZE: limits.stream_window,
             wire.MAX_FRAME_SIZE: limits.frame_size,
             wire.MAX_HEADER_LIST_SIZE: limits.max_header_bytes,
         }
-        self._out = [wire.settings(told), wire.window_update(0, limits.connection_window - wire.DEFAULT_WINDOW)]
+        self._outgoing = [wire.settings(values), wire.window_update(0, limits.connection_window - wire.DEFAULT_WINDOW)]
         self._buffer = b""
-        self._has_preface = self._has_settings = False
-        # Of the frame whose payload is passed on, or passed over, as it comes.
-        self._left = self._padding = self._into = 0
-        self._ends_stream = False
+        # Of data, since the connection's window was last made larger.
         self._received = 0
         # Of the header block that goes on in the next frame: its bytes, stream and flags.
         self._block: tuple[bytes, int, int] | None = None
         self._blocked: dict[int, _Stream] = {}
         self._window = self._new_window = wire.DEFAULT_WINDOW
         self._frame_size = wire.DEFAULT_FRAME_SIZE
-        self._sent_at = self._held_at = 0.0
-        # What goes out before the next header block; None as long as the peer has not made the table smaller.
+        self._sent_at = self._unread_at = 0.0
+        # What is sent before the next header block; None as long as the peer has not made the table smaller.
         self._table_size: bytes | None = None
         self._made = self._idle_since = self._pinged = clock()
-        self._asked_to_go: float | None = None
-        self._told_last_stream_id = wire.MAX_STREAM_ID
+        self._going_since: float | None = None
+        self._announced_last_id = wire.MAX_STREAM_ID
         self._control_frames = 0
-        self._has_heard = True
-        self._had_to_take, self._taken = False, 0
+        # Since the last ping: whether anything came; what the peer still had to read then, and had read.
+        self._has_heard, self._had_unread, self._num_read = True, False, 0
+
+    def open_stream(self, stream_id: int, request: wire.HeaderList) -> Exchange:
+        """Return what serves a new stream."""
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """Note that there may be bytes to send, or that the connection is over."""
 
     def feed(self, data: bytes) -> None:
-        """Take bytes that came."""
-        if not self.is_over:
+        """Append bytes that came."""
+        if self.phase < Phase.OVER:
             self._buffer = self._buffer + data if self._buffer else data
-            self.can_read = True
+            self.can_read = self._has_heard = True
 
     def read(self, until: float = float("inf")) -> None:
         """Read what was fed, as long as the clock does not say `until`."""
+        if self.phase is Phase.OVER:
+            return
+        data, at = self._buffer, 0
         try:
-            if not self.is_over:
-                self._read(until)
+            if self.phase is Phase.PREFACE:
+                at = len(wire.PREFACE)
+                if not wire.PREFACE.startswith(data[:at]):
+                    raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the connection does not begin with HTTP/2's preface")
+                if len(data) < at:
+                    self.can_read = False
+                    return
+                self.phase = Phase.SETTINGS
+            while (stop := self._read_frame(data, at)) is not None:
+                if self.phase is Phase.OVER:
+                    return
+                at = stop
+                if self.clock() >= until:
+                    break
         except Http2Error as error:
             self.fail(error.with_traceback(None))
+        else:
+            self.can_read = stop is not None and at < len(data)
+            self._buffer = data[at:]
 
-    def take(self) -> bytes:
+    def outgoing(self) -> bytes:
         """Return the bytes to send since the last time."""
-        out, self._out = self._out, []
-        return out[0] if len(out) == 1 else b"".join(out)
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing[0] if len(outgoing) == 1 else b"".join(outgoing)
 
     def grant(self, stream_id: int, size: int) -> None:
         """Let the peer send `size` bytes more on a stream."""
         stream = self.streams.get(stream_id)
         if stream is not None and not stream.has_all:
             stream.receive_window += size
-            self._out.append(wire.window_update(stream_id, size))
+            self._outgoing.append(wire.window_update(stream_id, size))
+            self.changed()
 
     def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
         """Send a header block, data, and a header block that ends the stream, without those that are empty.
@@ -163,42 +199,29 @@ class Connection:
         What the peer's windows hold back is sent later, then the exchange is `drained`; until then no further data may
         be sent on the stream. Returns whether all of it was sent.
         """
-        stream, size = self.streams.get(stream_id), len(body)
+        stream = self.streams.get(stream_id)
         if stream is None:
             return True
         if head:
             self._send_headers(stream_id, END_HEADERS, head)
-        # A peer may make its windows smaller than what is on the way: they are negative then, and take only frames
-        # without data.
-        if not stream.unsent and (not size or size <= min(stream.send_window, self._window, self._frame_size)):
-            if size:
-                stream.send_window -= size
-                self._window -= size
-                self._out += (_pack_head(size >> 8, size & 0xFF, DATA, 0, stream_id), body)
-            if trailers:
-                self._end(stream_id, stream, trailers)
-            return True
-        if size:
-            stream.unsent = memoryview(body)
+        if body:
+            stream.unsent, stream.num_sent = body, 0
         stream.trailers = trailers
-        return self._send_held(stream_id, stream)
-
-    def reset(self, stream_id: int, code: ErrorCode) -> None:
-        """Tell the peer that a stream is given up, and drop it."""
-        if stream_id in self.streams:
-            self._out.append(wire.rst_stream(stream_id, code))
-            self._drop(stream_id)
+        is_sent = self._send_unsent(stream_id, stream)
+        self.changed()
+        return is_sent
 
     def fail(self, error: Http2Error) -> None:
         """End everything, and tell the peer why."""
-        if not self.is_over:
+        if self.phase < Phase.OVER:
             self.failure = error
             # It must never be told of a later one than before (RFC 9113, section 6.8).
-            last = min(self._told_last_stream_id, self.last_stream_id)
-            self._out.append(wire.goaway(last, error.code, str(error)))
+            last = min(self._announced_last_id, self.last_stream_id)
+            self._outgoing.append(wire.goaway(last, error.code, str(error)))
             self._close()
             for stream_id in list(self.streams):
                 self._drop(stream_id)
+            self.changed()
 
     def ask_to_go(self) -> None:
         """Let streams end that there are, or that come before the peer knows; idempotent.
@@ -206,173 +229,142 @@ class Connection:
         In two steps (RFC 9113, section 6.8): the peer is told to open no further stream, then, once a ping shows that
         it knows, which one is the last.
         """
-        if self._asked_to_go is None and not self.is_over:
-            self._asked_to_go = self._clock()
-            self._out.append(wire.goaway(wire.MAX_STREAM_ID, ErrorCode.NO_ERROR) + wire.frame(wire.PING, 0, 0, _GOING))
+        if self._going_since is None and self.phase < Phase.OVER:
+            self._going_since = self.clock()
+            if self.phase is Phase.SERVING:
+                self.phase = Phase.GOING
+            ping = wire.frame(wire.PING, 0, 0, _GOING)
+            self._outgoing.append(wire.goaway(wire.MAX_STREAM_ID, ErrorCode.NO_ERROR) + ping)
+            self.changed()
 
-    def tick(self, num_held: int, num_taken: int) -> bool:
-        """Act on time; return False to cut it off. The peer has `num_taken` of the bytes sent, not yet `num_held`."""
-        if self.is_over:
+    def tick(self, num_unread: int, num_read: int) -> bool:
+        """Act on time; return False to cut it off. Of the bytes sent the peer has `num_read`, and not `num_unread`."""
+        if self.phase is Phase.OVER:
             return True
-        now, limits = self._clock(), self.limits
+        now, limits = self.clock(), self.limits
         since = now - 2 * limits.patience_s
-        if self._blocked and num_held:
-            self._held_at = now
-        elif self._blocked and self._held_at <= since:
+        if self._blocked and num_unread:
+            self._unread_at = now
+        elif self._blocked and self._unread_at <= since:
             # The peer has all that was sent, and its windows have held these back for too long.
             for stream_id, stream in list(self._blocked.items()):
                 # One that waits for the connection's window alone may have others before it.
                 last = stream.waits_since if stream.send_window <= 0 else max(stream.waits_since, self._sent_at)
                 if last <= since:
-                    self.reset(stream_id, ErrorCode.CANCEL)
-        if self._asked_to_go is not None:
-            if not self.is_refusing and now - self._asked_to_go >= limits.patience_s:
+                    self._reset(stream_id, ErrorCode.CANCEL)
+        if self._going_since is not None:
+            if self.phase < Phase.REFUSING and now - self._going_since >= limits.patience_s:
                 self._refuse()
-            elif now - self._asked_to_go >= limits.grace_s:
+            elif now - self._going_since >= limits.grace_s:
                 return False
         elif now - self._made >= limits.age_s or (not self.streams and now - self._idle_since >= limits.idle_s):
             self.ask_to_go()
         if now - self._pinged >= limits.patience_s:
-            # A slow peer sees the ping only once it has taken what lies before it.
-            takes = self._had_to_take and num_taken > self._taken
-            if not self._has_settings or not (self._has_heard or takes):
+            # A slow peer sees the ping only once it has read what was sent before it.
+            reads = self._had_unread and num_read > self._num_read
+            if self.phase < Phase.SERVING or not (self._has_heard or reads):
                 return False
-            self._had_to_take, self._taken = num_held > 0, num_taken
+            self._had_unread, self._num_read = num_unread > 0, num_read
             self._pinged, self._has_heard, self._control_frames = now, False, 0
-            self._out.append(wire.frame(wire.PING, 0, 0, _ALIVE))
+            self._outgoing.append(wire.frame(wire.PING, 0, 0, _ALIVE))
         return True
 
     def _close(self) -> None:
-        self.is_over, self.can_read, self._buffer, self._block = True, False, b"", None
-        # It is its owner's: nothing is left then that only the garbage collector could free.
-        self._open_stream = None
+        self.phase, self.can_read, self._buffer, self._block = Phase.OVER, False, b"", None
 
-    def _control_frame(self, weight: int = 1) -> None:
+    def _count_control(self, weight: int = 1) -> None:
+        """Count frames that carry no request. Raises FloodError."""
         self._control_frames += weight
         if self._control_frames > self.limits.max_control_frames:
             raise wire.FloodError
 
-    def _read(self, until: float) -> None:
-        data, clock, at = self._buffer, self._clock, 0
-        if not self._has_preface:
-            at = len(wire.PREFACE)
-            if not wire.PREFACE.startswith(data[:at]):
-                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the connection does not begin with HTTP/2's preface")
-            self._has_preface = len(data) >= at
-            if not self._has_preface:
-                self.can_read = False
-                return
-        while True:
-            if self._left:
-                at = self._pass_on(data, at)
-            stop = None if self._left else self._read_frame(data, at)
-            if stop is None:
-                self.can_read = False
-                break
-            at = stop
-            if self.is_over:
-                return
-            if clock() >= until:
-                self.can_read = at < len(data)
-                break
-        if at:
-            self._buffer, self._has_heard = data[at:], True
-
     def _read_frame(self, data: bytes, at: int) -> int | None:
-        """Read a frame, or the head of one whose payload is passed on. Returns where it stopped; None without one."""
+        """Read the frame that begins at a position. Returns where it ends; None if it is not complete."""
         start = at + wire.HEAD_BYTES
         if len(data) < start:
             return None
         high, low, kind, flags, stream_id = _read_head(data, at)
         size: int = high << 8 | low
         stream_id &= MAX_WINDOW
-        if size > self.limits.frame_size:
-            says = f"a frame of {size} bytes; at most {self.limits.frame_size}"
-            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, says)
+        is_headers = kind in (HEADERS, wire.CONTINUATION)
+        allowed = self.limits.frame_size
+        if is_headers:
+            allowed = min(allowed, self.limits.max_block_bytes)
+        if size > allowed:
+            code = ErrorCode.ENHANCE_YOUR_CALM if is_headers else ErrorCode.FRAME_SIZE_ERROR
+            raise Http2Error(code, f"a frame of type {kind} and {size} bytes; at most {allowed}")
         if self._block is not None and (kind != wire.CONTINUATION or stream_id != self._block[1]):
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "a header block is interrupted by another frame")
-        if kind == DATA:
-            if flags & PADDED and size and len(data) == start:
-                return None
-            return self._begin_data(data, start, size, flags, stream_id)
-        if kind > wire.CONTINUATION:
-            self._control_frame()
-            self._left, self._into, self._ends_stream, self._padding = size, 0, False, 0
-            return start
-        is_headers = kind in (HEADERS, wire.CONTINUATION)
-        if size > (self.limits.max_block_bytes if is_headers else wire.DEFAULT_FRAME_SIZE):
-            code = ErrorCode.ENHANCE_YOUR_CALM if is_headers else ErrorCode.FRAME_SIZE_ERROR
-            raise Http2Error(code, f"a frame of type {kind} and {size} bytes")
-        if len(data) < start + size:
+        end = start + size
+        if len(data) < end:
             return None
-        if not self._has_settings and (kind != wire.SETTINGS or flags & ACK):
+        if self.phase is Phase.SETTINGS and (kind != wire.SETTINGS or flags & ACK):
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
-        payload = data[start : start + size]
-        if kind == HEADERS:
-            self._on_block(wire.unpadded(flags, payload), stream_id, flags)
+        if kind == DATA:
+            self._on_data(memoryview(data)[start:end], stream_id, flags)
+        elif kind == HEADERS:
+            self._on_block(wire.unpadded(flags, data[start:end]), stream_id, flags)
         elif kind == wire.CONTINUATION:
             if self._block is None:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
             block, stream_id, first_flags = self._block
             # Each one costs a copy of those before it.
-            self._control_frame(1 + len(block) // BLOCK_BYTES_OF_A_FRAME)
-            self._on_block(block + payload, stream_id, first_flags & END_STREAM | flags & END_HEADERS)
+            self._count_control(1 + len(block) // BLOCK_BYTES_OF_A_FRAME)
+            self._on_block(block + data[start:end], stream_id, first_flags & END_STREAM | flags & END_HEADERS)
+        elif kind in _RULES:
+            self._on_control(kind, flags, stream_id, data[start:end])
         else:
-            self._on_control(kind, flags, stream_id, payload)
-        return start + size
+            self._count_control()
+        return end
 
-    def _begin_data(self, data: bytes, at: int, size: int, flags: int, stream_id: int) -> int:
-        """Account for a DATA frame. Returns where its content begins."""
-        if not self._has_settings or not stream_id & 1 or stream_id > self.last_stream_id:
+    def _on_data(self, data: memoryview, stream_id: int, flags: int) -> None:
+        size = len(data)
+        if not stream_id & 1 or stream_id > self.last_stream_id:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which was not opened")
         self._received += size
         if self._received > self.limits.connection_window:
             raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "more data than the connection's window")
         if self._received >= self.limits.connection_window // 2:
-            # Whatever the streams hold is bounded by their own windows.
-            self._out.append(wire.window_update(0, self._received))
+            # Whatever the streams hold is bounded by their windows.
+            self._outgoing.append(wire.window_update(0, self._received))
             self._received = 0
-        padding, length = 0, size
         if flags & PADDED:
-            padding = data[at] if size else 0
+            padding = data[0] if size else 0
             if padding >= size:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "DATA with more padding than it has bytes")
-            at, size = at + 1, size - 1
+            data = data[1 : size - padding]
         stream = self.streams.get(stream_id)
         if stream is not None:
-            stream.receive_window -= length
+            stream.receive_window -= size
             if stream.has_all or stream.receive_window < 0:
-                self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.FLOW_CONTROL_ERROR)
+                self._reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.FLOW_CONTROL_ERROR)
                 stream = None
-            elif flags & PADDED:
-                self.grant(stream_id, padding + 1)
         if stream is None:
             # The peer may not know yet that the stream is over: what was on the way then is little.
-            self._control_frame(1 + length // STALE_BYTES_OF_A_FRAME)
-        elif size == padding or (size < SMALL_DATA_BYTES and not flags & END_STREAM):
-            self._control_frame()
-        self._left, self._padding, self._into = size, padding, stream_id if stream is not None else 0
-        self._ends_stream = bool(flags & END_STREAM)
-        return at if size else self._pass_on(data, at)
+            self._count_control(1 + size // STALE_BYTES_OF_A_FRAME)
+            return
+        if not data or (len(data) < SMALL_DATA_BYTES and not flags & END_STREAM):
+            self._count_control()
+        if len(data) < size:
+            self.grant(stream_id, size - len(data))
+        if data:
+            stream.exchange.on_data(data)
+        if flags & END_STREAM:
+            self._end_request(stream_id)
 
-    def _pass_on(self, data: bytes, at: int) -> int:
-        stop = min(len(data), at + self._left)
-        self._left -= stop - at
-        content_end = stop - max(0, self._padding - self._left)
-        stream = self.streams.get(self._into)
-        if stream is not None and content_end > at:
-            stream.exchange.take(memoryview(data)[at:content_end])
-        if not self._left and self._ends_stream and stream is not None and self._into in self.streams:
+    def _end_request(self, stream_id: int) -> None:
+        """Note that a request has ended, unless its stream was dropped for the last of it."""
+        stream = self.streams.get(stream_id)
+        if stream is not None:
             stream.has_all = True
-            stream.exchange.ended()
-        return stop
+            stream.exchange.on_end()
 
     def _on_control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        places, sizes = _RULES[kind]
-        place = _CONNECTION
+        allowed, sizes = _RULES[kind]
+        position = _CONNECTION
         if stream_id:
-            place = _OPENED if stream_id & 1 and stream_id <= self.last_stream_id else _IDLE
-        if not places & place:
+            position = _OPENED if stream_id & 1 and stream_id <= self.last_stream_id else _IDLE
+        if not allowed & position:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} on stream {stream_id}")
         size, is_ack = len(payload), flags & ACK
         if size not in sizes or (kind == wire.SETTINGS and is_ack and size):
@@ -382,7 +374,7 @@ class Connection:
             weight += size // SETTINGS_BYTES_OF_A_FRAME + len(self.streams) // STREAMS_OF_A_FRAME
         elif kind == wire.WINDOW_UPDATE and not stream_id:
             weight += len(self._blocked) // STREAMS_OF_A_FRAME
-        self._control_frame(weight)
+        self._count_control(weight)
         if kind == wire.WINDOW_UPDATE:
             self._on_window_update(stream_id, int.from_bytes(payload, "big") & MAX_WINDOW)
         elif kind == wire.RST_STREAM:
@@ -390,8 +382,8 @@ class Connection:
         elif kind == wire.SETTINGS and not is_ack:
             self._on_settings(payload)
         elif kind == wire.PING and not is_ack:
-            self._out.append(wire.frame(wire.PING, ACK, 0, payload))
-        elif kind == wire.PING and payload == _GOING:
+            self._outgoing.append(wire.frame(wire.PING, ACK, 0, payload))
+        elif kind == wire.PING and payload == _GOING and self._going_since is not None:
             self._refuse()
 
     def _on_block(self, block: bytes, stream_id: int, flags: int) -> None:
@@ -405,33 +397,31 @@ class Connection:
             return
         self._block = None
         is_request = stream_id > self.last_stream_id
-        found = self._decoder.decode(block, is_request=is_request)
-        weight = len(block) // BLOCK_BYTES_OF_A_FRAME + max(0, found.num_spelled - SPELLED_HEADERS)
+        headers = self._decoder.decode(block, is_request=is_request)
+        weight = len(block) // BLOCK_BYTES_OF_A_FRAME + max(0, headers.num_spelled - SPELLED_HEADERS)
         if weight:
-            self._control_frame(weight)
+            self._count_control(weight)
         has_all = bool(flags & END_STREAM)
         if not is_request:
             # Trailers.
             stream = self.streams.get(stream_id)
-            self._control_frame()
-            if stream is not None and (stream.has_all or not has_all or found.problem is not None):
-                self.reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
-            elif stream is not None:
-                stream.has_all = True
-                stream.exchange.ended()
+            self._count_control()
+            if stream is not None and (stream.has_all or not has_all or headers.problem is not None):
+                self._reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
+            else:
+                self._end_request(stream_id)
             return
         self.last_stream_id = stream_id
-        if self.is_refusing:
-            self._control_frame()
+        if self.phase is Phase.REFUSING:
+            self._count_control()
         elif len(self.streams) >= self.limits.max_streams:
-            self._control_frame()
-            self._out.append(wire.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
+            self._count_control()
+            self._outgoing.append(wire.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
         else:
-            assert self._open_stream is not None
-            exchange = self._open_stream(stream_id, found)
-            self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window, has_all)
+            exchange = self.open_stream(stream_id, headers)
+            self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window)
             if has_all:
-                exchange.ended()
+                self._end_request(stream_id)
 
     def _on_window_update(self, stream_id: int, increment: int) -> None:
         code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR
@@ -444,20 +434,21 @@ class Connection:
         elif stream is not None:
             stream.send_window += increment
             if not increment or stream.send_window > MAX_WINDOW:
-                self.reset(stream_id, code)
+                self._reset(stream_id, code)
             elif stream_id in self._blocked:
-                self._send_held(stream_id, stream)
+                self._send_unsent(stream_id, stream)
 
     def _on_settings(self, payload: bytes) -> None:
-        self._has_settings = True
-        self._out.append(wire.frame(wire.SETTINGS, ACK, 0))
-        found = wire.read_settings(payload)
-        if any(name == wire.HEADER_TABLE_SIZE and value < wire.DEFAULT_TABLE_BYTES for name, value in found):
+        if self.phase is Phase.SETTINGS:
+            self.phase = Phase.SERVING if self._going_since is None else Phase.GOING
+        self._outgoing.append(wire.frame(wire.SETTINGS, ACK, 0))
+        values = wire.read_settings(payload)
+        if any(name == wire.HEADER_TABLE_SIZE and value < wire.DEFAULT_TABLE_BYTES for name, value in values):
             # The smallest has to be answered, though a larger one follows (RFC 7541, section 4.2). No table is used, so
             # an empty one fits whatever the peer says later.
             self._table_size = wire.EMPTY_TABLE if self._table_size is None else self._table_size
         # They count in their order, so the last one of a name is what holds.
-        last = dict(found)
+        last = dict(values)
         self._frame_size = last.get(wire.MAX_FRAME_SIZE, self._frame_size)
         before, self._new_window = self._new_window, last.get(wire.INITIAL_WINDOW_SIZE, self._new_window)
         for stream in self.streams.values():
@@ -470,69 +461,75 @@ class Connection:
         for stream_id, stream in list(self._blocked.items()):
             if self._window <= 0:
                 return
-            self._send_held(stream_id, stream)
+            self._send_unsent(stream_id, stream)
 
-    def _send_held(self, stream_id: int, stream: _Stream) -> bool:
+    def _send_unsent(self, stream_id: int, stream: _Stream) -> bool:
         """Send of what a stream holds back as much as the windows take. Returns whether that was all."""
-        unsent, sent = stream.unsent or b"", 0
-        while sent < len(unsent):
-            size = min(len(unsent) - sent, stream.send_window, self._window, self._frame_size)
+        unsent, first = stream.unsent, stream.num_sent
+        while stream.num_sent < len(unsent):
+            at = stream.num_sent
+            # A peer may make its windows smaller than what is on the way: they are negative then.
+            size = min(len(unsent) - at, stream.send_window, self._window, self._frame_size)
             if size <= 0:
                 break
             stream.send_window -= size
             self._window -= size
+            stream.num_sent += size
             head = _pack_head(size >> 8, size & 0xFF, DATA, 0, stream_id)
-            self._out += (head, bytes(unsent[sent : sent + size]))
-            sent += size
+            self._outgoing += (head, unsent[at : at + size])
+        sent = stream.num_sent - first
         self._control_frames = max(0, self._control_frames - sent // BYTES_OF_A_CONTROL_FRAME)
-        if sent < len(unsent):
-            stream.unsent = memoryview(unsent)[sent:]
+        if stream.num_sent < len(unsent):
             if sent or stream_id not in self._blocked:
-                stream.waits_since = self._clock()
+                stream.waits_since = self.clock()
             if sent:
                 self._sent_at = stream.waits_since
             self._blocked[stream_id] = stream
             return False
-        stream.unsent = None
+        stream.unsent, stream.num_sent = b"", 0
         was_blocked = self._blocked.pop(stream_id, None) is not None
         if stream.trailers:
             self._end(stream_id, stream, stream.trailers)
         if was_blocked:
-            stream.exchange.drained()
+            stream.exchange.on_drained()
         return True
 
     def _send_headers(self, stream_id: int, flags: int, block: bytes) -> None:
         if self._table_size:
             block, self._table_size = self._table_size + block, b""
         size = len(block)
-        self._out += (_pack_head(size >> 8, size & 0xFF, HEADERS, flags, stream_id), block)
+        self._outgoing += (_pack_head(size >> 8, size & 0xFF, HEADERS, flags, stream_id), block)
 
     def _end(self, stream_id: int, stream: _Stream, trailers: bytes) -> None:
         self._send_headers(stream_id, END_HEADERS | END_STREAM, trailers)
-        self._control_frames = max(0, self._control_frames - CONTROL_FRAMES_OF_AN_ANSWER)
+        self._control_frames = max(0, self._control_frames - CONTROL_FRAMES_OF_A_RESPONSE)
         if not stream.has_all:
             # RFC 9113, section 8.1: the peer need not send the rest.
-            self._out.append(wire.rst_stream(stream_id, ErrorCode.NO_ERROR))
+            self._outgoing.append(wire.rst_stream(stream_id, ErrorCode.NO_ERROR))
         self._forget(stream_id)
+
+    def _reset(self, stream_id: int, code: ErrorCode) -> None:
+        self._outgoing.append(wire.rst_stream(stream_id, code))
+        self._drop(stream_id)
 
     def _drop(self, stream_id: int) -> None:
         stream = self.streams.get(stream_id)
         if stream is not None:
             self._forget(stream_id)
-            stream.exchange.dropped()
+            stream.exchange.on_dropped()
 
     def _forget(self, stream_id: int) -> None:
         del self.streams[stream_id]
         self._blocked.pop(stream_id, None)
         if not self.streams:
-            self._idle_since = self._clock()
-            if self.is_refusing:
+            self._idle_since = self.clock()
+            if self.phase is Phase.REFUSING:
                 self._close()
 
     def _refuse(self) -> None:
-        if self._asked_to_go is not None and not self.is_refusing:
-            self.is_refusing = True
-            self._told_last_stream_id = self.last_stream_id
-            self._out.append(wire.goaway(self.last_stream_id, ErrorCode.NO_ERROR))
+        if self.phase < Phase.REFUSING:
+            self.phase = Phase.REFUSING
+            self._announced_last_id = self.last_stream_id
+            self._outgoing.append(wire.goaway(self.last_stream_id, ErrorCode.NO_ERROR))
             if not self.streams:
                 self._close()

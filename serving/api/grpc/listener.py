@@ -9,44 +9,42 @@ import struct
 import termios
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeAlias, cast
 
 from loader.errors import OverloadedError
-from serving.api.grpc.connection import Connection, Exchange
+from serving.api.grpc.connection import Connection, Exchange, Phase
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
 from serving.api.listening import TURN_S, Accepted, ConnectionListener, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
 
-TURN_OF_ALL_S = 0.01
-"""Of a turn of the event loop, for all connections of a listener."""
-CALLS_OF_A_TURN = 16
-"""That one connection may begin in a turn: each parses its message in the next one."""
+ALL_CONNECTIONS_S = 0.01
+"""Of an iteration of the event loop, for all connections of a listener."""
+MAX_BEGUN_CALLS = 16
+"""That one connection may begin in an iteration: each parses its message in the next one."""
 MAX_CREDIT_S = 0.02
-"""Work that completed calls pay for ahead: more than one of the largest allowed size takes."""
+"""Work that completed calls pay for ahead: more than one of the largest allowed size costs."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
 
 MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
 
-class Http2Protocol(Accepted, asyncio.Protocol):
-    """One connection's socket."""
+class Http2Protocol(Connection, Accepted, asyncio.Protocol):
+    """One connection and its socket."""
 
     def __init__(self, listener: Http2Listener, address: str) -> None:
-        self.loop, self.clock = listener.loop, listener.clock
-        self.connection = Connection(listener.limits, listener.clock, self._open_stream)
-        self.listener = listener
-        self._begun: list[int] = []
-        # To be told once the answers of streams are sent.
-        self._untaken: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        super().__init__(listener.limits, listener.clock)
+        self.listener, self.loop, self.address = listener, listener.loop, address
         self.account = ByteAccount(listener.buffers, self._give_way)
+        self._begun: list[int] = []
+        # To be called once the responses of streams are sent.
+        self._on_sent: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self._transport: asyncio.Transport
-        self.address = address
+        self._timer: asyncio.TimerHandle
         # Work that was paid for by completed calls, less work that was not; seconds.
         self._balance_s = 0.0
         self._num_written = 0
         self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
-        self._timer: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the settings."""
@@ -54,22 +52,21 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         self.has_connected = True
         self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
         if self.listener.is_stopping:
-            self.connection.ask_to_go()
+            self.ask_to_go()
         self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop every stream."""
         del exc
         self._timer.cancel()
-        self._begun = []
-        self.connection.fail(Http2Error(ErrorCode.NO_ERROR, ""))
-        self._is_full = False
+        self._begun, self._is_lingering, self._is_full = [], True, False
+        self.fail(Http2Error(ErrorCode.NO_ERROR, ""))
         self.flush()
         self.account.close()
         self.listener.leave(self)
 
     def pause_writing(self) -> None:
-        """Do not read from a peer that takes no answers."""
+        """Do not read from a peer that reads no responses."""
         self._is_full = True
         self._transport.pause_reading()
 
@@ -80,80 +77,57 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         self._resume()
 
     def data_received(self, data: bytes) -> None:
-        """Read frames, as long as it is this connection's turn."""
-        self.connection.feed(data)
+        """Read frames, unless others come first."""
+        self.feed(data)
         if not self._is_waiting and not self._is_lingering:
-            self.work(self.listener.turn())
+            self.work(self.listener.deadline())
 
     def eof_received(self) -> None:
         """Send what is answered by now; then the transport closes itself."""
         self.flush()
 
     def work(self, until: float) -> None:
-        """Read until the clock says `until`. What is left has its turn when others had theirs."""
-        connection, began = self.connection, self.clock()
+        """Read until the clock says `until`. What is left is read once others had their part of the loop."""
+        started_at = self.clock()
         self._is_waiting = False
-        if began < until:
-            connection.read(until)
-            came = [one for one in self._begun if one in connection.streams]
-            self._begun = came[CALLS_OF_A_TURN:]
-            for stream_id in came[:CALLS_OF_A_TURN]:
-                connection.streams[stream_id].exchange.begin()
-            # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
-            self.spent(min(TURN_S, self.clock() - began))
-        if connection.can_read or self._begun:
+        if started_at < until:
+            self.read(until)
+            begun = [stream_id for stream_id in self._begun if stream_id in self.streams]
+            self._begun = begun[MAX_BEGUN_CALLS:]
+            for stream_id in begun[:MAX_BEGUN_CALLS]:
+                self.streams[stream_id].exchange.begin()
+            # By the wall clock, and so no more than is allowed: the processor may have been somewhere else for longer.
+            self.spent(min(TURN_S, self.clock() - started_at))
+        if self.can_read or self._begun:
             self._is_waiting = True
             self._transport.pause_reading()
-            self.listener.wait_turn(self)
+            self.listener.wait(self)
         else:
             self._resume()
-        self._changed()
+        self.changed()
 
-    def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
-        """Send on a stream, see `Connection.send`."""
-        is_sent = self.connection.send(stream_id, head, body, trailers)
-        self._changed()
-        return is_sent
-
-    def when_taken(self, stream_id: int, callback: Callable[[], None]) -> None:
-        """Have `callback` called when what a stream sends has left this process, or the stream is dropped."""
-        if stream_id in self.connection.streams:
-            self._untaken[stream_id].append(callback)
+    def when_sent(self, stream_id: int, callback: Callable[[], None]) -> None:
+        """Call `callback` when what a stream sends has left this process, or the stream is dropped."""
+        if stream_id in self.streams:
+            self._on_sent[stream_id].append(callback)
         else:
             callback()
-
-    def grant(self, stream_id: int, size: int) -> None:
-        """Let the peer send `size` bytes more on a stream."""
-        self.connection.grant(stream_id, size)
-        self._changed()
-
-    def grant_up_to(self, stream_id: int, size: int) -> None:
-        """Let the peer send `size` bytes on a stream, with those that it may send already."""
-        stream = self.connection.streams.get(stream_id)
-        if stream is not None and stream.receive_window < size:
-            self.grant(stream_id, size - stream.receive_window)
 
     def spent(self, seconds: float) -> None:
         """Charge the peer for time that it made the event loop spend; end one that completes nothing for it."""
         self._balance_s -= seconds
         if self._balance_s < -self.listener.max_idle_work_s:
-            self.connection.fail(FloodError("too much work without a call that is completed"))
-            self._changed()
+            self.fail(FloodError("too much work without a call that is completed"))
 
     def completed(self, worth_s: float) -> None:
         """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
         self._balance_s = min(self._balance_s + worth_s, MAX_CREDIT_S)
 
-    def ask_to_go(self) -> None:
-        """Have the connection end when its streams have."""
-        self.connection.ask_to_go()
-        self._changed()
-
     def end(self) -> None:
-        """Close it, which is idle, for another to have its place."""
+        """Close it, which is idle, for another to be accepted."""
         self.listener.leave(self)
-        self.connection.fail(Http2Error(ErrorCode.NO_ERROR, "idle for longest while there are max_connections"))
         self._is_lingering = True
+        self.fail(Http2Error(ErrorCode.NO_ERROR, "idle for longest while there are max_connections"))
         self.flush()
         self._transport.close()
 
@@ -167,42 +141,43 @@ class Http2Protocol(Accepted, asyncio.Protocol):
     def flush(self) -> None:
         """Hand over to the transport what is to be sent."""
         self._will_flush = False
-        out = self.connection.take()
-        if out and not self._transport.is_closing():
-            self._num_written += len(out)
-            self._transport.write(out)
-        if not self.connection.streams:
+        outgoing = self.outgoing()
+        if outgoing and not self._transport.is_closing():
+            self._num_written += len(outgoing)
+            self._transport.write(outgoing)
+        if not self.streams:
             self.listener.idle(self)
-        if self._untaken and not self._is_full:
-            for stream_id in self._untaken.keys() - self.connection.streams.keys():
-                for callback in self._untaken.pop(stream_id):
+        if self._on_sent and not self._is_full:
+            for stream_id in self._on_sent.keys() - self.streams.keys():
+                for callback in self._on_sent.pop(stream_id):
                     callback()
 
-    def _give_way(self, error: OverloadedError) -> None:
-        for stream in list(self.connection.streams.values()):
-            stream.exchange.give_way(error)
-
-    def _changed(self) -> None:
-        """Have sent at the end of the loop's turn what there is: a batch's answers are ready together."""
-        if not self.connection.is_over:
+    def changed(self) -> None:
+        """Send at the end of the loop's iteration what there is: a batch's responses are ready together."""
+        if self.phase < Phase.OVER:
             if not self._will_flush:
                 self._will_flush = True
                 self.loop.call_soon(self.flush)
-        # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
+        # A socket that is closed while the peer still sends resets it, and then the peer may lose the last response.
         elif not self._is_lingering and not self._transport.is_closing():
             self._is_lingering = True
             self.flush()
             if self._transport.can_write_eof():
                 self._transport.write_eof()
-            if not self.connection.is_refusing:
-                # It broke a rule: whatever else it sends is its own to keep.
+            if self.failure is not None:
+                # It broke a rule: nothing else that it sends is read.
                 self._transport.pause_reading()
-            self.loop.call_later(LINGER_S, self._end_linger, self._num_held())
+            self.loop.call_later(LINGER_S, self._end_linger, self._num_unread())
 
-    def _open_stream(self, stream_id: int, headers: HeaderList) -> Exchange:
+    def open_stream(self, stream_id: int, request: HeaderList) -> Exchange:
+        """See `Connection`."""
         self._begun.append(stream_id)
         self.listener.busy(self)
-        return self.listener.make_exchange(self, stream_id, headers)
+        return self.listener.make_exchange(self, stream_id, request)
+
+    def _give_way(self, error: OverloadedError) -> None:
+        for stream in list(self.streams.values()):
+            stream.exchange.give_way(error)
 
     def _resume(self) -> None:
         if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
@@ -211,15 +186,15 @@ class Http2Protocol(Accepted, asyncio.Protocol):
     def _end_linger(self, before: int) -> None:
         if self._transport.is_closing():
             return
-        held = self._num_held()
-        if 0 < held < before:
-            # A slow peer has the time that it needs, as long as it takes something.
-            self.loop.call_later(max(LINGER_S, self.listener.limits.patience_s), self._end_linger, held)
+        unread = self._num_unread()
+        if 0 < unread < before:
+            # A slow peer has the time that it needs, as long as it reads something.
+            self.loop.call_later(max(LINGER_S, self.limits.patience_s), self._end_linger, unread)
         else:
             self._transport.abort()
 
-    def _num_held(self) -> int:
-        """Bytes that were written and that the peer's host does not have, here and in the kernel."""
+    def _num_unread(self) -> int:
+        """Count the bytes that were written and that the peer's host does not have, here and in the kernel."""
         self.flush()
         connected = self._transport.get_extra_info("socket")
         # SIOCOUTQ of tcp(7), which is the same number.
@@ -233,9 +208,9 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         self._timer = self.loop.call_later(self.listener.tick_s, self._tick)
         if self._is_lingering:
             return
-        held = self._num_held()
-        if self.connection.tick(held, self._num_written - held):
-            self._changed()
+        unread = self._num_unread()
+        if self.tick(unread, self._num_written - unread):
+            self.changed()
         else:
             self.abort()
 
@@ -262,23 +237,21 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         self.new_connection = partial(Http2Protocol, self)
         self.limits, self.make_exchange, self.clock = limits, make_exchange, clock
         self.max_idle_work_s = max_idle_work_s
-        self.loop: asyncio.AbstractEventLoop
         self.is_stopping = False
         self._note = note
-        tick_s = min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2)
-        self.tick_s = max(0.01, tick_s)
+        self.tick_s = max(0.01, min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2))
         # Those without a stream; the one that is idle for longest is the first.
         self._idle: dict[Http2Protocol, None] = {}
         self._waiting: deque[Http2Protocol] = deque()
-        self._turn = self._turn_ends = 0.0
+        self._iteration = self._iteration_ends = 0.0
 
-    def start(self, host: str, port: int, api: str) -> int:
-        """Listen, see `listen`."""
-        self.loop = asyncio.get_running_loop()
-        return self.listen(host, port, api)
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of its connections."""
+        return asyncio.get_running_loop()
 
     async def stop(self, grace_s: float) -> None:
-        """Take in what has connected, then nothing more; end connections as streams do, or when the time is over."""
+        """Accept what has connected, then nothing more; end connections as streams do, or when the time is over."""
         self.is_stopping = True
         await self.stop_listening(grace_s)
         for connection in list(self.open):
@@ -310,23 +283,23 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         if connection in self.open:
             self._idle[connection] = None
 
-    def turn(self) -> float:
-        """Until when a connection may read in this turn of the loop."""
-        # The loop's own time stands still within a turn; asyncio's does not, and then only each one's share counts.
-        turn, now = self.loop.time(), self.clock()
-        if turn != self._turn:
-            self._turn, self._turn_ends = turn, now + TURN_OF_ALL_S
-        return min(now + TURN_S, self._turn_ends)
+    def deadline(self) -> float:
+        """Until when a connection may read in this iteration of the loop."""
+        # The loop's time stands still within an iteration; asyncio's does not, and then only each one's share counts.
+        iteration, now = self.loop.time(), self.clock()
+        if iteration != self._iteration:
+            self._iteration, self._iteration_ends = iteration, now + ALL_CONNECTIONS_S
+        return min(now + TURN_S, self._iteration_ends)
 
-    def wait_turn(self, connection: Http2Protocol) -> None:
-        """Have a connection go on when others had their turn."""
+    def wait(self, connection: Http2Protocol) -> None:
+        """Let a connection go on when others have read."""
         if not self._waiting:
             self.loop.call_soon(self._go_on)
         self._waiting.append(connection)
 
     def _go_on(self) -> None:
         for _ in range(len(self._waiting)):
-            until = self.turn()
+            until = self.deadline()
             if self.clock() >= until:
                 break
             self._waiting[0].work(until)

@@ -114,7 +114,7 @@ class ConnectionLimits:
     grace_s: float
     stream_window: int = 2**20
     connection_window: int = 2**24
-    frame_size: int = 2**20
+    frame_size: int = 2**15
     max_control_frames: int = 20_000
 
     @property
@@ -138,12 +138,12 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
     """Return the settings of a frame. Raises Http2Error for values that RFC 9113, section 6.5.2, does not allow."""
     if len(payload) % _SETTING.size:
         raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes; it must be a multiple of 6")
-    found = list(_SETTING.iter_unpack(payload))
-    for name, value in found:
+    values = list(_SETTING.iter_unpack(payload))
+    for name, value in values:
         low, high, code = _ALLOWED.get(name, _ANY)
         if not low <= value <= high:
             raise Http2Error(code, f"the setting {name} is {value}; allowed are {low} to {high}")
-    return found
+    return values
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
@@ -158,8 +158,8 @@ def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
 
 def goaway(last_stream_id: int, code: ErrorCode, message: str = "") -> bytes:
     """Return a GOAWAY frame: streams after the last one were not and will not be processed. A long message is cut."""
-    said = message.encode("utf-8", "replace")[:MAX_GOAWAY_BYTES]
-    return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + said)
+    reason = message.encode("utf-8", "replace")[:MAX_GOAWAY_BYTES]
+    return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + reason)
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
@@ -227,63 +227,45 @@ class HeaderDecoder:
 
     def decode(self, block: bytes, *, is_request: bool = True) -> HeaderList:
         """Decode the block of a request, or of trailers. Raises Http2Error; the decoder is of no use after it."""
-        try:
-            return self._decode(block, is_request)
-        except IndexError:
-            raise _undecodable("it ends too early, or names an entry that there is not") from None
-
-    def _decode(self, block: bytes, is_request: bool) -> HeaderList:
         table, total, spelled, problem = self._table, 0, 0, None
         headers: list[Header] = []
         at, end = 0, len(block)
-        while at < end:
-            first = block[at]
-            at += 1
-            if first >= 0x80:
-                index = first & 0x7F
-                if index == 0x7F:
-                    index, at = _integer(block, at, 0x7F)
-                entry = table[index]
+        try:
+            while at < end:
+                first = block[at]
+                if first >= 0x80:
+                    index, at = (first & 0x7F, at + 1) if first < 0xFF else _integer(block, at, 0x7F)
+                    entry = table[index]
+                elif 0x20 <= first < 0x40:
+                    size, at = _integer(block, at, 0x1F)
+                    if headers or size > DEFAULT_TABLE_BYTES:
+                        raise _undecodable(f"it sets a table of {size} bytes, or does so behind a header")
+                    self._max_table_bytes = size
+                    self._evict(0)
+                    continue
+                else:
+                    index, at = _integer(block, at, 0x3F if first >= 0x40 else 0x0F)
+                    name, at = (table[index][0][0], at) if index else _string(block, at)  # type: ignore[index]
+                    value, at = _string(block, at)
+                    entry = _entry(name, value)
+                    spelled += 1
+                    if first >= 0x40:
+                        self._evict(entry[1])
+                        # One that is larger than the table empties it (RFC 7541, section 4.4).
+                        if entry[1] <= self._max_table_bytes:
+                            table.insert(_FIRST_DYNAMIC, entry)
+                            self._table_bytes += entry[1]
                 if entry is None:
                     raise _undecodable("it names entry 0")
-            elif 0x20 <= first < 0x40:
-                if headers:
-                    raise _undecodable("it sets the table's size behind a header")
-                size = first & 0x1F
-                if size == 0x1F:
-                    size, at = _integer(block, at, 0x1F)
-                if size > DEFAULT_TABLE_BYTES:
-                    raise _undecodable(f"it sets a table of {size} bytes; at most {DEFAULT_TABLE_BYTES}")
-                self._max_table_bytes = size
-                self._evict(0)
-                continue
-            else:
-                prefix = 0x3F if first >= 0x40 else 0x0F
-                index = first & prefix
-                if index == prefix:
-                    index, at = _integer(block, at, prefix)
-                if index:
-                    named = table[index]
-                    name = named[0][0]  # type: ignore[index]  # only entry 0 is None
-                else:
-                    name, at = _string(block, at)
-                value, at = _string(block, at)
-                entry = _entry(name, value)
-                spelled += 1
-                if first >= 0x40:
-                    self._evict(entry[1])
-                    # One that is larger than the table empties it (RFC 7541, section 4.4).
-                    if entry[1] <= self._max_table_bytes:
-                        table.insert(_FIRST_DYNAMIC, entry)
-                        self._table_bytes += entry[1]
-            header, size, wrong = entry
-            headers.append(header)
-            total += size
-            if total > self._max_list_bytes:
-                says = f"the headers take more than {self._max_list_bytes} bytes"
-                raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, says)
-            if wrong is not None and problem is None:
-                problem = wrong
+                header, size, wrong = entry
+                headers.append(header)
+                total += size
+                if total > self._max_list_bytes:
+                    limit = f"the headers take more than {self._max_list_bytes} bytes"
+                    raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, limit)
+                problem = problem or wrong
+        except IndexError:
+            raise _undecodable("it ends too early, or names an entry that there is not") from None
         if is_request and problem is None:
             problem = _request_problem(headers)
         return HeaderList(headers, total, problem, spelled)
@@ -320,9 +302,12 @@ def header_block(headers: Iterable[Header], *, status: int | None) -> bytes:
     return first + b"".join(b"\x00" + _literal(name) + _literal(value) for name, value in headers)
 
 
-def _integer(block: bytes, at: int, value: int) -> tuple[int, int]:
-    """Return the rest of an integer that its prefix could not hold (RFC 7541, section 5.1), and where it ends."""
-    shift = 0
+def _integer(block: bytes, at: int, prefix: int) -> tuple[int, int]:
+    """Return an integer that begins in a byte's last bits (RFC 7541, section 5.1), and where it ends."""
+    value, shift = block[at] & prefix, 0
+    at += 1
+    if value < prefix:
+        return value, at
     while True:
         digit = block[at]
         at += 1
@@ -335,10 +320,7 @@ def _integer(block: bytes, at: int, value: int) -> tuple[int, int]:
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    first = block[at]
-    size, at = first & 0x7F, at + 1
-    if size == 0x7F:
-        size, at = _integer(block, at, 0x7F)
+    first, (size, at) = block[at], _integer(block, at, 0x7F)
     end = at + size
     if end > len(block):
         raise _undecodable("it ends within a string")
@@ -366,14 +348,14 @@ def _unhuffman(text: bytes) -> bytes:
 
 
 def _step(begin: int, byte: int) -> tuple[int, int, bytes]:
-    state, flags, out = begin, 0, bytearray()
+    state, flags, symbols = begin, 0, bytearray()
     for nibble in (byte >> 4, byte & 0xF):
         state, flags, symbol = HUFFMAN_TABLE[state << 4 | nibble]
         if flags & HUFFMAN_FAIL:
             raise _undecodable("a Huffman-coded string of it holds its end")
         if flags & HUFFMAN_EMIT_SYMBOL:
-            out.append(symbol)
-    made = _steps[begin << 8 | byte] = state, flags & HUFFMAN_COMPLETE, bytes(out)
+            symbols.append(symbol)
+    made = _steps[begin << 8 | byte] = state, flags & HUFFMAN_COMPLETE, bytes(symbols)
     return made
 
 

@@ -18,7 +18,7 @@ from loadtest.workloads.workload import Workload
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import rank_document
 from serving.formats.messages import MessageCodec, encode_rank
-from serving.formats.requests import RankAnswer
+from serving.formats.requests import RankResponse
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.serving_api import MODEL
@@ -115,15 +115,15 @@ def test_memory_is_bounded_but_one_payload_is_always_made():
     assert len(Payloads(workload, "grpc", count=200, max_bytes=1)) == 1
 
 
-def answer(num_scores: int) -> RankAnswer:
+def answer(num_scores: int) -> RankResponse:
     scores = np.linspace(0, 1, num_scores, dtype=np.float32)
-    return RankAnswer("m", 7, scores, np.argsort(-scores), "id")
+    return RankResponse("m", 7, scores, np.argsort(-scores), "id")
 
 
 @pytest.mark.parametrize("num_scores", [1, 300])
 def test_scores_are_read_from_the_server_s_answers(num_scores):
     expected, pools = answer(num_scores), {api: Payloads(small_workload("mixed"), api, count=1) for api in APIS}
-    over_http = InferHttpCodec(MODEL, "", dict(pools["oip-http"][0].headers)[HEADER_LENGTH])
+    over_http = InferHttpCodec(model=MODEL, header_length=dict(pools["oip-http"][0].headers)[HEADER_LENGTH])
     over_grpc = InferGrpcCodec()
     answers = {
         "json": json.dumps(rank_document(expected)).encode(),

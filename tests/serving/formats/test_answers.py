@@ -15,7 +15,7 @@ from serving.client.features import read_rank
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import PIECE_FLOATS, JsonCodec
 from serving.formats.messages import encode_lookup, encode_rank
-from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
+from serving.formats.requests import FeatureEmbeddings, LookupResponse, RankResponse
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -26,7 +26,7 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 
 
 @st.composite
-def rank_answers(draw: st.DrawFn) -> RankAnswer:
+def rank_answers(draw: st.DrawFn) -> RankResponse:
     scores = draw(hnp.arrays(np.float32, st.integers(1, 40), elements=FLOATS))
     order = np.argsort(-scores, kind="stable")[: draw(st.integers(1, 40))]
     outputs = {
@@ -36,21 +36,21 @@ def rank_answers(draw: st.DrawFn) -> RankAnswer:
     numbers = st.integers(1, 2**63 - 1)
     request_id, step = draw(st.just("") | NAMES), draw(st.just(0) | numbers)
     sequence = draw(st.sampled_from([-1, 0]) | numbers)
-    return RankAnswer(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs, sequence)
+    return RankResponse(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs, sequence)
 
 
 @st.composite
-def lookup_answers(draw: st.DrawFn) -> LookupAnswer:
+def lookup_answers(draw: st.DrawFn) -> LookupResponse:
     embeddings = {}
     for name in draw(st.sets(NAMES, max_size=4)):
         lengths = draw(st.none() | hnp.arrays(np.int64, st.integers(0, 4), elements=st.integers(0, 3)))
         rows = draw(st.integers(0, 5)) if lengths is None else int(lengths.sum())
         values = draw(hnp.arrays(np.float32, (rows, draw(st.integers(1, 5))), elements=FLOATS))
         embeddings[name] = FeatureEmbeddings(values, lengths)
-    return LookupAnswer(draw(NAMES), draw(st.integers(1, 2**63 - 1)), embeddings, draw(st.just("") | NAMES))
+    return LookupResponse(draw(NAMES), draw(st.integers(1, 2**63 - 1)), embeddings, draw(st.just("") | NAMES))
 
 
-def bits(answer: RankAnswer) -> dict[str, bytes]:
+def bits(answer: RankResponse) -> dict[str, bytes]:
     return {name: values.tobytes() for name, values in answer.outputs.items()}
 
 
@@ -112,13 +112,13 @@ def infer_message(outputs: list[str]) -> bytes:
     return message.SerializeToString()
 
 
-def expected_output(answer: RankAnswer, name: str) -> tuple[str, Any]:
+def expected_output(answer: RankResponse, name: str) -> tuple[str, Any]:
     if name == "order":
         return "INT64", answer.order
     return "FP32", answer.scores if name == "scores" else answer.outputs[name]
 
 
-def is_id(found: str, answer: RankAnswer) -> bool:
+def is_id(found: str, answer: RankResponse) -> bool:
     """That of the request, or one of its own."""
     return found == answer.request_id if answer.request_id else re.fullmatch("[0-9a-f]{32}", found) is not None
 
@@ -145,7 +145,7 @@ def test_an_inference_message_reads_back(answer, outputs):
 def test_an_inference_body_reads_back(answer, outputs, binary):
     named = [{"name": name} for name in outputs]
     body = json.dumps({"inputs": [], "outputs": named, "parameters": {"binary_data_output": binary}}).encode()
-    encoded = InferHttpCodec("films", "", None).read(body, LIMITS).encode(answer)
+    encoded = InferHttpCodec(model="films", header_length=None).read(body, LIMITS).encode(answer)
     length = int(dict(encoded.headers).get("inference-header-content-length", len(encoded.body)))
     header, tail = json.loads(encoded.body[:length]), encoded.body[length:]
     assert is_id(header["id"], answer)
@@ -168,7 +168,7 @@ def test_a_long_answer_is_written_in_pieces_wherever_its_bags_end():
     lengths = np.array([0, 3, 2 * PIECE_FLOATS, 0, 1, PIECE_FLOATS // 4, 5, 0])
     values = np.arange(lengths.sum() * 3, dtype=np.float32).reshape(-1, 3)
     pooled = FeatureEmbeddings(values, None)
-    answer = LookupAnswer("films", 3, {"bags": FeatureEmbeddings(values, lengths), "rows": pooled})
+    answer = LookupResponse("films", 3, {"bags": FeatureEmbeddings(values, lengths), "rows": pooled})
     pieces = list(JsonCodec("lookup", "films").read(b"{}", LIMITS).encode(answer).more)
     assert max(map(len, pieces)) < 12 * PIECE_FLOATS
     read = json.loads(b"".join(pieces))["embeddings"]

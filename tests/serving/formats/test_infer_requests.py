@@ -31,20 +31,20 @@ def parse(request, schema=SCHEMA):
     return request.parse(schema)
 
 
-def read_body(body, header_length=None):
+def read_body(body, header_length=None, limits=LIMITS):
     length = None if header_length is None else str(header_length)
-    return InferHttpCodec(MODEL, "", length).read(body, LIMITS)
+    return InferHttpCodec(model=MODEL, header_length=length).read(body, limits)
 
 
 def read_message(data):
     return InferGrpcCodec().read(data, LIMITS)
 
 
-def http_request(tensors, form="binary", **members):
+def http_request(tensors, form="binary", limits=LIMITS, **members):
     if form == "json":
         return read_body(json_body(tensors, **members))
     body, headers = binary_body(tensors, **members)
-    return read_body(body, int(headers["inference-header-content-length"]))
+    return read_body(body, int(headers["inference-header-content-length"]), limits)
 
 
 def grpc_request(tensors, *, raw=True, **fields):
@@ -169,9 +169,9 @@ def test_a_wrong_input_is_refused_by_name(given_tensors, kind, message):
 )
 def test_the_limits_hold(limits, message):
     schema = RequestSchema(SCHEMA.features, limits)
-    request = http_request(tensors(), id="mine", parameters={"timeout": 2_000_000, "routing_key": "users"})
+    parameters = {"timeout": 2_000_000, "routing_key": "users"}
     with raises_kind("limit_exceeded", match=message):
-        parse(request, schema)
+        parse(http_request(tensors(), limits=limits, id="mine", parameters=parameters), schema)
 
 
 def header_of(given_tensors, **members):

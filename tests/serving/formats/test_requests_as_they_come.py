@@ -26,8 +26,8 @@ def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:
         "json": (JsonCodec("rank", MODEL), json.dumps(request).encode()),
         "maps": (MessageCodec("rank"), rank_message(request).SerializeToString()),
         "packed": (MessageCodec("rank"), packed_message(SCHEMA, request).SerializeToString()),
-        "infer, JSON": (InferHttpCodec(MODEL, "", None), json_body(tensors)),
-        "infer, binary": (InferHttpCodec(MODEL, "", headers["inference-header-content-length"]), body),
+        "infer, JSON": (InferHttpCodec(model=MODEL, header_length=None), json_body(tensors)),
+        "infer, binary": (InferHttpCodec(model=MODEL, header_length=headers["inference-header-content-length"]), body),
         "infer, raw": (InferGrpcCodec(), message_of(tensors, MODEL).SerializeToString()),
         "infer, typed": (InferGrpcCodec(), message_of(tensors, MODEL, raw=False).SerializeToString()),
     }
@@ -45,7 +45,8 @@ async def test_every_form_is_ranked_from_any_kind_of_buffer(api_model, api_servi
             async def receive(body: bytes = body) -> Any:
                 return as_type(body)
 
-            encoded = await answer(api_service, kept, receive, Waiting())
+            call = api_service.admit(kept.api, kept.method, None)
+            encoded = await answer(api_service, call, kept, receive, Waiting())
             assert encoded.body
             np.testing.assert_allclose(kept.answers[0].scores, expected, rtol=1e-5, atol=1e-6, err_msg=f"{name} {seed}")
 

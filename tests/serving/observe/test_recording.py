@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loader.errors import ConfigError
 from router.feature_schema import FeatureSchema
 from serving.errors import RecordingDamagedError
-from serving.formats.requests import RankAnswer, RankRequest
+from serving.formats.requests import RankRequest, RankResponse
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.recording import (
@@ -56,16 +56,16 @@ def read_folder(folder: Path) -> list[Recorded]:
     return [one for path in recorded_files(folder) for one in read_file(path)]
 
 
-def answer_of(request: RankRequest, seed: int = 0, **fields: Any) -> RankAnswer:
+def answer_of(request: RankRequest, seed: int = 0, **fields: Any) -> RankResponse:
     scores = np.random.default_rng(seed).random(request.num_candidates, np.float32)
-    return RankAnswer(MODEL, 3, scores, np.argsort(-scores), **fields)
+    return RankResponse(MODEL, 3, scores, np.argsort(-scores), **fields)
 
 
 def bits(array: np.ndarray | None) -> object:
     return None if array is None else (array.dtype, array.shape, array.tobytes())
 
 
-def same(found: Recorded, request: RankRequest, answer: RankAnswer) -> None:
+def same(found: Recorded, request: RankRequest, answer: RankResponse) -> None:
     for name in ("keys", "bags_per_key", "offsets", "values", "weights"):
         assert bits(getattr(found.request.bags, name)) == bits(getattr(request.bags, name)), name
     for name in ("context_dense", "candidate_dense"):
@@ -146,7 +146,7 @@ def test_requests_of_every_api_are_recorded_without_headers_and_keys(api_model: 
     assert [one.scores.tolist() for one in found] == [np.array(one, np.float32).tolist() for one in scores]
     for one, sent in zip(found, [*asked, asked[0]], strict=True):
         expected = parse_json(SCHEMA, sent)
-        same(one, expected, RankAnswer(MODEL, 1, one.scores, one.scores, delta_sequence=0))
+        same(one, expected, RankResponse(MODEL, 1, one.scores, one.scores, delta_sequence=0))
     written = b"".join(path.read_bytes() for path in recorded_files(tmp_path))
     assert [secret for secret in SECRETS if secret.encode() in written] == []
     assert samples["shardrank_recorded_requests_total"] == ({"outcome": "written"}, 4.0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from serving.cli.serve import _source, serve, worker_arguments
-from serving.formats.requests import RankAnswer
+from serving.formats.requests import RankResponse
 from serving.observe.recording import RecordingConfig, RequestRecorder
 from serving.rank.service import RankingService
 from serving.versions import warming
@@ -34,7 +34,7 @@ def recorded(api_model: ApiModel, api_service: RankingService, tmp_path_factory:
         request = api_request(seed, count)
         if seed == len(SIZES) - 1:
             request["context"]["sparse"]["user"] = [999_999]
-        answer = RankAnswer(MODEL, 1, np.zeros(count, np.float32), np.arange(count))
+        answer = RankResponse(MODEL, 1, np.zeros(count, np.float32), np.arange(count))
         recorder.offer(schema, parse_json(schema, request), answer, 0.0)
     recorder.close()
     return folder

@@ -153,17 +153,17 @@ class EchoStream:
         self.echo.begun.append(self.stream_id)
         self.echo.changed()
 
-    def take(self, data: memoryview) -> None:
+    def on_data(self, data: memoryview) -> None:
         """Keeps the data."""
         self.received.append(bytes(data))
         self.echo.changed()
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Answers."""
         if (b":path", b"/hold") not in self.headers:
             self.reply()
 
-    def drained(self) -> None:
+    def on_drained(self) -> None:
         """Nothing is sent in pieces."""
 
     def reply(self) -> None:
@@ -178,7 +178,7 @@ class EchoStream:
     def give_way(self, error: Exception) -> None:
         """Holds nothing that it is charged for."""
 
-    def dropped(self) -> None:
+    def on_dropped(self) -> None:
         """Counts it."""
         self.echo.dropped.append(self.stream_id)
         self.echo.changed()
@@ -239,7 +239,7 @@ async def echoing(
     """A listener that echoes, and what connects to it, from a local address of choice."""
     echo = Echo()
     listener = echo_listener(echo, limits, **options)
-    port = listener.start("127.0.0.1", 0, "echoes")
+    port = listener.listen("127.0.0.1", 0, "echoes")
     peers = []
 
     async def connect(source: str = "127.0.0.1") -> Http2Peer:

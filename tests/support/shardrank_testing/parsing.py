@@ -45,7 +45,7 @@ def parse_message(schema: RequestSchema, message: Any, method: Method = "rank") 
 
 
 def parse_infer_body(schema: RequestSchema, body: bytes, header_length: str | None = None) -> Any:
-    return parse(schema, InferHttpCodec(MODEL, "", header_length), body)
+    return parse(schema, InferHttpCodec(model=MODEL, header_length=header_length), body)
 
 
 def parse_infer_message(schema: RequestSchema, message: Any) -> Any:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -24,7 +25,7 @@ from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
-from serving.formats.requests import Answer, Buffer, Codec, Encoded, Method
+from serving.formats.requests import Buffer, Codec, Encoded, Method, Response
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.inputs import SequenceInput
@@ -253,18 +254,16 @@ class KeptAnswers:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self.api, self.method = codec.api, codec.method
-        self.answers: list[Answer] = []
+        self.answers: list[Response] = []
 
     def read(self, body: Buffer, limits: RequestLimits) -> Any:
-        unparsed: Any = self._codec.read(body, limits)
-        encode = unparsed.encode
+        read = self._codec.read(body, limits)
 
-        def keep(answer: Answer) -> Encoded:
+        def keep(answer: Response) -> Encoded:
             self.answers.append(answer)
-            return encode(answer)
+            return read.encode(answer)
 
-        unparsed.encode = keep
-        return unparsed
+        return SimpleNamespace(model=read.model, version=read.version, key=read.key, parse=read.parse, encode=keep)
 
 
 class Waiting:

@@ -11,7 +11,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
 from serving.api.grpc import wire as frames
-from serving.api.grpc.calls import MAX_WAITING_MESSAGES, MESSAGES_OF_A_TURN
+from serving.api.grpc.calls import MAX_WAITING_MESSAGES, MESSAGES_AT_ONCE
 from serving.api.grpc.services import GrpcServer
 from shardrank_testing.http2_peer import END, Http2Peer, data, prefixed
 from shardrank_testing.serving_api import Api, api_request, counted_turns, rank_message
@@ -97,7 +97,7 @@ async def test_a_stream_of_small_requests_lets_others_have_their_turn(peer):
         peer.send(peer.call(1, REFLECTION.format("v1")), data(1, request * MAX_WAITING_MESSAGES, END))
         answers, _ = await peer.answer(1)
     assert answers.count(b"none") == MAX_WAITING_MESSAGES
-    assert turns[0] >= MAX_WAITING_MESSAGES // MESSAGES_OF_A_TURN
+    assert turns[0] >= MAX_WAITING_MESSAGES // MESSAGES_AT_ONCE
 
 
 async def test_a_document_has_a_small_message(peer):

@@ -32,13 +32,10 @@ def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity
     for piece in pieces:
         # In the midst of other bytes, as a frame's payload is.
         data = memoryview(b"###" + piece + b"####")[3 : 3 + len(piece)]
-        while data:
-            message, data = reader.feed(data)
-            if message is not None:
-                held.hold(len(message[1]))
-                messages.append(
-                    asyncio.run(plain_message(*message, coding, 1000, held, lambda seconds: None, asyncio.Semaphore(2)))
-                )
+        for message in reader.feed(data):
+            held.hold(len(message[1]))
+            plain = plain_message(*message, coding, 1000, held, lambda seconds: None, asyncio.Semaphore(2))
+            messages.append(asyncio.run(plain))
     return messages
 
 

@@ -34,7 +34,6 @@ async def connected() -> tuple[Mock, Http2Protocol]:
     transport.is_closing.return_value, transport.get_write_buffer_size.return_value = False, 0
     transport.get_extra_info.return_value = None
     listener = echo_listener(Echo())
-    listener.loop = asyncio.get_running_loop()
     connection = listener.make("")
     connection.connection_made(transport)
     await asyncio.sleep(0)

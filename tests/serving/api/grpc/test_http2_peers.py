@@ -59,11 +59,11 @@ async def test_a_connection_has_its_turn_and_then_others_come_first():
         (protocol,) = [one for one in listener.open if one._transport.get_extra_info("peername") == here]
         # All of it is there at once; a turn is good for some five of them.
         busy.send(PING * 2000)
-        while not protocol.connection.can_read:  # noqa: ASYNC110  # in the very next turn
+        while not protocol.can_read:  # noqa: ASYNC110  # in the very next turn
             await asyncio.sleep(0)
         other.send(other.headers(1), data(1, b"first", END))
         assert (await other.answer(1))[0] == b"first"
-        assert len(protocol.connection._buffer) > 100 * len(PING)
+        assert len(protocol._buffer) > 100 * len(PING)
         assert not protocol._transport.is_reading()
         for _ in range(2000):
             await busy.find(frames.PING)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.api.grpc import wire
-from serving.api.grpc.connection import SPELLED_HEADERS, Connection
+from serving.api.grpc.connection import SPELLED_HEADERS, Connection, Phase
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList
 from shardrank_testing.http2_peer import END, END_HEADERS, LIMITS, data
 
@@ -26,7 +26,7 @@ def headers(stream_id: int, flags: int = 0, more: Iterable[tuple[str, str]] = ()
     return wire.frame(wire.HEADERS, flags | END_HEADERS, stream_id, block)
 
 
-class Told:
+class Events:
     """Keeps what a connection passes to the exchanges of its streams; data that follow data of a stream as one."""
 
     def __init__(self) -> None:
@@ -34,10 +34,12 @@ class Told:
 
     def open(self, stream_id: int, headers: HeaderList) -> SimpleNamespace:
         self.events.append(("opened", stream_id, headers))
-        notices = {kind: partial(self.events.append, (kind, stream_id)) for kind in ("ended", "drained", "dropped")}
-        return SimpleNamespace(take=partial(self.take, stream_id), **notices)
+        notices = {
+            f"on_{kind}": partial(self.events.append, (kind, stream_id)) for kind in ("end", "drained", "dropped")
+        }
+        return SimpleNamespace(on_data=partial(self.keep, stream_id), **notices)
 
-    def take(self, stream_id: int, data: memoryview) -> None:
+    def keep(self, stream_id: int, data: memoryview) -> None:
         before = self.events.pop()[2] if self.events[-1][:2] == ("data", stream_id) else b""
         self.events.append(("data", stream_id, before + bytes(data)))
 
@@ -46,24 +48,26 @@ class Told:
 
 
 def connection(
-    limits: ConnectionLimits = LIMITS, told: Told | None = None, clock: Callable[[], float] = lambda: 0.0
+    limits: ConnectionLimits = LIMITS, told: Events | None = None, clock: Callable[[], float] = lambda: 0.0
 ) -> Connection:
-    return Connection(limits, clock, (told or Told()).open)
+    made = Connection(limits, clock)
+    made.open_stream = (told or Events()).open  # type: ignore[method-assign]
+    return made
 
 
 def test_a_request_is_told_of_and_answered_in_bytes():
-    told = Told()
+    told = Events()
     at = connection(told=told)
     at.feed(BEGIN + headers(1) + data(1, b"abc") + data(1, b"def", END))
     at.read()
     opened, *others = told.events
     assert opened[2].headers == [(name.encode(), value.encode()) for name, value in REQUEST]
     assert (opened[:2], opened[2].problem) == (("opened", 1), None)
-    assert others == [("data", 1, b"abcdef"), ("ended", 1)]
-    at.take()
+    assert others == [("data", 1, b"abcdef"), ("end", 1)]
+    at.outgoing()
     assert at.send(1, b"\x88", b"answer", b"\x88")
     ends = wire.frame(wire.HEADERS, END | END_HEADERS, 1, b"\x88")
-    assert at.take() == wire.frame(wire.HEADERS, END_HEADERS, 1, b"\x88") + data(1, b"answer") + ends
+    assert at.outgoing() == wire.frame(wire.HEADERS, END_HEADERS, 1, b"\x88") + data(1, b"answer") + ends
     assert at.streams == {}
 
 
@@ -80,7 +84,7 @@ def test_a_request_is_the_same_in_whatever_frames_it_comes(sizes, payloads, padd
     sent += wire.frame(wire.CONTINUATION, 0, 1, block[9:20]) + wire.frame(wire.CONTINUATION, END_HEADERS, 1, block[20:])
     sent += b"".join(data(1, padded(payload, padding), wire.PADDED) for payload in payloads[:2])
     sent += b"".join(data(1, payload) for payload in payloads[2:]) + data(1, b"", END)
-    told = Told()
+    told = Events()
     at = connection(told=told)
     for size in [*sizes, len(sent)]:
         at.feed(sent[:size])
@@ -89,7 +93,7 @@ def test_a_request_is_the_same_in_whatever_frames_it_comes(sizes, payloads, padd
     opened, *others = told.events
     assert opened[2].headers[-1] == (b"x" * 50, b"y" * 70)
     assert b"".join(event[2] for event in others[:-1]) == b"".join(payloads)
-    assert others[-1] == ("ended", 1)
+    assert others[-1] == ("end", 1)
 
 
 FRAMES = st.one_of(
@@ -119,7 +123,7 @@ def test_whatever_comes_and_however_it_is_cut_streams_are_ended(parts, changes, 
     sent = bytearray(BEGIN + b"".join(parts))
     for position, value in changes:
         sent[position % len(sent)] = value
-    expected, found = Told(), Told()
+    expected, found = Events(), Events()
     whole, cut = connection(told=expected), connection(told=found)
     whole.feed(bytes(sent))
     whole.read()
@@ -130,12 +134,12 @@ def test_whatever_comes_and_however_it_is_cut_streams_are_ended(parts, changes, 
             cut.feed(piece)
             cut.read()
     assert found.events == expected.events
-    answers = whole.take()
-    assert cut.take() == answers
-    assert (cut.streams.keys(), cut.is_over) == (whole.streams.keys(), whole.is_over)
+    answers = whole.outgoing()
+    assert cut.outgoing() == answers
+    assert (cut.streams.keys(), cut.phase) == (whole.streams.keys(), whole.phase)
     assert expected.ids("opened") - expected.ids("dropped") == whole.streams.keys()
     if whole.failure is not None:
-        assert (whole.is_over, whole.streams, whole.can_read) == (True, {}, False)
+        assert (whole.phase, whole.streams, whole.can_read) == (Phase.OVER, {}, False)
         assert answers.endswith(wire.goaway(whole.last_stream_id, whole.failure.code, str(whole.failure)))
         whole.feed(bytes(sent))
         whole.read()
@@ -150,7 +154,7 @@ def frames_until_the_end(flood: bytes, begin: bytes = BEGIN, limits: ConnectionL
     for count in range(100 * limits.max_control_frames):
         at.feed(flood)
         at.read()
-        if at.is_over:
+        if at.phase is Phase.OVER:
             assert isinstance(at.failure, FloodError)
             assert at.failure.code is ErrorCode.ENHANCE_YOUR_CALM
             return count
@@ -195,15 +199,27 @@ def test_reading_stops_when_the_clock_says_so_and_goes_on_later():
     at = connection(dataclasses.replace(LIMITS, max_control_frames=10_000), clock=clock)
     pings = [wire.frame(wire.PING, 0, 0, number.to_bytes(8, "big")) for number in range(100)]
     at.feed(BEGIN + b"".join(pings))
-    at.take()
+    at.outgoing()
     out, turns = b"", 0
     while at.can_read:
         at.read(now + 0.005)
-        out += at.take()
+        out += at.outgoing()
         turns += 1
     assert 20 <= turns <= 30
     pongs = [wire.frame(wire.PING, wire.ACK, 0, number.to_bytes(8, "big")) for number in range(100)]
     assert out == wire.frame(wire.SETTINGS, wire.ACK, 0) + b"".join(pongs)
+
+
+def test_a_peer_is_alive_while_a_frame_comes_in_pieces():
+    now = [0.0]
+    at = connection(clock=lambda: now[0])
+    for piece in (BEGIN + headers(1), *(bytes([byte]) for byte in data(1, b"abcdef"))):
+        at.feed(piece)
+        at.read()
+        now[0] += LIMITS.patience_s
+        assert at.tick(0, 0)
+    now[0] += LIMITS.patience_s
+    assert not at.tick(0, 0)
 
 
 def spelled(stream_id: int, count: int, name: str) -> bytes:
