@@ -12,7 +12,7 @@ from serving.api.grpc import wire as frames
 from serving.api.grpc.wire import ErrorCode
 from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import END, LIMITS, PING, Http2Peer, data, echoing, http2_peer
-from shardrank_testing.serving_api import until
+from shardrank_testing.serving_api import running_api, until
 from shardrank_testing.waiting import Clock
 
 QUICK = dataclasses.replace(LIMITS, patience_s=0.2)
@@ -184,3 +184,16 @@ async def test_a_peer_that_reads_nothing_is_dropped():
             await send_for_ever(connection, pong)
         connection.close()
         await echo.until(lambda: echo.dropped == [3])
+
+
+async def test_a_call_that_is_reset_before_it_begins_is_counted_out(api_service):
+    """Its head was admitted; whoever resets at once must not fill `max_receiving`."""
+    async with running_api(api_service) as api:
+        peer = Http2Peer(*await asyncio.open_connection(api.listening.host, api.listening.grpc_port))
+        peer.begin()
+        for stream_id in (1, 3, 5):
+            head = peer.call(stream_id, "/shardrank.v1.RankingService/Rank")
+            peer.send(head + frames.rst_stream(stream_id, ErrorCode.CANCEL))
+        await until(lambda: b'shardrank_requests_total{api="grpc",method="rank"' in api_service.metrics.render())
+        await until(lambda: api_service.in_flight == 0)
+        peer.close()
