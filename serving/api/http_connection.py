@@ -4,11 +4,13 @@ uvicorn's parser (llhttp) reads each head once and refuses what is malformed. Wh
 body or a chunked body ends, so one request at a time is parsed, and what was sent ahead waits unread. The states of a
 connection are in `TRANSITIONS`. Its rules:
 
-1. Each state but ANSWERING has a time limit, see `HttpListener`; that of a request begins with its first byte.
+1. Each state has a time limit, see `HttpListener`; that of a request begins with its first byte. In ANSWERING the
+   connection is only checked then: requests have deadlines of their own.
 2. A request is admitted or refused in `on_headers_complete`; the application starts there, and gets the body complete.
 3. Bytes of a body are charged to the budget. Without room it is refused, and what still comes of it is dropped
    (LINGERING), so that the client can read the refusal. A body whose answer is complete early is dropped likewise.
-4. Nothing is read in ANSWERING once bytes of the next request are there, nor while the peer does not read its answer.
+4. Nothing is read in ANSWERING once bytes of the next request are there, and nothing is parsed while the peer does not
+   read its answer. What is kept until then is charged to the budget, too.
 5. What two readers could understand differently is answered by an error, and the connection closed.
 """
 
@@ -188,6 +190,8 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         self._forget()
         self._listener.leave(self)
         self.account.close()
+        # It refers to the connection.
+        self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes as far as the end of one request, and keep the remainder."""
@@ -403,9 +407,11 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             data = self._buffered + data
         view = memoryview(data)
         while start < len(data) and self.state is not State.ANSWERING:
-            if start > self._num_fed and listener.clock() >= until:
+            is_unread = self.unread_deadline != math.inf
+            if is_unread or (start > self._num_fed and listener.clock() >= until):
                 self._pause()
-                self.loop.call_soon(self._read_on)
+                if not is_unread:
+                    self.loop.call_soon(self._read_on)
                 break
             is_chunked = self._body_left is None
             if self._body_left:
