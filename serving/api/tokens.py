@@ -20,6 +20,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from loader.errors import ConfigError, ShardrankError
+from loader.snapshot.store import replace_file
 from loader.snapshot.tables import Frozen
 from serving.errors import PermissionDeniedError, UnauthenticatedError
 from shard_node.wire.tls import FileBacked
@@ -149,20 +150,15 @@ def add_token(path: Path, entry: TokenEntry) -> None:
         raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
     text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
     try:
-        # Made with mode 0600.
-        descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # with mode 0600
         try:
-            with os.fdopen(descriptor, "w") as file:
-                if path.exists():
-                    # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
-                    owner = path.stat()
-                    os.fchown(descriptor, owner.st_uid, owner.st_gid)
-                file.write(text)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
+            if path.exists():
+                # The owner of the server may be another than the one who adds a token, and must be able to read it.
+                owner = path.stat()
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+            replace_file(path, text.encode(), Path(name))
+        finally:
+            os.close(descriptor)
+            Path(name).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from None
