@@ -40,7 +40,7 @@ from uvicorn.server import ServerState
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.api.bodies import body_too_large
 from serving.api.http_messages import Fields, body_length, error_reply, header_too_large
-from serving.api.listening import TURN_S, Accepted, ConnectionListener, CountFailure, forget_unsent
+from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, CountFailure, forget_unsent
 from serving.errors import InvalidRequestError, malformed
 from serving.limits import RequestLimits
 from shard_node.byte_budget import LARGEST_MESSAGES, ByteAccount, ByteBudget
@@ -203,7 +203,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             if self._is_paused or self.state is State.ANSWERING or self.unread_deadline != math.inf:
                 self._keep_ahead(data)
             else:
-                self._parse(data, started_at + TURN_S)
+                self._parse(data, started_at + MAX_READ_S)
         except (ShardrankError, httptools.HttpParserError) as error:
             cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
             if isinstance(cause, httptools.HttpParserError):
@@ -213,7 +213,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             self._refuse(cause, closes=True)
         is_short = num_bytes < _SHORT_READ_BYTES and self.state in (State.HEAD, State.BODY)
         # By the wall clock, and so no more than a turn: the process may have been suspended meanwhile.
-        self._idle_work_s += min(TURN_S, clock() - started_at) + is_short * _SHORT_READ_S
+        self._idle_work_s += min(MAX_READ_S, clock() - started_at) + is_short * _SHORT_READ_S
         if self._idle_work_s > self._listener.max_idle_work_s:
             self.spent(0.0)
 
@@ -489,13 +489,13 @@ class HttpConnection(Accepted, HttpToolsProtocol):
     def _answer(self, error: ShardrankError, *, closes: bool = False) -> None:
         """Answer in place of the application. What still comes of a body is dropped, unless it `closes`."""
         exchange, cycle = self._exchange, self.cycle
-        is_too_late = self.state is State.LINGERING or (cycle is not None and cycle.response_started)
-        if not is_too_late:
+        has_begun = self.state is State.LINGERING or (cycle is not None and cycle.response_started)
+        if not has_begun:
             path, request_id = ("", "") if exchange is None else (exchange.path, exchange.request_id)
             headers = self.server_state.default_headers if exchange is None else self._answer_headers
             reply = error_reply(path, request_id, error)
             self.transport.write(reply.encode(headers, is_last=closes or self._is_last))
-        if is_too_late or closes:
+        if has_begun or closes:
             self.end()
         else:
             self._forget()

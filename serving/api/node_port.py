@@ -114,9 +114,9 @@ class NodeMetrics:
         yield from version_samples(self._node.generations.all())
         for model in {served.model for served in info.versions}:
             yield from node_samples(model, self.replica, info, now)
-        for one in failed:
+        for generation in failed:
             shard = str(info.identity.shard_index)
-            yield "cards_failed", (one.model, str(one.version), shard, self.replica), 1.0
+            yield "cards_failed", (generation.model, str(generation.version), shard, self.replica), 1.0
 
 
 @asynccontextmanager

@@ -58,8 +58,8 @@ class TokenFile(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for what in ("name", "sha256"):
-            found = [getattr(entry, what) for entry in self.tokens]
-            if len(set(found)) < len(found):
+            values = [getattr(entry, what) for entry in self.tokens]
+            if len(set(values)) < len(values):
                 raise ValueError(f"two tokens have the same {what}")
         return self
 
@@ -87,11 +87,11 @@ class Tokens:
 
         Raises UnauthenticatedError for no token, or an unknown one; PermissionDeniedError if its scope is too narrow.
         """
-        found = self._find(authorization, scope)
-        if isinstance(found, ShardrankError):
-            self._note(found.kind)
-            raise found
-        return found.name
+        match = self._find(authorization, scope)
+        if isinstance(match, ShardrankError):
+            self._note(match.kind)
+            raise match
+        return match.name
 
     def allows(self, authorization: str | None, scope: Scope) -> bool:
         """Return whether `check` would let it pass; a probe that shows no token is no refusal, and is not counted."""
@@ -100,20 +100,20 @@ class Tokens:
     def _find(self, authorization: str | None, scope: Scope) -> TokenEntry | ShardrankError:
         scheme, _, token = (authorization or "")[:MAX_HEADER_CHARS].partition(" ")
         digest = hashlib.sha256(token.strip(" ").encode("utf-8", "surrogatepass")).digest()
-        found: TokenEntry | None = None
+        match: TokenEntry | None = None
         # All of them, so that how long it takes says nothing of which one it is, or nearly was.
         for known, entry in self._entries.get():
             if hmac.compare_digest(known, digest):
-                found = entry
+                match = entry
         if authorization is None:
             return UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
         if scheme.lower() != "bearer":
             return UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
-        if found is None:
+        if match is None:
             return UnauthenticatedError("the token is not known here")
-        if scope not in _ALLOWS[found.scope]:
-            return PermissionDeniedError(f"token {found.name!r} has scope {found.scope!r}; {scope!r} is needed here")
-        return found
+        if scope not in _ALLOWS[match.scope]:
+            return PermissionDeniedError(f"token {match.name!r} has scope {match.scope!r}; {scope!r} is needed here")
+        return match
 
 
 def read_tokens(path: Path) -> TokenFile:
@@ -129,8 +129,8 @@ def read_tokens(path: Path) -> TokenFile:
         return TokenFile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path}: {place}: {first['msg']}") from None
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"{path}: {field}: {first['msg']}") from None
 
 
 def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
@@ -144,7 +144,7 @@ def add_token(path: Path, entry: TokenEntry) -> None:
     # Where a link leads to, not the link, is replaced.
     path = path.resolve()
     before = read_tokens(path).tokens if path.exists() else ()
-    if any(one.name == entry.name for one in before):
+    if any(known.name == entry.name for known in before):
         raise ConfigError(f"{path}: there is a token {entry.name!r} already; take its entry out, or use another name")
     if len(before) >= MAX_TOKENS:
         raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed")

@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 from loader.errors import OverloadedError
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import TURN_S, Accepted, ConnectionListener, forget_unsent
+from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
 
 TURN_OF_ALL_S = 0.01
@@ -100,7 +100,7 @@ class Http2Protocol(Accepted, asyncio.Protocol):
             for stream_id in came[:CALLS_OF_A_TURN]:
                 connection.streams[stream_id].exchange.begin()
             # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
-            self.spent(min(TURN_S, self.clock() - began))
+            self.spent(min(MAX_READ_S, self.clock() - began))
         if connection.can_read or self._begun:
             self._is_waiting = True
             self._transport.pause_reading()
@@ -316,7 +316,7 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         turn, now = self.loop.time(), self.clock()
         if turn != self._turn:
             self._turn, self._turn_ends = turn, now + TURN_OF_ALL_S
-        return min(now + TURN_S, self._turn_ends)
+        return min(now + MAX_READ_S, self._turn_ends)
 
     def wait_turn(self, connection: Http2Protocol) -> None:
         """Have a connection go on when others had their turn."""
