@@ -150,11 +150,8 @@ class _Documents:
 
         add = partial(self._add, api="http", tags=["models"])
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
-        what, responses = (
-            "What a model takes and is made of",
-            {404: {"model": ErrorDocument, "description": WRONG[404]}},
-        )
-        add(_MODEL, model, what, response_model=ModelInfo, responses=responses)
+        responses = {404: {"model": ErrorDocument, "description": WRONG[404]}}
+        add(_MODEL, model, "What a model takes and is made of", response_model=ModelInfo, responses=responses)
 
         async def counts(request: Request) -> Response:
             if unknown := sorted(request.query_params.keys() - {"version"}):
@@ -162,14 +159,14 @@ class _Documents:
                 raise invalid_field(unknown[0], problem)
             version = request.query_params.get("version", "0")
 
-            def file(places: Sequence[LookupSampler]) -> bytes:
-                return encode_access_counts(merged_by_table(place.estimated_lookups() for place in places))
+            def file(samplers: Sequence[LookupSampler]) -> bytes:
+                return encode_access_counts(merged_by_table(sampler.estimated_lookups() for sampler in samplers))
 
             with service.lease(request.path_params["model"], parse_version("" if version == "0" else version)) as lease:
                 return Response(await asyncio.to_thread(file, lease.payload.access), media_type=BINARY)
 
         what = "How often rows were looked up in this process's memory, as a file of docs/snapshot-format.md"
-        add(f"{_MODEL}/access-counts", counts, what, takes_body=True, right="admin", response_class=Response)
+        add(f"{_MODEL}/access-counts", counts, what, reads_body=True, right="admin", response_class=Response)
 
     def add_inference(self) -> None:
         service = self._service
@@ -194,7 +191,7 @@ class _Documents:
             return version_index(service, ready_only=ready_only)
 
         server, metadata, config, statistics = (
-            partial(tell, service) for tell in (server_metadata, model_metadata, model_config, model_statistics)
+            partial(handler, service) for handler in (server_metadata, model_metadata, model_config, model_statistics)
         )
         add = partial(self._add, tags=_INFERENCE_TAGS)
         for path in (OPEN_INFERENCE, f"{OPEN_INFERENCE}/"):
@@ -207,7 +204,7 @@ class _Documents:
             add(f"{path}/stats", statistics, "Statistics of a model")
             add(f"{path}/ready", model_ready, "The model would answer", is_probe=True)
         index = "All versions of all models"
-        add(f"{OPEN_INFERENCE}/repository/index", repository_index, index, method="POST", takes_body=True)
+        add(f"{OPEN_INFERENCE}/repository/index", repository_index, index, method="POST", reads_body=True)
         for action in ("load", "unload"):
             path = f"{OPEN_INFERENCE}/repository/models/{{model:model_name}}/{action}"
             add(path, repository_control, "Refused: versions come and go by rollouts", method="POST", right="admin")
@@ -277,7 +274,7 @@ class _Documents:
     def _add(
         self,
         path: str,
-        tell: Callable[..., Any],
+        handler: Callable[..., Any],
         summary: str,
         *,
         method: str = "GET",
@@ -285,10 +282,10 @@ class _Documents:
         counted: str = "model",
         right: Right = "describe",
         is_probe: bool = False,
-        takes_body: bool = False,
+        reads_body: bool = False,
         **options: Any,
     ) -> None:
-        """Add a path whose calls are counted. `tell` gets a model and a version, or, with `takes_body`, a request."""
+        """Add a path whose calls are counted. `handler` gets model and version, or, with `reads_body`, a request."""
 
         async def endpoint(request: Request) -> Any:
             model = request.path_params.get("model", "")
@@ -296,15 +293,15 @@ class _Documents:
             with self._service.call(api, counted) as call:
                 if not is_probe:
                     self._service.complete(call)
-                if takes_body:
-                    return await tell(request)
-                told = tell(model, request.path_params.get("version", ""))
+                if reads_body:
+                    return await handler(request)
+                document = handler(model, request.path_params.get("version", ""))
                 if api == "http":
                     # One that is served: metrics have no others.
                     call.model = model
-                return told
+                return document
 
-        name, extra = getattr(tell, "func", tell).__name__, {"parameters": _parameters(path)}
+        name, extra = getattr(handler, "func", handler).__name__, {"parameters": _parameters(path)}
         self.app.add_api_route(
             path, endpoint, name=name, methods=[method], summary=summary, openapi_extra=extra, **options
         )
@@ -349,10 +346,10 @@ def model_metadata(service: RankingService, model: str, version: str) -> Documen
     schema = _schema(service, model, version)
     return {
         "name": model,
-        "versions": [str(one.version) for one in _generations(service) if one.model == model],
+        "versions": [str(each.version) for each in _generations(service) if each.model == model],
         "platform": PLATFORM,
-        "inputs": [_tensor(one) for one in schema.inputs.values()],
-        "outputs": [_tensor(one) for one in schema.outputs.values()],
+        "inputs": [_tensor(spec) for spec in schema.inputs.values()],
+        "outputs": [_tensor(spec) for spec in schema.outputs.values()],
     }
 
 
@@ -365,51 +362,53 @@ def model_config(service: RankingService, model: str, version: str) -> Document:
         "backend": SERVER_NAME,
         # Requests are joined by this server's own batcher, whatever their shapes; clients don't batch for it.
         "max_batch_size": 0,
-        "input": [_configured(one) | ({"optional": True} if one.optional else {}) for one in schema.inputs.values()],
-        "output": [_configured(one) for one in schema.outputs.values()],
+        "input": [_configured(spec) | ({"optional": True} if spec.optional else {}) for spec in schema.inputs.values()],
+        "output": [_configured(spec) for spec in schema.outputs.values()],
         "model_transaction_policy": {"decoupled": False},
     }
 
 
 def model_is_ready(service: RankingService, model: str, version: str) -> bool:
     """Whether a version (the live one for "") would answer now. Raises InvalidRequestError for a wrong one."""
-    wanted, problems = parse_version(version), service.watch.problems()
+    number, problems = parse_version(version), service.watch.problems()
     if "" in problems or model in problems:
         return False
-    here = [one for one in _generations(service) if one.model == model]
-    return any(one.state == "live" if wanted is None else one.version == wanted for one in here)
+    present = [each for each in _generations(service) if each.model == model]
+    return any(each.state == "live" if number is None else each.version == number for each in present)
 
 
 def model_statistics(service: RankingService, model: str, version: str) -> Document:
     """Count and times of versions since they are here, in this process; "" for all. Raises as `model_metadata`."""
-    wanted = parse_version(version)
+    number = parse_version(version)
     chosen = [
-        one for one in _generations(service) if model in ("", one.model) and (wanted is None or one.version == wanted)
+        each
+        for each in _generations(service)
+        if model in ("", each.model) and (number is None or each.version == number)
     ]
     if not chosen and model:
         # Says what is served instead.
-        service.lease(model, wanted).release()
+        service.lease(model, number).release()
     clock_zero_s = service.wall_clock() - service.clock()
-    return {"model_stats": [_statistics(one, clock_zero_s) for one in chosen]}
+    return {"model_stats": [_statistics(each, clock_zero_s) for each in chosen]}
 
 
 def version_index(service: RankingService, *, ready_only: bool) -> list[Document]:
     """All versions that are here, by model; those that drain are not ready, and models without a version have none."""
     index = []
-    for one in _generations(service, ("live", "staged", "draining")):
-        is_ready = one.state in _READY_STATES
+    for each in _generations(service, ("live", "staged", "draining")):
+        is_ready = each.state in _READY_STATES
         if is_ready or not ready_only:
-            state = {"name": one.model, "version": str(one.version), "state": "READY" if is_ready else "UNAVAILABLE"}
+            state = {"name": each.model, "version": str(each.version), "state": "READY" if is_ready else "UNAVAILABLE"}
             index.append(state | {"reason": "" if is_ready else "it was withdrawn and drains"})
     for model, problem in service.watch.problems().items():
-        if model and not ready_only and all(one["name"] != model for one in index):
+        if model and not ready_only and all(each["name"] != model for each in index):
             index.append({"name": model, "version": "", "state": "UNAVAILABLE", "reason": problem})
     return index
 
 
 def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATES) -> list[Generation[LoadedVersion]]:
-    found = [one for one in service.generations.all() if one.state in states]
-    return sorted(found, key=lambda one: (one.model, one.version))
+    generations = [each for each in service.generations.all() if each.state in states]
+    return sorted(generations, key=lambda each: (each.model, each.version))
 
 
 def _schema(service: RankingService, model: str, version: str) -> RequestSchema:

@@ -4,11 +4,13 @@ uvicorn's parser (llhttp) reads each head once and refuses what is malformed. Wh
 body or a chunked body ends, so one request at a time is parsed, and what was sent ahead waits unread. The states of a
 connection are in `TRANSITIONS`. Its rules:
 
-1. Each state but ANSWERING has a time limit, see `HttpListener`; that of a request begins with its first byte.
+1. Each state has a time limit, see `HttpListener`; that of a request begins with its first byte. In ANSWERING the
+   connection is only checked then: requests have deadlines of their own.
 2. A request is admitted or refused in `on_headers_complete`; the application starts there, and gets the body complete.
 3. Bytes of a body are charged to the budget. Without room it is refused, and what still comes of it is dropped
    (LINGERING), so that the client can read the refusal. A body whose answer is complete early is dropped likewise.
-4. Nothing is read in ANSWERING once bytes of the next request are there, nor while the peer does not read its answer.
+4. Nothing is read in ANSWERING once bytes of the next request are there, and nothing is parsed while the peer does not
+   read its answer. What is kept until then is charged to the budget, too.
 5. What two readers could understand differently is answered by an error, and the connection closed.
 """
 
@@ -38,7 +40,7 @@ from uvicorn.server import ServerState
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.api.bodies import body_too_large
 from serving.api.http_messages import Fields, body_length, error_reply, header_too_large
-from serving.api.listening import TURN_S, Accepted, ConnectionListener, CountFailure, forget_unsent
+from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, CountFailure, forget_unsent
 from serving.errors import InvalidRequestError, malformed
 from serving.limits import RequestLimits
 from shard_node.byte_budget import LARGEST_MESSAGES, ByteAccount, ByteBudget
@@ -189,6 +191,8 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         self._forget()
         self._listener.leave(self)
         self.account.close()
+        # It refers to the connection.
+        self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes as far as the end of one request, and keep the remainder."""
@@ -200,7 +204,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             if self._is_paused or self.state is State.ANSWERING or self.unread_deadline != math.inf:
                 self._keep_ahead(data)
             else:
-                self._parse(data, started_at + TURN_S)
+                self._parse(data, started_at + MAX_READ_S)
         except (ShardrankError, httptools.HttpParserError) as error:
             cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
             if isinstance(cause, httptools.HttpParserError):
@@ -210,7 +214,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             self._refuse(cause, closes=True)
         is_short = num_bytes < _SHORT_READ_BYTES and self.state in (State.HEAD, State.BODY)
         # By the wall clock, and so no more than a turn: the process may have been suspended meanwhile.
-        self._idle_work_s += min(TURN_S, clock() - started_at) + is_short * _SHORT_READ_S
+        self._idle_work_s += min(MAX_READ_S, clock() - started_at) + is_short * _SHORT_READ_S
         if self._idle_work_s > self._listener.max_idle_work_s:
             self.spent(0.0)
 
@@ -404,9 +408,11 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             data = self._buffered + data
         view = memoryview(data)
         while start < len(data) and self.state is not State.ANSWERING:
-            if start > self._num_fed and listener.clock() >= until:
+            is_unread = self.unread_deadline != math.inf
+            if is_unread or (start > self._num_fed and listener.clock() >= until):
                 self._pause()
-                self.loop.call_soon(self._read_on)
+                if not is_unread:
+                    self.loop.call_soon(self._read_on)
                 break
             is_chunked = self._body_left is None
             if self._body_left:
@@ -484,13 +490,13 @@ class HttpConnection(Accepted, HttpToolsProtocol):
     def _answer(self, error: ShardrankError, *, closes: bool = False) -> None:
         """Answer in place of the application. What still comes of a body is dropped, unless it `closes`."""
         exchange, cycle = self._exchange, self.cycle
-        is_too_late = self.state is State.LINGERING or (cycle is not None and cycle.response_started)
-        if not is_too_late:
+        has_begun = self.state is State.LINGERING or (cycle is not None and cycle.response_started)
+        if not has_begun:
             path, request_id = ("", "") if exchange is None else (exchange.path, exchange.request_id)
             headers = self.server_state.default_headers if exchange is None else self._answer_headers
             reply = error_reply(path, request_id, error)
             self.transport.write(reply.encode(headers, is_last=closes or self._is_last))
-        if is_too_late or closes:
+        if has_begun or closes:
             self.end()
         else:
             self._forget()

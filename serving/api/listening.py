@@ -18,7 +18,7 @@ from loader.errors import ConfigError, OverloadedError
 from shard_node.byte_budget import ByteBudget
 from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, Handshake, handshake
 
-TURN_S = 0.005
+MAX_READ_S = 0.005
 """Of a loop iteration, for one connection; then others come first."""
 BACKLOG = 1024
 MAX_ACCEPTS = 16

@@ -11,12 +11,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
 from serving.api.http import Answering, listening_on_thread
+from serving.api.http_connection import Exchange
 from serving.api.http_messages import error_reply
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
@@ -114,9 +114,9 @@ class NodeMetrics:
         yield from version_samples(self._node.generations.all())
         for model in {served.model for served in info.versions}:
             yield from node_samples(model, self.replica, info, now)
-        for one in failed:
+        for generation in failed:
             shard = str(info.identity.shard_index)
-            yield "cards_failed", (one.model, str(one.version), shard, self.replica), 1.0
+            yield "cards_failed", (generation.model, str(generation.version), shard, self.replica), 1.0
 
 
 @asynccontextmanager
@@ -141,20 +141,11 @@ async def running_node_port(
 def node_app(node: ShardNode, metrics: NodeMetrics, *, needs_certificate: bool = False) -> ASGIApp:
     """Make the application: GET and HEAD of its paths, and typed errors for all else."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request, is_known = Request(scope), True
-        if needs_certificate:
-            transport = scope["state"]["exchange"].connection.transport
-            is_known = transport.get_extra_info("ssl_object").getpeercert() is not None
-        await (await answer(request.method, request.url.path, is_known))(scope, receive, send)
-
     async def answer(method: str, path: str, is_known: bool) -> Response:
         if path not in PATHS:
-            return refused(path, NotFoundError(f"{path[:200]}: this port has {', '.join(PATHS)}", kind="no_such_route"))
+            raise NotFoundError(f"{path[:200]}: this port has {', '.join(PATHS)}", kind="no_such_route")
         if method not in ("GET", "HEAD"):
-            return refused(
-                path, InvalidRequestError("", f"{method} {path}: allowed are GET and HEAD", kind="method_not_allowed")
-            )
+            raise InvalidRequestError("", f"{method} {path}: allowed are GET and HEAD", kind="method_not_allowed")
         if path == "/healthz":
             return JSONResponse({"status": "ok"})
         if path == "/readyz":
@@ -162,11 +153,18 @@ def node_app(node: ShardNode, metrics: NodeMetrics, *, needs_certificate: bool =
             shown = {"problems": problems} if is_known else {}
             return JSONResponse({"ready": not problems, **shown}, 503 if problems else 200)
         if not is_known:
-            return refused(path, TlsHandshakeError(f"{path}: a certificate of --tls-client-ca is needed", kind=MISSING))
+            raise TlsHandshakeError(f"{path}: a certificate of --tls-client-ca is needed", kind=MISSING)
         return Response(await asyncio.to_thread(metrics.render), media_type=CONTENT_TYPE)
 
-    def refused(path: str, error: ShardrankError) -> Response:
-        reply = error_reply(path, "", error)
-        return Response(reply.body, reply.status, dict(reply.headers), reply.content_type)
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["state"]["exchange"]
+        transport = exchange.connection.transport
+        is_known = not needs_certificate or transport.get_extra_info("ssl_object").getpeercert() is not None
+        try:
+            response = await answer(exchange.method, exchange.path, is_known)
+        except ShardrankError as error:
+            reply = error_reply(exchange.path, "", error)
+            response = Response(reply.body, reply.status, dict(reply.headers), reply.content_type)
+        await response(scope, receive, send)
 
     return app

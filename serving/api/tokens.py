@@ -20,6 +20,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from loader.errors import ConfigError, ShardrankError
+from loader.snapshot.store import replace_file
 from loader.snapshot.tables import Frozen
 from serving.errors import PermissionDeniedError, UnauthenticatedError
 from shard_node.wire.tls import FileBacked
@@ -57,8 +58,8 @@ class TokenFile(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for what in ("name", "sha256"):
-            found = [getattr(entry, what) for entry in self.tokens]
-            if len(set(found)) < len(found):
+            values = [getattr(entry, what) for entry in self.tokens]
+            if len(set(values)) < len(values):
                 raise ValueError(f"two tokens have the same {what}")
         return self
 
@@ -86,11 +87,11 @@ class Tokens:
 
         Raises UnauthenticatedError for no token, or an unknown one; PermissionDeniedError if its scope is too narrow.
         """
-        found = self._find(authorization, scope)
-        if isinstance(found, ShardrankError):
-            self._note(found.kind)
-            raise found
-        return found.name
+        match = self._find(authorization, scope)
+        if isinstance(match, ShardrankError):
+            self._note(match.kind)
+            raise match
+        return match.name
 
     def allows(self, authorization: str | None, scope: Scope) -> bool:
         """Return whether `check` would let it pass; a probe that shows no token is no refusal, and is not counted."""
@@ -99,20 +100,20 @@ class Tokens:
     def _find(self, authorization: str | None, scope: Scope) -> TokenEntry | ShardrankError:
         scheme, _, token = (authorization or "")[:MAX_HEADER_CHARS].partition(" ")
         digest = hashlib.sha256(token.strip(" ").encode("utf-8", "surrogatepass")).digest()
-        found: TokenEntry | None = None
+        match: TokenEntry | None = None
         # All of them, so that how long it takes says nothing of which one it is, or nearly was.
         for known, entry in self._entries.get():
             if hmac.compare_digest(known, digest):
-                found = entry
+                match = entry
         if authorization is None:
             return UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
         if scheme.lower() != "bearer":
             return UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
-        if found is None:
+        if match is None:
             return UnauthenticatedError("the token is not known here")
-        if scope not in _ALLOWS[found.scope]:
-            return PermissionDeniedError(f"token {found.name!r} has scope {found.scope!r}; {scope!r} is needed here")
-        return found
+        if scope not in _ALLOWS[match.scope]:
+            return PermissionDeniedError(f"token {match.name!r} has scope {match.scope!r}; {scope!r} is needed here")
+        return match
 
 
 def read_tokens(path: Path) -> TokenFile:
@@ -128,8 +129,8 @@ def read_tokens(path: Path) -> TokenFile:
         return TokenFile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path}: {place}: {first['msg']}") from None
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"{path}: {field}: {first['msg']}") from None
 
 
 def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
@@ -143,26 +144,21 @@ def add_token(path: Path, entry: TokenEntry) -> None:
     # Where a link leads to, not the link, is replaced.
     path = path.resolve()
     before = read_tokens(path).tokens if path.exists() else ()
-    if any(one.name == entry.name for one in before):
+    if any(known.name == entry.name for known in before):
         raise ConfigError(f"{path}: there is a token {entry.name!r} already; take its entry out, or use another name")
     if len(before) >= MAX_TOKENS:
         raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
     text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
     try:
-        # Made with mode 0600.
-        descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # with mode 0600
         try:
-            with os.fdopen(descriptor, "w") as file:
-                if path.exists():
-                    # Whoever runs the server may be somebody else than who adds a token, and must be able to read it.
-                    owner = path.stat()
-                    os.fchown(descriptor, owner.st_uid, owner.st_gid)
-                file.write(text)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
+            if path.exists():
+                # The owner of the server may be another than the one who adds a token, and must be able to read it.
+                owner = path.stat()
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+            replace_file(path, text.encode(), Path(name))
+        finally:
+            os.close(descriptor)
+            Path(name).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from None

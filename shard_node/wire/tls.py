@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOK_INTERVAL_S: Final = 1.0
+CHECK_INTERVAL_S: Final = 1.0
 
 
 class FileBacked(Generic[T]):
@@ -44,7 +44,7 @@ class FileBacked(Generic[T]):
         paths: Sequence[Path],
         read: Callable[[], T],
         clock: Callable[[], float] = time.monotonic,
-        interval_s: float = LOOK_INTERVAL_S,
+        interval_s: float = CHECK_INTERVAL_S,
     ) -> None:
         self._paths = tuple(paths)
         self._read = read
@@ -76,10 +76,10 @@ class FileBacked(Generic[T]):
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
@@ -228,7 +228,7 @@ class _ServerHandshake(ssl.SSLObject):
 def server_context(
     config: TlsConfig,
     alpn: Sequence[str] = (),
-    interval_s: float = LOOK_INTERVAL_S,
+    interval_s: float = CHECK_INTERVAL_S,
     verify: ssl.VerifyMode = ssl.CERT_REQUIRED,
 ) -> TlsContext:
     """Return a server's context, TLS 1.2 and later, which offers `alpn` and follows its files.
@@ -259,7 +259,7 @@ def server_context(
     return first
 
 
-def client_context(config: TlsClientConfig, interval_s: float = LOOK_INTERVAL_S) -> FileBacked[TlsContext]:
+def client_context(config: TlsClientConfig, interval_s: float = CHECK_INTERVAL_S) -> FileBacked[TlsContext]:
     """Return what gives a client's context for each connection, as `server_context`; host names are verified too."""
     peers, files = TlsPeers(config.role_uris), (config.ca, config.cert, config.key)
     make = partial(_load, ssl.PROTOCOL_TLS_CLIENT, peers, *files)

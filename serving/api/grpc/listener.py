@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 from loader.errors import OverloadedError
 from serving.api.grpc.connection import Connection, Exchange, Phase
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import TURN_S, Accepted, ConnectionListener, forget_unsent
+from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
 
 ALL_CONNECTIONS_S = 0.01
@@ -97,7 +97,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
             for stream_id in begun[:MAX_BEGUN_CALLS]:
                 self.streams[stream_id].exchange.begin()
             # By the wall clock, and so no more than is allowed: the processor may have been somewhere else for longer.
-            self.spent(min(TURN_S, self.clock() - started_at))
+            self.spent(min(MAX_READ_S, self.clock() - started_at))
         if self.can_read or self._begun:
             self._is_waiting = True
             self._transport.pause_reading()
@@ -289,7 +289,7 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         iteration, now = self.loop.time(), self.clock()
         if iteration != self._iteration:
             self._iteration, self._iteration_ends = iteration, now + ALL_CONNECTIONS_S
-        return min(now + TURN_S, self._iteration_ends)
+        return min(now + MAX_READ_S, self._iteration_ends)
 
     def wait(self, connection: Http2Protocol) -> None:
         """Let a connection go on when others have read."""

@@ -145,6 +145,26 @@ async def test_what_is_sent_ahead_without_room_ends_the_connection():
     assert served.buffers.buffered == 0
 
 
+async def test_refusals_that_are_not_read_are_not_written():
+    served = Served(refuses=True)
+    connection, wire = served.connect()
+
+    def write(data: bytes) -> None:
+        Wire.write(wire, data)
+        connection.pause_writing()
+
+    wire.write = write
+    refused = post(b"", "x-refuse: 1")
+    connection.data_received(refused * 3)
+    connection.data_received(refused)
+    assert (statuses(wire.sent), wire.is_paused) == ([503], True)
+    for count in (2, 3, 4):
+        connection.resume_writing()
+        assert statuses(wire.sent) == [503] * count
+    connection.resume_writing()
+    assert (connection.state, wire.is_paused) == (State.IDLE, False)
+
+
 def test_every_state_is_reached_and_left():
     reached = {after for row in TRANSITIONS.values() for after in row.values()}
     assert reached == set(State) - {State.NEW}

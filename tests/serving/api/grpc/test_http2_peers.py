@@ -186,14 +186,16 @@ async def test_a_peer_that_reads_nothing_is_dropped():
         await echo.until(lambda: echo.dropped == [3])
 
 
-async def test_a_call_that_is_reset_before_it_begins_is_counted_out(api_service):
-    """Its head was admitted; whoever resets at once must not fill `max_receiving`."""
+async def test_calls_that_are_reset_unread_are_counted_out(api_service):
+    """Their heads were admitted; whoever resets them must not fill `max_receiving`."""
     async with running_api(api_service) as api:
         peer = Http2Peer(*await asyncio.open_connection(api.listening.host, api.listening.grpc_port))
         peer.begin()
-        for stream_id in (1, 3, 5):
-            head = peer.call(stream_id, "/shardrank.v1.RankingService/Rank")
-            peer.send(head + frames.rst_stream(stream_id, ErrorCode.CANCEL))
-        await until(lambda: b'shardrank_requests_total{api="grpc",method="rank"' in api_service.metrics.render())
+        heads = [peer.call(stream_id, "/shardrank.v1.RankingService/Rank") for stream_id in (1, 3, 5)]
+        peer.send(*heads)
+        await until(lambda: api_service.in_flight == 3)
+        peer.send(*(frames.rst_stream(stream_id, ErrorCode.CANCEL) for stream_id in (1, 3, 5)))
         await until(lambda: api_service.in_flight == 0)
+        counted = b'shardrank_requests_total{api="grpc",method="rank",model="",status="client_gone"} 3.0'
+        assert counted in api_service.metrics.render()
         peer.close()
