@@ -26,10 +26,9 @@ class GuardLimits(Frozen):
     Attributes:
         min_requests: with fewer answers than this by either version, nothing is compared, and with fewer by the new
             one no bake passes; 0: bakes need none, and `MIN_REQUESTS` are compared.
-        max_error_rate_increase: of the share of requests that fail.
-        max_p99_ratio: of its 99th percentile latency to the live one's.
-        p99_slack_ms: and by so much more, so that fractions of a millisecond are no breach.
-        max_score_drift: how far its mean score may lie from the live one's, in standard deviations of a live score.
+        max_error_rate_increase: of the fraction of requests that fail.
+        max_p99_ratio: of its 99th percentile latency to the live one's, to which p99_slack_ms is added.
+        max_score_drift: difference of the mean scores, in standard deviations of a live score.
     """
 
     min_requests: int = Field(default=MIN_REQUESTS, ge=0)
@@ -49,6 +48,31 @@ class VersionNumbers(Record):
     mean_score: float | None
     score_deviation: float | None
 
+    @classmethod
+    def from_stats(cls, stats: VersionStats) -> VersionNumbers:
+        """Return rates, percentile and moments of counts. The p99 is the upper bound of its bucket, in milliseconds."""
+        mean = deviation = None
+        if stats.score_count:
+            mean = stats.score_sum / stats.score_count
+            deviation = math.sqrt(max(stats.score_square_sum / stats.score_count - mean * mean, 0.0))
+        return cls(
+            requests=stats.requests,
+            errors=stats.errors,
+            error_rate=stats.errors / stats.requests if stats.requests else None,
+            p99_ms=percentile_ms(stats.latency_counts, _P99),
+            mean_score=mean,
+            score_deviation=deviation,
+        )
+
+    def text(self) -> str:
+        """Return the numbers in one line."""
+        text = f"{self.requests} requests, {self.errors} errors"
+        if self.p99_ms is not None:
+            text += f", p99 {self.p99_ms:.1f} ms"
+        if self.mean_score is not None:
+            text += f", mean score {self.mean_score:.4g} ± {self.score_deviation or 0.0:.4g}"
+        return text
+
 
 class GuardReport(Record):
     """Which limit is breached, or why nothing was compared; no reason if all is well.
@@ -63,14 +87,14 @@ class GuardReport(Record):
     live: VersionNumbers
     new: VersionNumbers
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Return the reason and the numbers in one line."""
-        return f"{self.reason or 'within the limits'} (live: {_told(self.live)}; new: {_told(self.new)})"
+        return f"{self.reason or 'within the limits'} (live: {self.live.text()}; new: {self.new.text()})"
 
 
 def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> GuardReport:
     """Compare what a new version answered with what the live one did in the same time."""
-    numbers = {"live": numbers_of(live), "new": numbers_of(new)}
+    numbers = {"live": VersionNumbers.from_stats(live), "new": VersionNumbers.from_stats(new)}
     missing, needed = max(0, limits.min_requests - new.requests), limits.min_requests or MIN_REQUESTS
     if min(live.requests, new.requests) < needed:
         reason = f"too little traffic to compare: {needed} requests of each version are needed"
@@ -93,22 +117,6 @@ def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
             if difference > tolerance:
                 reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
     return "; ".join(reasons)
-
-
-def numbers_of(stats: VersionStats) -> VersionNumbers:
-    """Rates, percentile and moments of counts. The p99 is the upper bound of its bucket, in milliseconds."""
-    mean = deviation = None
-    if stats.score_count:
-        mean = stats.score_sum / stats.score_count
-        deviation = math.sqrt(max(stats.score_square_sum / stats.score_count - mean * mean, 0.0))
-    return VersionNumbers(
-        requests=stats.requests,
-        errors=stats.errors,
-        error_rate=stats.errors / stats.requests if stats.requests else None,
-        p99_ms=percentile_ms(stats.latency_counts, _P99),
-        mean_score=mean,
-        score_deviation=deviation,
-    )
 
 
 def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | None:
@@ -186,12 +194,3 @@ def at_least(successes: int, trials: int, probability: float) -> float:
             break
         log_term += math.log(trials - count) - math.log(count + 1) + log_odds if count < trials else 0.0
     return min(total, 1.0)
-
-
-def _told(numbers: VersionNumbers) -> str:
-    parts = [f"{numbers.requests} requests, {numbers.errors} errors"]
-    if numbers.p99_ms is not None:
-        parts.append(f"p99 {numbers.p99_ms:.1f} ms")
-    if numbers.mean_score is not None:
-        parts.append(f"mean score {numbers.mean_score:.4g} ± {numbers.score_deviation or 0.0:.4g}")
-    return ", ".join(parts)
