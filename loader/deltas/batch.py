@@ -45,9 +45,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
     """Encode changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
 
-    Of a table that is stored in slices, the stored rows of all of them lie side by side, in column order. `rows` are
-    whole numbers [n], in any order; of a row that is there twice, the last one counts. `values` are floats
-    [n, embedding_dim]; float32, or what can become it. Arrays or tensors, on any device.
+    Stored rows of a table in slices are concatenated in column order. `rows` are whole numbers [n]; of duplicates the
+    last one counts. `values` are floats [n, embedding_dim], or what can become float32; arrays or tensors, on any
+    device.
 
     Raises DeltaFormatError for another shape or dtype, a row outside the table, or a value that is not finite or that
     the table's dtype can't hold.
@@ -59,10 +59,7 @@ def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, B
 def checked_rows(
     table: str, num_embeddings: int, embedding_dim: int, rows: Any, values: Any
 ) -> tuple[Int64Array, Float32Array]:
-    """Return changed rows of a table of that shape, int64 [m], ascending, none twice, and float32 [m, embedding_dim].
-
-    Raises DeltaFormatError as `encode_rows`, but for what a dtype can't hold.
-    """
+    """Return changed rows as `encode_rows`, and their values, float32 [m, embedding_dim]. Raises DeltaFormatError."""
     where = f"table {table!r}"
     numbers, floats = _row_numbers(where, rows), _floats(where, values)
     if floats.shape != (numbers.size, embedding_dim):
@@ -89,7 +86,7 @@ def checked_rows(
 def encode_checked(table: TableSpec, floats: Float32Array, where: str, numbers: Int64Array) -> ByteArray:
     """Encode values [m, embedding_dim] as a table stores them: uint8 [m, row_bytes].
 
-    `where` and `numbers` name the rows if the table's dtype can't hold them: DeltaFormatError.
+    Raises DeltaFormatError, with `where` and the row's number, for values that the table's dtype can't hold.
     """
     slices: list[ByteArray] = []
     for codec, columns in zip(
@@ -152,9 +149,8 @@ class DeltaBatch:
 
     Attributes:
         delta_base: the version that the stream began with; `base_version` that its publisher trains on from.
-        sequence: its place in the stream, from 1 on.
         published_at: by the publisher's clock, in seconds since the epoch.
-        column_dims: of a table in slices, whose stored rows lie side by side in `stored`. They change together.
+        column_dims: of a table in slices, whose stored rows are concatenated in `stored`; else empty.
     """
 
     model: str
@@ -171,7 +167,7 @@ class DeltaBatch:
 
     @property
     def slice_dims(self) -> tuple[int, ...]:
-        """Columns of each slice; of a table that is stored whole, its one `embedding_dim`."""
+        """Columns of each slice; of an unsliced table, its `embedding_dim`."""
         return self.column_dims or (self.embedding_dim,)
 
     @property
@@ -204,10 +200,7 @@ class DeltaBatch:
 
     @classmethod
     def decode(cls, payload: bytes) -> DeltaBatch:
-        """Read what `encode` wrote; `rows` and `stored` are read-only views of `payload`.
-
-        Raises DeltaFormatError if these are not the bytes of a delta, or not all of them as they were written.
-        """
+        """Read what `encode` wrote; `rows` and `stored` are read-only views of `payload`. Raises DeltaFormatError."""
         if len(payload) < _BODY_START + _HEADER.size or payload[: len(MAGIC)] != MAGIC:
             raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no delta")
         if _checksum(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
@@ -256,9 +249,9 @@ class DeltaBatch:
         return batch
 
     def check_table(self, *slices: TableSpec) -> None:
-        """Raise DeltaFormatError unless these are rows that a table has, stored as it stores them, all finite.
+        """Raise DeltaFormatError unless these are finite rows that a table has, stored as it stores them.
 
-        `slices` are what the table is stored as, in column order: itself, if it is stored whole.
+        `slices` are what the table is stored as, in column order: itself, if it is not sliced.
         """
         where = f"{self.name}: table {self.table!r}"
         dims, table = tuple(one.embedding_dim for one in slices), slices[0]
@@ -326,12 +319,12 @@ def stored_updates(
 ) -> tuple[list[StoredRows], Int64Array]:
     """Encode changed rows of a table as features see it, or of a part, as rows of stored tables.
 
-    `rows` and `values` are as `encode_rows` takes them; of a divided table its own rows, not those of its parts, which
-    must all have its dim, or be one part only. `classes` are of the table, if it has classes.
+    `rows` and `values` are as `encode_rows` takes them; of a divided table the rows of the table, whose parts must all
+    have its dim, or be one part only. `classes` are of the table, if it has classes.
 
-    Returns the rows of each stored table, and those of the table that are pruned, int64 [k], and so are stored nowhere.
-    Raises DeltaFormatError as `encode_rows`; if there is no such table; if its parts are trained as such; or if it is
-    the row that stands for pruned ones.
+    Returns the rows of each stored table, and those that the table is pruned of, int64 [k], which are stored nowhere.
+    Raises DeltaFormatError as `encode_rows`, for an unknown table, one whose parts are trained as such, or the row
+    that stands for pruned ones.
     """
     divided = next((one for one in spec.divided if one.name == name), None)
     if divided is None:

@@ -1,8 +1,7 @@
-"""Dense weights that change between snapshots: files beside a version, `<store>/<model>/dense-steps/<version>/`.
+"""Dense weights that change between snapshots: files in `<store>/<model>/dense-steps/<version>/`. See docs/deltas.md.
 
-A step is a safetensors file with the names and shapes of the version's own dense tensors. Its name has the step and the
-beginning of its SHA-256, so that no other content ever gets it; it is written under another one, flushed and renamed.
-The registry's `DenseStep` says which file is the newest step. See docs/deltas.md.
+A step is a safetensors file with the names and shapes of the version's dense tensors. Its name has the step and the
+beginning of its SHA-256, so that no other content ever gets it. The registry's `DenseStep` names the newest step.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def _file_name(step: int, sha256: str) -> str:
 
 
 def checked_tensors(snapshot: Snapshot, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Make float32 tensors in memory of weights for a version: arrays or tensors on any device.
+    """Return arrays or tensors of any device as a version's dense tensors, in memory.
 
-    Raises DeltaFormatError if names or shapes are not those of the version, or a value is not finite, DeltaError if the
-    version's dense model is an exported program, which has its weights itself.
+    Raises DeltaFormatError if names or shapes are not those of the version, or a value is not finite, DeltaError if
+    the version's dense model is an exported program, which has its weights itself.
     """
     what = f"dense weights of {snapshot.spec.model!r} version {snapshot.version}"
     if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
@@ -73,10 +72,9 @@ def write_step(
     tensors: Mapping[str, torch.Tensor],
     accepted: DenseStep | None = None,
 ) -> tuple[str, int]:
-    """Write a step's file durably, and drop those before the last few, but for what serving processes begin with.
+    """Write a step's file durably, and drop all but the last few and the `accepted` one.
 
-    Returns SHA-256 (hex) and size in bytes. Raises SnapshotError if the store can't be written, StoreError as stores at
-    URLs do.
+    Returns SHA-256 (hex) and size in bytes. Raises SnapshotError if the store can't be written; StoreError.
     """
     content = save(dict(tensors))
     sha256 = hashlib.sha256(content).hexdigest()
@@ -93,8 +91,7 @@ def write_step(
 def read_step(store: Store, record: DenseStep) -> dict[str, torch.Tensor]:
     """Read a step's tensors.
 
-    Raises SnapshotError if the file can't be read, DeltaFormatError if it is not what was published, StoreError as
-    stores at URLs do.
+    Raises SnapshotError if the file can't be read, DeltaFormatError if it is not what was published; StoreError.
     """
     path = f"{steps_folder(record.model, record.version)}/{_file_name(record.step, record.sha256)}"
     if record.size_bytes > 2 * MAX_DENSE_BYTES:

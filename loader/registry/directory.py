@@ -200,10 +200,10 @@ class DirectoryRegistry:
     def __init__(
         self, path: str | Path, *, clock: Callable[[], float] = time.time, lock_timeout_s: float = 5.0
     ) -> None:
-        """Open a registry at `path` of a local file system, which is made when it is first written to.
+        """Keep a registry at `path` of a local file system; the folder is made at the first write.
 
-        `clock` gives seconds since the epoch, the same for all processes. A write waits for that of another process for
-        `lock_timeout_s` before it is a RegistryUnavailableError.
+        `clock` returns seconds since the epoch, the same for all processes. A write that waits longer than
+        `lock_timeout_s` for another process is a RegistryUnavailableError.
         """
         self.path = Path(path).absolute()
         self.url, self.name = self.path.as_uri(), str(self.path)

@@ -157,8 +157,9 @@ class WantedModel(Record):
 
     def named(self) -> frozenset[int]:
         """Return every version that it names: none of them may be dropped."""
-        pointers = {self.live, None if self.canary is None else self.canary.version} - {None}
-        return frozenset({*self.hold, *self.serve, *self.follow, *pointers, *chain(*self.node_hold.values())})
+        pointers = (self.live, None if self.canary is None else self.canary.version)
+        held = chain(self.hold, self.serve, self.follow, *self.node_hold.values(), pointers)
+        return frozenset(version for version in held if version is not None)
 
     def held_by(self, node_id: str, num_shards: int | None = None) -> tuple[int, ...]:
         """Return the versions that a shard node shall hold, one of `num_shards` shards; None: whatever its number."""
@@ -175,11 +176,11 @@ class WantedModel(Record):
 
 
 class VersionStats(Record):
-    """What a serving process has seen of one version since it holds it; all counts only grow.
+    """Counts of one version in a serving process since it has it; they only grow.
 
     Attributes:
-        requests: answered, with success or not, of those that did not name their version; without a client's mistakes
-            and deadlines below the live version's median.
+        requests: answered, of those that did not name their version; without a client's mistakes and deadlines below
+            the live version's median.
         errors: of those, the server's faults.
         latency_counts: answers by latency, one more than `LATENCY_BOUNDS_MS`; empty for none.
         score_count, score_sum, score_square_sum: of all scores of such requests.
@@ -194,11 +195,10 @@ class VersionStats(Record):
 
 
 class HotReport(Record):
-    """A serving process's copies of a version's hottest rows.
+    """A serving process's copies of a version's hottest rows; `size_bytes` with their index.
 
-    Attributes:
-        rows, size_bytes: of the set in use, `size_bytes` with its index.
-        lookups, hits: rows looked up since it holds the version, and how many of these were hot; they only grow.
+    `lookups` and `hits` count rows looked up since it has the version, and those of them that were hot; they only
+    grow.
     """
 
     rows: int = 0
@@ -253,10 +253,10 @@ class NodeRecord(Record):
         address: a shard node's wire address, a serving process's HTTP address.
         num_shards: how many shards rows are divided over; None for a serving process that holds them itself.
         shard_index, sharding, replicate_bytes, num_cards: shard nodes only.
-        memory_total_bytes, memory_available_bytes: of the machine, or of the process's own limit.
+        memory_total_bytes, memory_available_bytes: of the machine, or of the process's limit.
         models: the only models that it is for; None for all.
         draining: it is about to end and accepts no new requests.
-        applied: by model, the epoch of the wanted record that it has last acted on in full, pointers included.
+        applied: by model, the epoch of the wanted record that it has last acted on in full.
         live: by model, the version that it answers with; serving processes only.
     """
 
@@ -305,7 +305,7 @@ def parse_record(key: str, value: bytes, schema: type[R]) -> R:
 
 
 class FleetRegistry:
-    """A registry seen as the records of one fleet. Every method may raise RegistryUnavailableError.
+    """The records of one fleet in a registry. Every method may raise RegistryUnavailableError.
 
     A record that can't be read raises RegistryRecordError with its key; only announcements are skipped, and logged
     once, since one broken node must not hide the others.
@@ -331,10 +331,7 @@ class FleetRegistry:
         return await self._get(wanted_key(model), WantedModel)
 
     async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
-        """Write what is wanted over a record of that epoch; None if there must be none.
-
-        Raises RegistryConflictError if what is there has another epoch, or changed meanwhile.
-        """
+        """Write what is wanted over a record of that epoch, None for no record. Raises RegistryConflictError."""
         key = wanted_key(record.model)
         entry = await self.registry.get(key)
         epoch = parse_record(key, entry.value, WantedModel).epoch if entry is not None else None
@@ -345,10 +342,10 @@ class FleetRegistry:
     async def update_wanted(
         self, model: str, change: Callable[[WantedModel | None], WantedModel | None]
     ) -> WantedModel | None:
-        """Change what is wanted, again until nobody else wrote in between. Returns what is there now.
+        """Change what is wanted, again until nobody else wrote in between. Return what is there now.
 
-        `change` makes of what is there what shall be; None, or an equal record, leaves it. Its epoch is set here. It
-        may be called several times. Raises RegistryConflictError if somebody else was faster each time.
+        `change` returns the new record of the present one, perhaps several times; None, or an equal record, leaves it.
+        Its epoch is set here. Raises RegistryConflictError if others were faster each time.
         """
         key = wanted_key(model)
 
@@ -377,10 +374,7 @@ class FleetRegistry:
         return await self._get(version_key(model, version), PublishedVersion)
 
     async def put_version(self, record: PublishedVersion) -> None:
-        """Put a version on record. The same one again, published at whatever time, changes nothing.
-
-        Raises RegistryConflictError if there is another one of that number.
-        """
+        """Put a version on record; the same one again changes nothing. Raises RegistryConflictError for another one."""
         key = version_key(record.model, record.version)
         there = parse_record(key, await self._put_once(key, record.encode()), PublishedVersion)
         if there.model_copy(update={"published_at": record.published_at}) != record:
@@ -404,10 +398,7 @@ class FleetRegistry:
         await self._put_later_step(ACCEPTED_DENSE, record)
 
     async def put_dense_step(self, record: DenseStep) -> None:
-        """Make a step the newest. The same one again changes nothing.
-
-        Raises RegistryConflictError if that step, or a later one, is on record.
-        """
+        """Make a step the newest; the same again changes nothing. Raises RegistryConflictError if it is not later."""
         newest = await self._put_later_step(DENSE, record)
         if newest.model_copy(update={"published_at": record.published_at}) != record:
             key = version_key(record.model, record.version, DENSE)
@@ -489,7 +480,7 @@ class FleetRegistry:
     async def _change(self, key: str, following: Callable[[bytes | None], bytes | None]) -> tuple[bool, bytes | None]:
         """Write what follows from a key's value, again until nobody else wrote in between.
 
-        If None follows, nothing is written; b"" deletes the key. Returns whether it was written, and what is there now.
+        If None follows, nothing is written; b"" deletes the key. Return whether it was written, and what is there now.
         """
         for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)

@@ -216,10 +216,10 @@ class RedisRegistry:
     """
 
     def __init__(self, url: str, *, socket_timeout_s: float = 2.0, call_timeout_s: float = 5.0) -> None:
-        """Open a registry by its URL, and connect when it is first used. Raises RegistryRecordError.
+        """Connect when it is first used. Raises RegistryRecordError for what is no URL of Redis.
 
-        A connection may take `socket_timeout_s` to be made, as may a read from one to bring anything. A method that
-        takes longer than `call_timeout_s` in all is a RegistryUnavailableError.
+        Connecting, and each read, may take `socket_timeout_s`. A method that takes longer than `call_timeout_s` in all
+        is a RegistryUnavailableError.
         """
         settings = parse_redis_url(url)
         self.url, self.name = url, without_password(url)

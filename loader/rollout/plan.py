@@ -152,7 +152,8 @@ class Rollout(Record):
 
     def named(self) -> frozenset[int]:
         """List the versions that it names or that a rollback after it would go to: none of them may be dropped."""
-        return frozenset({self.from_version, self.to_version, self.previous_version} - {None})
+        named = (self.from_version, self.to_version, self.previous_version)
+        return frozenset(version for version in named if version is not None)
 
     @property
     def active(self) -> bool:

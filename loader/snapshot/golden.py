@@ -138,7 +138,7 @@ class GoldenRequests:
         )
 
 
-def check_golden_header(path: Path, spec: ModelSpec, stated: GoldenEntry, tensors: Mapping[str, TensorInfo]) -> None:
+def check_golden_header(spec: ModelSpec, stated: GoldenEntry, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise SnapshotCorruptError unless a golden file's tensors fit the spec and the manifest; read none of them."""
     expect_at_most(path, tensors, MAX_GOLDEN_BYTES)
     num_ids = {feature.name: length_of(tensors, f"values/{feature.name}") for feature in spec.features}

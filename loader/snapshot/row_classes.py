@@ -177,7 +177,7 @@ def classes_bytes(table: DividedTable, parts: Sequence[TableSpec]) -> int:
 
 
 def check_classes_header(
-    path: Path, table: DividedTable, parts: Sequence[TableSpec], tensors: Mapping[str, TensorInfo]
+    table: DividedTable, parts: Sequence[TableSpec], path: Path, tensors: Mapping[str, TensorInfo]
 ) -> None:
     """Raise SnapshotCorruptError if dtypes or shapes in a file of row classes do not fit the table."""
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}

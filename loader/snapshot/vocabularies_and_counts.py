@@ -64,7 +64,7 @@ def id_type_is_string(table: AnyTable) -> bool:
     return isinstance(table.id_mapping, VocabularyMapping) and table.id_mapping.id_type == "string"
 
 
-def check_vocabulary_header(path: Path, table: AnyTable, tensors: Mapping[str, TensorInfo]) -> None:
+def check_vocabulary_header(table: AnyTable, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise SnapshotCorruptError if dtypes or shapes in a vocabulary file do not fit the table."""
     length = length_of(tensors, "ids")
     if "ids" in tensors and not 1 <= length <= table.num_embeddings:
