@@ -83,7 +83,7 @@ def write_step(
     kept = {path} if accepted is None else {path, f"{folder}/{_file_name(accepted.step, accepted.sha256)}"}
     store.write_file(path, content)
     # By age: of an earlier fleet that used this store there may be steps of higher numbers.
-    others = sorted((-one.age_s, one.path) for one in store.list_files(folder) if one.path not in kept)
+    others = sorted((-age_s, file) for file, age_s in store.list_files(folder).items() if file not in kept)
     store.delete_files([old for _, old in others[: 1 - KEPT_STEPS]])
     return sha256, len(content)
 

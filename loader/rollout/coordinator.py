@@ -26,22 +26,7 @@ from loader.rollout.coverage import (
     step_blockers,
 )
 from loader.rollout.guards import compare, golden_breach
-from loader.rollout.plan import (
-    BAKE,
-    CANARY,
-    REPLAY,
-    ROLL,
-    SHADOW,
-    STAGE_SERVING,
-    STAGE_SHARDS,
-    OnRecord,
-    Rollout,
-    advanced,
-    changed,
-    read_rollout,
-    undone,
-    wanted_in_step,
-)
+from loader.rollout.plan import OnRecord, Rollout, Step, advanced, changed, read_rollout, undone, wanted_in_step
 from loader.snapshot.tables import Frozen
 
 logger = logging.getLogger(__name__)
@@ -151,12 +136,12 @@ class _StepRunner:
         undoable = rollout.state == "running" and not rollout.committed
         if undoable and view.settled and (refused := refusals(rollout, view)):
             return await self._write(on_record, undone(rollout, now, "refused", refused))
-        if rollout.step == REPLAY and rollout.state == "running" and rollout.replay_until is None:
+        if rollout.step == Step.REPLAY and rollout.state == "running" and rollout.replay_until is None:
             bounds = await self._fleet.registry.bounds(delta_stream(rollout.model, rollout.delta_base))
             text = f"deltas are replayed up to {bounds.last}"
             return await self._write(on_record, changed(rollout, now, text, replay_until=bounds.last))
         blockers = step_blockers(rollout, view, epoch)
-        baking_now = rollout.step in (CANARY, BAKE) and rollout.bake_s > 0 and undoable
+        baking_now = rollout.step in (Step.CANARY, Step.BAKE) and rollout.bake_s > 0 and undoable
         compared, missing = "", 0
         if baking_now and rollout.bake_began_at is not None:
             verdict = compare(*self._tally.totals(rollout, view.nodes), rollout.guards)
@@ -182,7 +167,7 @@ class _StepRunner:
             text = f"guard: min_requests is {rollout.guards.min_requests}, {missing} are missing after {baked_s:.0f} s"
             return await self._write(on_record, undone(rollout, now, "rolled_back", f"{text}; {compared}"))
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"
-        if rollout.step == SHADOW:
+        if rollout.step == Step.SHADOW:
             text = "skipped: shadow versions are gone"
         if rollout.committed and (refused := refusals(rollout, view)):
             text = f"{text}; refused by {refused}"
@@ -191,7 +176,7 @@ class _StepRunner:
     async def _wait(self, on_record: OnRecord, blockers: Sequence[StepBlocker]) -> Rollout | None:
         """Wait for nodes that lag, and when that lasts too long undo the rollout, or note it if it can't be undone."""
         rollout = on_record.rollout
-        stages = rollout.step in (STAGE_SHARDS, STAGE_SERVING) or rollout.step.startswith(ROLL)
+        stages = rollout.step in (Step.STAGE_SHARDS, Step.STAGE_SERVING) or rollout.step.startswith(Step.ROLL)
         stages = stages or any(blocker.staging for blocker in blockers)
         timeout_s = self._config.stage_timeout_s if stages else self._config.step_timeout_s
         if not self._patience.is_over((rollout.rollout_id, rollout.step_index, stages), timeout_s):

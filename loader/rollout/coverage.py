@@ -12,22 +12,7 @@ from itertools import starmap, zip_longest
 from operator import sub
 
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionStats, WantedModel
-from loader.rollout.plan import (
-    BAKE,
-    CANARY,
-    FLIP,
-    REPLAY,
-    RETIRE_SERVING,
-    RETIRE_SHARDS,
-    ROLL,
-    SHADOW,
-    STAGE_SERVING,
-    STAGE_SHARDS,
-    UNFLIP,
-    NodeBaseline,
-    Rollout,
-    group_of,
-)
+from loader.rollout.plan import NodeBaseline, Rollout, Step, group_of
 
 NOTHING = VersionStats()
 _SUMMED = [name for name in VersionStats.model_fields if name != "latency_counts"]
@@ -138,38 +123,38 @@ def step_blockers(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple
 def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence[StepBlocker]:
     model, step, old, new = rollout.model, rollout.step, rollout.from_version, rollout.to_version
     of_old, of_new = view.divided(rollout.from_shards), view.divided(rollout.to_shards)
-    if step == STAGE_SHARDS:
+    if step == Step.STAGE_SHARDS:
         return _without(of_new.shard_nodes(), model, new) + _bare_shards(of_new, model, new)
-    if step.startswith(ROLL):
+    if step.startswith(Step.ROLL):
         group = set(group_of(rollout, step))
         nodes = [node for node in of_new.shard_nodes() if node.node_id in group]
         if rollout.committed:
             # There is no way back: nodes that refuse it now are left behind, and named in the events.
             return _without([node for node in nodes if not node.has(model, new, "refused")], model, new)
-        is_last_early = step == f"{ROLL}{rollout.early_groups - 1}"
+        is_last_early = step == f"{Step.ROLL}{rollout.early_groups - 1}"
         return _without(nodes, model, new) + (_bare_shards(of_new, model, new) if is_last_early else [])
-    if step == STAGE_SERVING:
+    if step == Step.STAGE_SERVING:
         none = [] if view.serving() else [StepBlocker("no serving process is announced")]
         return none + _without(view.serving(), model, new)
-    if step == REPLAY:
+    if step == Step.REPLAY:
         return _behind_in_deltas(rollout, of_new) + _bare_shards(of_new, model, new)
-    if step in (SHADOW, CANARY):
+    if step in (Step.SHADOW, Step.CANARY):
         lagging = [node for node in view.serving() if model in node.live and node.applied.get(model, 0) < wanted_epoch]
         text = f"has not acted on epoch {wanted_epoch} yet"
         lags = [StepBlocker(f"{node.node_id}: {text}", not node.has(model, new, "ready")) for node in lagging]
         return lags + _lost_shards(rollout, view)
-    if step in (FLIP, BAKE):
+    if step in (Step.FLIP, Step.BAKE):
         return _elsewhere(view, model, new) + _lost_shards(rollout, view)
-    if step == UNFLIP:
+    if step == Step.UNFLIP:
         return _elsewhere(view, model, old)
-    if step == RETIRE_SERVING:
+    if step == Step.RETIRE_SERVING:
         # Those that are about to end as well: they may still answer with a version.
         everyone = [node for node in view.nodes if node.kind == "serving"]
         kept, leaving = (new, old) if rollout.forward else (old, new)
         return _elsewhere(view, model, kept) + _with(everyone, model, leaving)
-    if step == RETIRE_SHARDS and rollout.forward:
+    if step == Step.RETIRE_SHARDS and rollout.forward:
         return _with(view.shard_nodes(), model, old) + _bare_shards(of_new, model, new)
-    if step == RETIRE_SHARDS:
+    if step == Step.RETIRE_SHARDS:
         lags = _with(view.shard_nodes(), model, new)
         if old is None:
             return lags
@@ -198,7 +183,7 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[StepBlocker, ...]:
     Each shard must keep a node outside of it with the version that is live. After the flip a group has none of it to
     lose: it has the old version, which gets no requests any more, and may be all that can replace a lost node.
     """
-    if not rollout.step.startswith(ROLL) or rollout.committed:
+    if not rollout.step.startswith(Step.ROLL) or rollout.committed:
         return ()
     if not view.settled:
         return (StepBlocker("nodes are listened to first"),)
@@ -335,7 +320,7 @@ class BakeTally:
         for (node_id, process_id), (live, new) in self._last.items():
             base = rollout.baseline.get(node_id)
             same = base is not None and base.process_id == process_id
-            live_parts.append(since(live, base.live) if same and base and rollout.step != BAKE else live)
+            live_parts.append(since(live, base.live) if same and base and rollout.step != Step.BAKE else live)
             new_parts.append(since(new, base.new) if same and base else new)
         return added(live_parts), added(new_parts)
 

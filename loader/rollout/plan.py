@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -42,19 +42,22 @@ MAX_BAKE_S = 7 * 24 * 3600.0
 BAKE_TIMEOUT = 10
 """Times the bake, where no timeout is given."""
 
-STAGE_SHARDS = "stage_shards"
-STAGE_SERVING = "stage_serving"
-REPLAY = "replay"
-SHADOW = "shadow"
-"""Of rollouts that earlier releases started: skipped."""
-CANARY = "canary"
-FLIP = "flip"
-BAKE = "bake"
-UNFLIP = "unflip"
-RETIRE_SERVING = "retire_serving"
-RETIRE_SHARDS = "retire_shards"
-ROLL = "roll:"
-UNDO_STEPS = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
+
+class Step:
+    """Names of the steps of rollouts."""
+
+    STAGE_SHARDS: Final = "stage_shards"
+    STAGE_SERVING: Final = "stage_serving"
+    REPLAY: Final = "replay"
+    SHADOW: Final = "shadow"  # of rollouts that earlier releases started: skipped
+    CANARY: Final = "canary"
+    FLIP: Final = "flip"
+    BAKE: Final = "bake"
+    UNFLIP: Final = "unflip"
+    RETIRE_SERVING: Final = "retire_serving"
+    RETIRE_SHARDS: Final = "retire_shards"
+    ROLL: Final = "roll:"  # and the number of a group
+    UNDO: Final = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
 
 
 class Event(Record):
@@ -168,7 +171,7 @@ class Rollout(Record):
     @property
     def committed(self) -> bool:
         """There is no way back but another rollout: the old version is being retired, or there is none to flip to."""
-        last = "flip" if self.from_version is None else "retire_serving"
+        last = Step.FLIP if self.from_version is None else Step.RETIRE_SERVING
         return self.forward and last in self.steps[: self.step_index + 1]
 
     @property
@@ -216,10 +219,11 @@ def plan_steps(
 
     With a canary, the bake is part of that step. Of `groups` of shard nodes `early_groups` are rolled before the flip.
     """
-    rolls = [f"{ROLL}{group}" for group in range(groups)]
-    before_flip = rolls[:early_groups] if strategy == "by-replica" else [STAGE_SHARDS]
-    trial = [CANARY, FLIP] if canary else [FLIP, BAKE] if bake else [FLIP]
-    return (*before_flip, STAGE_SERVING, REPLAY, *trial, RETIRE_SERVING, *rolls[early_groups:], RETIRE_SHARDS)
+    rolls = [f"{Step.ROLL}{group}" for group in range(groups)]
+    before_flip = rolls[:early_groups] if strategy == "by-replica" else [Step.STAGE_SHARDS]
+    trial = [Step.CANARY, Step.FLIP] if canary else [Step.FLIP, Step.BAKE] if bake else [Step.FLIP]
+    retire = [Step.RETIRE_SERVING, *rolls[early_groups:], Step.RETIRE_SHARDS]
+    return (*before_flip, Step.STAGE_SERVING, Step.REPLAY, *trial, *retire)
 
 
 def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
@@ -244,7 +248,7 @@ def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[t
 
 def group_of(rollout: Rollout, step: str) -> tuple[str, ...]:
     """Return the node ids that a `roll:` step rolls; empty for other steps."""
-    return rollout.groups[int(step.removeprefix(ROLL))] if step.startswith(ROLL) else ()
+    return rollout.groups[int(step.removeprefix(Step.ROLL))] if step.startswith(Step.ROLL) else ()
 
 
 def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
@@ -254,14 +258,14 @@ def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
     undone = () if undo_index is None else rollout.steps[undo_index : rollout.step_index + 1]
     # Before serving processes were sent the new version, shard nodes can let go of it at once. They must: the last
     # step that was begun may never have been written, because it would have taken away a shard's last node.
-    if RETIRE_SHARDS in undone or (undone and STAGE_SERVING not in begun):
+    if Step.RETIRE_SHARDS in undone or (undone and Step.STAGE_SERVING not in begun):
         follow = old if rollout.from_followed else ()
         change: dict[str, object] = {"live": rollout.from_version, "hold": old, "serve": old, "follow": follow}
     else:
         change = _forward(rollout, begun)
         if undone:
             change |= {"live": rollout.from_version, "canary": None}
-        if RETIRE_SERVING in undone:
+        if Step.RETIRE_SERVING in undone:
             change["serve"] = old
     wanted = WantedModel.model_validate({"model": rollout.model, "epoch": epoch, **change})
     divided = {rollout.from_version: rollout.from_shards, rollout.to_version: rollout.to_shards}
@@ -272,14 +276,14 @@ def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
 def _forward(rollout: Rollout, begun: tuple[str, ...]) -> dict[str, object]:
     old, new = _versions(rollout.from_version), _versions(rollout.to_version)
     followed = old if rollout.from_followed else ()
-    is_last = RETIRE_SHARDS in begun
+    is_last = Step.RETIRE_SHARDS in begun
     rolled = [node_id for step in begun for node_id in group_of(rollout, step)]
-    in_canary = begun[-1] == CANARY and rollout.canary_share is not None
+    in_canary = begun[-1] == Step.CANARY and rollout.canary_share is not None
     return {
-        "live": rollout.to_version if FLIP in begun else rollout.from_version,
-        "hold": new if is_last else (*old, *new) if STAGE_SHARDS in begun else old,
-        "serve": new if RETIRE_SERVING in begun else (*old, *new) if STAGE_SERVING in begun else old,
-        "follow": new if is_last else (*followed, *new) if REPLAY in begun else followed,
+        "live": rollout.to_version if Step.FLIP in begun else rollout.from_version,
+        "hold": new if is_last else (*old, *new) if Step.STAGE_SHARDS in begun else old,
+        "serve": new if Step.RETIRE_SERVING in begun else (*old, *new) if Step.STAGE_SERVING in begun else old,
+        "follow": new if is_last else (*followed, *new) if Step.REPLAY in begun else followed,
         "canary": Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
         "node_hold": {} if is_last else dict.fromkeys(rolled, new),
     }
@@ -291,7 +295,7 @@ def _versions(version: int | None) -> tuple[int, ...]:
 
 def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
     """Move to the next step, or end. Its write follows `wanted_epoch`; `text` says how this step was done."""
-    if rollout.step == RETIRE_SHARDS:
+    if rollout.step == Step.RETIRE_SHARDS:
         return changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
     change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
     return changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
@@ -312,7 +316,7 @@ def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollo
         why = "there is no version to go back to" if old is None else f"version {old} is being retired"
         raise RolloutError(f"{name} can't be undone in step {rollout.step!r}: {why}; once it is done, use rollback")
     begun = rollout.steps[: rollout.step_index + 1]
-    steps = {"steps": (*begun, *UNDO_STEPS), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
+    steps = {"steps": (*begun, *Step.UNDO), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
     change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason)}
     return changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
 

@@ -165,8 +165,8 @@ class _Export:
         """Write the row files that are not finished; memory is bounded by one file, of all slices, and some blocks."""
         entries = {}
         for table in self.spec.tables:
-            ends = accumulate(table.slice_dims)
-            slices = [(part, slice(end - part.embedding_dim, end)) for part, end in zip(table.slices, ends, strict=True)]
+            ends = zip(table.slices, accumulate(table.slice_dims), strict=True)
+            slices = [(part, slice(end - part.embedding_dim, end)) for part, end in ends]
             rows_per_file = self.rows_per_file[table.slices[0].name]
             for file_index, paths in enumerate(zip(*(self.rows_paths(stored) for stored in table.slices), strict=True)):
                 missing = [part for part, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]

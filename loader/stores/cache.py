@@ -31,7 +31,7 @@ from loader.errors import StoreError, cut
 from loader.progress import Progress, no_progress
 from loader.registry.registry import local_path, without_password
 from loader.snapshot.manifest import FileEntry
-from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders, rename, try_lock
+from loader.snapshot.store import HeldSnapshot, hash_file, make_folders, try_lock
 from loader.snapshot.tables import Frozen, schema_errors
 
 DEFAULT_CACHE_BYTES: Final = 100 * 10**9
@@ -49,9 +49,9 @@ class StoreUrl(Frozen):
 
     Attributes:
         url: `s3://BUCKET[/PREFIX]`, `gs://BUCKET[/PREFIX]` or `az://CONTAINER[/PREFIX]`.
-        cache: the folder that versions are synced into. Processes of one machine may share it.
-        cache_bytes: what it may hold.
-        timeout_s: how long one request may take, its retries included.
+        cache: the folder that versions are synced into; processes of one machine may share it.
+        cache_bytes: its limit.
+        timeout_s: of one request, its retries included.
     """
 
     url: str
@@ -91,7 +91,7 @@ StorePlace: TypeAlias = Path | StoreUrl
 def store_place(text: str | Path | StoreUrl, **cache: object) -> StorePlace:
     """Read where a store is: a path, `file:///PATH`, or a URL as `StoreUrl` has it, with its other fields.
 
-    Raises StoreError of the kind `store_url` if it is none of these; a path is taken as it is.
+    Raises StoreError of the kind `store_url` if it is none of these.
     """
     if not isinstance(text, str):
         return text
@@ -139,11 +139,10 @@ class SnapshotCache:
             yield
 
     def make_room(self, needed_bytes: int, folder: Path, keep: Collection[str]) -> None:
-        """Delete versions that no process holds until so many bytes of the version at `folder` fit.
+        """Delete versions that are not locked until so many bytes of the version at `folder` fit, within `locked`.
 
-        The order is: those whose identity is not in `keep`, then by their last use. Only within `locked`.
-
-        Raises StoreError of the kind `store_cache` if the bytes do not fit.
+        Those whose identity is not in `keep` go first, then by their last use. Raises StoreError (`store_cache`) if
+        the bytes do not fit.
         """
         roots = [path for path in self.folder.iterdir() if IDENTITY.fullmatch(path.name) and (path / "lock").exists()]
         sizes = {root: sum(path.lstat().st_size for path in root.rglob("*") if path.is_file()) for root in roots}
@@ -181,13 +180,6 @@ def missing_files(
             missing.append(entry)
         elif verify and hash_file(path, on_bytes) != entry.sha256:
             _log.warning("%s is not what was fetched: it is fetched again", path)
-            path.unlink(missing_ok=True)  # another process may have found the same
+            path.unlink(missing_ok=True)  # another process may have read the same
             missing.append(entry)
     return missing
-
-
-def put_in_place(path: Path, target: Path) -> None:
-    """Make a complete file durable, and rename it into its place."""
-    fsync_path(path)
-    make_folders(target.parent)
-    rename(path, target)
