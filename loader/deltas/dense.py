@@ -38,30 +38,30 @@ def _file_name(step: int, sha256: str) -> str:
 def checked_tensors(snapshot: Snapshot, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return arrays or tensors of any device as a version's dense tensors, in memory.
 
-    Raises DeltaFormatError if names or shapes are not those of the version, or a value is not finite, DeltaError if
-    the version's dense model is an exported program, which has its weights itself.
+    Raises DeltaFormatError if names or shapes are not those of the version, or a value is not finite, DeltaError if the
+    version's dense model is an exported program, which has its weights itself.
     """
     what = f"dense weights of {snapshot.spec.model!r} version {snapshot.version}"
     if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
         raise DeltaError(f"{what}: it is an exported program, which has its weights itself: publish a version")
-    own = snapshot.dense_tensors()
-    if missing := sorted(own.keys() - tensors.keys()):
+    expected_by_name = snapshot.dense_tensors()
+    if missing := sorted(expected_by_name.keys() - tensors.keys()):
         raise DeltaFormatError(f"{what}: missing tensors: {missing}")
-    if unknown := sorted(tensors.keys() - own.keys()):
-        raise DeltaFormatError(f"{what}: unknown tensors: {unknown}; it has: {sorted(own)}")
-    found = {}
-    for name, expected in own.items():
+    if unknown := sorted(tensors.keys() - expected_by_name.keys()):
+        raise DeltaFormatError(f"{what}: unknown tensors: {unknown}; it has: {sorted(expected_by_name)}")
+    checked = {}
+    for name, expected in expected_by_name.items():
         given = tensors[name]
-        made = given.detach() if isinstance(given, torch.Tensor) else torch.from_numpy(np.asarray(given))
-        if made.shape != expected.shape:
-            raise DeltaFormatError(f"{what}: tensor {name!r} has shape {list(made.shape)}, not {list(expected.shape)}")
-        if made.is_floating_point() != expected.is_floating_point():
-            raise DeltaFormatError(f"{what}: tensor {name!r} is {made.dtype}, the version has {expected.dtype}")
-        made = made.to(device="cpu", dtype=expected.dtype).contiguous()
-        if not bool(torch.isfinite(made).all()):
+        tensor = given.detach() if isinstance(given, torch.Tensor) else torch.from_numpy(np.asarray(given))
+        if tensor.shape != expected.shape:
+            shapes = f"{list(tensor.shape)}, not {list(expected.shape)}"
+            raise DeltaFormatError(f"{what}: tensor {name!r} has shape {shapes}")
+        if tensor.is_floating_point() != expected.is_floating_point():
+            raise DeltaFormatError(f"{what}: tensor {name!r} is {tensor.dtype}, the version has {expected.dtype}")
+        checked[name] = tensor.to(device="cpu", dtype=expected.dtype).contiguous()
+        if not bool(torch.isfinite(checked[name]).all()):
             raise DeltaFormatError(f"{what}: tensor {name!r} holds NaN or inf")
-        found[name] = made
-    return found
+    return checked
 
 
 def write_step(
@@ -97,12 +97,10 @@ def read_step(store: Store, record: DenseStep) -> dict[str, torch.Tensor]:
     if record.size_bytes > 2 * MAX_DENSE_BYTES:
         raise DeltaFormatError(f"{path}: {record.size_bytes} bytes, at most {2 * MAX_DENSE_BYTES} are read")
     content = store.read_file(path, 2 * MAX_DENSE_BYTES)
-    path = f"{store.name}/{path}"
-    if len(content) != record.size_bytes or hashlib.sha256(content).hexdigest() != record.sha256:
-        raise DeltaFormatError(
-            f"{path}: {len(content)} bytes of SHA-256 {hashlib.sha256(content).hexdigest()}; published were "
-            f"{record.size_bytes} of {record.sha256}"
-        )
+    path, sha256 = f"{store.name}/{path}", hashlib.sha256(content).hexdigest()
+    if len(content) != record.size_bytes or sha256 != record.sha256:
+        stated = f"published were {record.size_bytes} of {record.sha256}"
+        raise DeltaFormatError(f"{path}: {len(content)} bytes of SHA-256 {sha256}; {stated}")
     try:
         return load(content)
     except SafetensorError as error:

@@ -389,8 +389,9 @@ class AsyncDeltaPublisher:
         named = frozenset[int]() if wanted is None else wanted.named()
         named |= frozenset() if on_record is None else on_record.rollout.named()
         # Before anything is wanted, whatever is published may become so.
-        used = [one for one in versions if one.delta_base == self._delta_base and (one.version in named or not named)]
-        needed = min((version.last_delta for version in used), default=self._sequence) + 1
+        used = [version for version in versions if version.version in named or not named]
+        of_stream = (version.last_delta for version in used if version.delta_base == self._delta_base)
+        needed = min(of_stream, default=self._sequence) + 1
         while True:
             self._first = (await registry.bounds(self._stream)).first or self._sequence + 1
             kept = self._sequence + 1 - self._first
