@@ -304,36 +304,30 @@ class BakeTally:
         bake = (rollout.rollout_id, rollout.bake_began_at or 0.0)
         if bake != self._bake:
             self._bake = bake
-            self._last = {
-                (node_id, base.process_id): (base.live, base.new) for node_id, base in rollout.baseline.items()
-            }
+            baseline = rollout.baseline.items()
+            self._last = {(node_id, counted.process_id): (counted.live, counted.new) for node_id, counted in baseline}
         for node in nodes:
-            if node.kind != "serving":
-                continue
-            key = (node.node_id, node.process_id)
-            live, new = self._last.get(key, (NOTHING, NOTHING))
-            self._last[key] = (
-                _stats(node, rollout.model, rollout.from_version) or live,
-                _stats(node, rollout.model, rollout.to_version) or new,
-            )
+            if node.kind == "serving":
+                key = (node.node_id, node.process_id)
+                live, new = self._last.get(key, (NOTHING, NOTHING))
+                live = _stats(node, rollout.model, rollout.from_version) or live
+                self._last[key] = (live, _stats(node, rollout.model, rollout.to_version) or new)
         live_parts, new_parts = [], []
         for (node_id, process_id), (live, new) in self._last.items():
             base = rollout.baseline.get(node_id)
-            same = base is not None and base.process_id == process_id
-            live_parts.append(since(live, base.live) if same and base and rollout.step != Step.BAKE else live)
-            new_parts.append(since(new, base.new) if same and base else new)
+            if base is None or base.process_id != process_id:
+                base = NodeBaseline(process_id=process_id, live=NOTHING, new=NOTHING)
+            live_parts.append(live if rollout.step == Step.BAKE else since(live, base.live))
+            new_parts.append(since(new, base.new))
         return added(live_parts), added(new_parts)
 
 
 def since(now: VersionStats, then: VersionStats) -> VersionStats:
     """Return what was counted between two moments; all of `now` if the counts began anew in between."""
-    counts = zip_longest(now.latency_counts, then.latency_counts, fillvalue=0)
-    difference = VersionStats(
-        latency_counts=tuple(starmap(sub, counts)),
-        **{name: getattr(now, name) - getattr(then, name) for name in _SUMMED},
-    )
-    grown = (difference.requests, difference.errors, difference.score_count, *difference.latency_counts)
-    return now if min(grown) < 0 else difference
+    counts = tuple(starmap(sub, zip_longest(now.latency_counts, then.latency_counts, fillvalue=0)))
+    sums = {name: getattr(now, name) - getattr(then, name) for name in _SUMMED}
+    is_grown = min(sums["requests"], sums["errors"], sums["score_count"], *counts) >= 0
+    return VersionStats(latency_counts=counts, **sums) if is_grown else now
 
 
 def added(parts: Sequence[VersionStats]) -> VersionStats:

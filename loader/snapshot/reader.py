@@ -25,7 +25,7 @@ from loader.errors import (
     file_error,
 )
 from loader.progress import Progress, no_progress
-from loader.snapshot.buckets import RowBuckets, rows_in_file
+from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
 from loader.snapshot.manifest import (
@@ -310,7 +310,7 @@ class Snapshot:
             logical = self._logical[table.name]
             row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
             for file_index, entry in enumerate(files.rows):
-                rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
+                rows = min(files.rows_per_file, table.num_embeddings - file_index * files.rows_per_file)
                 if entry.path in self._headers:
                     expect_tensors(*self._header(entry), {"rows": ("U8", (rows, row_bytes))})
             if files.vocabulary is not None:
@@ -418,7 +418,8 @@ def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progres
         for start in range(0, len(stored), block_rows):
             bad = codec.first_non_finite(stored[start : start + block_rows])
             if bad is not None:
-                row = RowBuckets.of(table).in_file(files.rows_per_file, file_index).row_at(start + bad)
+                order = RowBuckets.of(table).in_file(files.rows_per_file, file_index)
+                (row,) = order.rows_at(np.array([start + bad])).tolist()
                 problems.append(f"{entry.path}: table {table.name!r}, row {row}: decodes to NaN or inf")
                 break
         done += len(stored)
