@@ -207,7 +207,23 @@ class HotReport(Record):
     hits: int = 0
 
 
-class VersionReport(Record):
+class VersionStatus(Record):
+    """How far a node is with one version; see `VersionReport`."""
+
+    version: Version
+    state: VersionState
+    progress: float = 0.0
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    leases: int = 0
+    memory_bytes: int = 0
+    delta_sequence: int = 0
+    dense_step: int = 0
+    dense_refused: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    golden_difference: float | None = None
+    golden_tolerance: float | None = None
+
+
+class VersionReport(VersionStatus):
     """What a node reports of one version.
 
     Attributes:
@@ -226,22 +242,11 @@ class VersionReport(Record):
     """
 
     model: Name
-    version: Version
-    state: VersionState
-    progress: float = 0.0
-    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
     identity: str = ""
     plan_digest: str = ""
-    memory_bytes: int = 0
     memory_tiers: dict[str, int] = Field(default_factory=dict)
     hot: HotReport | None = None
-    leases: int = 0
-    golden_difference: float | None = None
-    golden_tolerance: float | None = None
-    delta_sequence: int = 0
     delta_published_at: float | None = None
-    dense_step: int = 0
-    dense_refused: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
     stats: VersionStats | None = None
 
 

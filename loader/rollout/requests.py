@@ -19,7 +19,7 @@ from loader.registry.fleet import (
     NodeKind,
     NodeRecord,
     PublishedVersion,
-    VersionState,
+    VersionStatus,
     WantedModel,
     delta_stream,
     rollout_key,
@@ -264,22 +264,6 @@ class StepStatus(Frozen):
     state: Literal["done", "running", "pending"]
 
 
-class VersionStatus(Frozen, from_attributes=True):
-    """A node's report of one version; see `VersionReport`."""
-
-    version: int
-    state: VersionState
-    progress: float
-    reason: str
-    leases: int
-    memory_bytes: int
-    delta_sequence: int
-    dense_step: int
-    dense_refused: str
-    golden_difference: float | None
-    golden_tolerance: float | None
-
-
 class NodeStatus(Frozen):
     """A node's report of a model; see `NodeRecord`. `applied_epoch` is 0 for none."""
 
@@ -304,7 +288,7 @@ class NodeStatus(Frozen):
             draining=node.draining,
             live=node.live.get(model),
             applied_epoch=node.applied.get(model, 0),
-            versions=tuple(map(VersionStatus.model_validate, reports)),
+            versions=tuple(VersionStatus.model_validate(dict(report)) for report in reports),
         )
 
 

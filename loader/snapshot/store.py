@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -443,6 +443,7 @@ def _lock(work: Path) -> Iterator[None]:
 
 
 def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, FileEntry]:
+    """Return the files that an earlier run of the same export has finished, by path."""
     journal = work / "export-state.jsonl"
     lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else []
     recorded = None
@@ -453,24 +454,39 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
             _log.warning("%s was left by an export of other inputs: starting over", work)
         shutil.rmtree(work / "snapshot", ignore_errors=True)
         return {}
-    entries: list[FileEntry] = []
+    finished: dict[str, FileEntry] = {}
     for line in lines[1:-1]:  # what follows the last newline is empty, or a line that was not written to its end
         try:
-            entries.append(FileEntry.model_validate_json(line))
+            entry = FileEntry.model_validate_json(line)
+            finished[entry.path] = entry
         except ValidationError:
             _log.warning("%s: a damaged line is ignored", journal)
-    finished: dict[str, FileEntry] = {}
-    done, total = 0, sum(entry.size_bytes for entry in entries)
-    for entry in entries:
-        path = work / "snapshot" / entry.path
-        if path.is_file() and path.stat().st_size == entry.size_bytes and hash_file(path) == entry.sha256:
-            finished[entry.path] = entry
-        else:
-            _log.warning("%s is not what was recorded: it is written again", path)
-        done += entry.size_bytes
-        progress("checking finished files", done, total)
+    for entry in missing_files(work / "snapshot", list(finished.values()), verify=True, progress=progress):
+        del finished[entry.path]
     _log.info("%s: resuming, %d files are finished", work, len(finished))
     return finished
+
+
+def missing_files(
+    folder: Path, entries: Sequence[FileEntry], verify: bool = False, progress: Progress = no_progress
+) -> list[FileEntry]:
+    """Return the files that a folder does not have in the stated size; with `verify`, and SHA-256."""
+    missing, done, total = [], 0, sum(entry.size_bytes for entry in entries)
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("checking SHA-256", done, total)
+
+    for entry in entries:
+        path = folder / entry.path
+        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+            missing.append(entry)
+        elif verify and hash_file(path, on_bytes) != entry.sha256:
+            _log.warning("%s is not what was written: it is written again", path)
+            path.unlink(missing_ok=True)  # another process may have read the same
+            missing.append(entry)
+    return missing
 
 
 def _append_line(journal: IO[str], line: str) -> None:

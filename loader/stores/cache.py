@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -28,10 +28,9 @@ import xxhash
 from pydantic import Field, ValidationError, field_validator
 
 from loader.errors import StoreError, cut
-from loader.progress import Progress, no_progress
+from loader.progress import Progress
 from loader.registry.registry import local_path, without_password
-from loader.snapshot.manifest import FileEntry
-from loader.snapshot.store import HeldSnapshot, hash_file, make_folders, try_lock
+from loader.snapshot.store import HeldSnapshot, make_folders, try_lock
 from loader.snapshot.tables import Frozen, schema_errors
 
 DEFAULT_CACHE_BYTES: Final = 100 * 10**9
@@ -161,25 +160,3 @@ class SnapshotCache:
                 f"needed, {used_bytes} bytes are in use, and it may hold {self.max_bytes} (--store-cache-gb)",
                 kind="store_cache",
             )
-
-
-def missing_files(
-    folder: Path, entries: Sequence[FileEntry], verify: bool = False, progress: Progress = no_progress
-) -> list[FileEntry]:
-    """Return the files that a version's folder does not have in the manifest's size; with `verify`, and SHA-256."""
-    missing, done, total = [], 0, sum(entry.size_bytes for entry in entries)
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("checking SHA-256", done, total)
-
-    for entry in entries:
-        path = folder / entry.path
-        if not path.exists() or path.stat().st_size != entry.size_bytes:
-            missing.append(entry)
-        elif verify and hash_file(path, on_bytes) != entry.sha256:
-            _log.warning("%s is not what was fetched: it is fetched again", path)
-            path.unlink(missing_ok=True)  # another process may have read the same
-            missing.append(entry)
-    return missing

@@ -60,6 +60,7 @@ from loader.snapshot.store import (
     fsync_path,
     make_folders,
     manifest_texts_of,
+    missing_files,
     rename,
     version_numbers,
 )
@@ -68,7 +69,6 @@ from loader.stores.cache import (
     IDENTITY,
     SnapshotCache,
     StoreUrl,
-    missing_files,
 )
 
 try:
