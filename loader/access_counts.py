@@ -190,8 +190,8 @@ def decode_access_counts(data: bytes, source: object) -> dict[str, AccessCounts]
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ExportError(f"{source}: no file of access counts: {cut(error)}") from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    if (found := (header.get("__metadata__") or {}).get("format")) != FORMAT:
-        was = "no format: of an earlier release, or no access counts" if found is None else f"format {cut(found)}"
+    if (stated := (header.get("__metadata__") or {}).get("format")) != FORMAT:
+        was = "no format: of an earlier release, or no access counts" if stated is None else f"format {cut(stated)}"
         raise ExportError(f"{source}: its metadata has {was}; {FORMAT!r} is read: {_HOW_TO_MAKE}")
     names = sorted({name.rpartition("/")[0] for name in tensors})
     if tensors.keys() != {f"{name}/{kind}" for name in names for kind in _TENSORS}:
@@ -226,7 +226,7 @@ def read_access_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, Acce
     tables: dict[str, AnyTable] = {stored.name: table for table in spec.tables for stored in table.slices}
     tables |= logical
     by_popularity = (table for table in spec.divided if table.by == "popularity")
-    of_one_version = {part: table.name for table in by_popularity for part in table.parts if part != table.name}
+    of_other_rows = {part: table.name for table in by_popularity for part in table.parts if part != table.name}
     files: list[dict[str, AccessCounts]] = []
     for path in paths:
         if path.is_dir():
@@ -238,9 +238,9 @@ def read_access_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, Acce
         by_table: dict[str, AccessCounts] = {}
         for name, counts in decode_access_counts(data, path).items():
             where = f"{path}: access counts of"
-            if name in of_one_version:
+            if name in of_other_rows:
                 raise ExportError(
-                    f"{where} {name!r}, a part of table {of_one_version[name]!r}: which rows of the table these are "
+                    f"{where} {name!r}, a part of table {of_other_rows[name]!r}: which rows of the table these are "
                     "its version alone knows; `shardrank counts --snapshot` writes them as the table's"
                 )
             if name not in tables:

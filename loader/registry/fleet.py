@@ -158,8 +158,8 @@ class WantedModel(Record):
     def named(self) -> frozenset[int]:
         """Return every version that it names: none of them may be dropped."""
         pointers = (self.live, None if self.canary is None else self.canary.version)
-        held = chain(self.hold, self.serve, self.follow, *self.node_hold.values(), pointers)
-        return frozenset(version for version in held if version is not None)
+        versions = chain(self.hold, self.serve, self.follow, *self.node_hold.values(), pointers)
+        return frozenset(version for version in versions if version is not None)
 
     def held_by(self, node_id: str, num_shards: int | None = None) -> tuple[int, ...]:
         """Return the versions that a shard node shall hold, one of `num_shards` shards; None: whatever its number."""

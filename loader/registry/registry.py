@@ -130,12 +130,12 @@ class Registry(Protocol):
 
 def without_password(url: str) -> str:
     """Return a URL for messages, with `***` in place of user and password."""
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, address = url.partition("://")
     if not separator:
         return url
     # Up to the last @ before the first / would let a password with a raw / through: up to the last @ of all.
-    _, at, place = rest.rpartition("@")
-    return f"{scheme}://{'***@' if at else ''}{place}"
+    _, at, host = address.rpartition("@")
+    return f"{scheme}://{'***@' if at else ''}{host}"
 
 
 def local_path(url: str) -> Path | None:

@@ -137,7 +137,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
         none = [] if view.serving() else [StepBlocker("no serving process is announced")]
         return none + _without(view.serving(), model, new)
     if step == Step.REPLAY:
-        return _behind_in_deltas(rollout, of_new) + _bare_shards(of_new, model, new)
+        return _delta_lags(rollout, of_new) + _bare_shards(of_new, model, new)
     if step in (Step.SHADOW, Step.CANARY):
         lagging = [node for node in view.serving() if model in node.live and node.applied.get(model, 0) < wanted_epoch]
         text = f"has not acted on epoch {wanted_epoch} yet"
@@ -245,7 +245,7 @@ def _lost_shards(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
     return [replace(lag, staging=False) for lag in bare]
 
 
-def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
+def _delta_lags(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
     until = rollout.replay_until or 0
     # A serving process that holds rows itself reports by which plan; the others apply no deltas.
     return [

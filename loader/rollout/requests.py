@@ -279,7 +279,7 @@ class NodeStatus(Frozen):
     @classmethod
     def from_record(cls, model: str, node: NodeRecord) -> NodeStatus:
         """Return what a node announces, of one model."""
-        reports = sorted((report for report in node.versions if report.model == model), key=lambda one: one.version)
+        reports = sorted((item for item in node.versions if item.model == model), key=lambda item: item.version)
         return cls(
             node_id=node.node_id,
             kind=node.kind,

@@ -177,9 +177,9 @@ class ExportedModelSpec(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if taken := sorted(RESERVED_OUTPUTS & self.outputs.keys()):
-            raise ValueError(f"outputs: {taken} are names of what every answer has; call them otherwise")
-        if not any(one.weight for one in self.outputs.values()):
+        if reserved := sorted(RESERVED_OUTPUTS & self.outputs.keys()):
+            raise ValueError(f"outputs: {reserved} are names of what every answer has; call them otherwise")
+        if not any(output.weight for output in self.outputs.values()):
             raise ValueError("outputs: every weight is 0, so that there is no score to order by")
         return self
 
@@ -222,14 +222,15 @@ class ModelSpec(Frozen):
                 raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")
             # A slice named like a sliced table would be told apart by nobody who reads a metric.
             _refuse_duplicates("table", [*stored, *sliced])
-        _refuse_duplicates("divided table", [one.name for one in self.divided])
-        _refuse_duplicates("part of a divided table", [part for one in self.divided for part in one.parts])
-        for one in self.divided:
-            if unknown_parts := sorted(set(one.parts) - self._tables.keys()):
-                raise ValueError(f"divided table {one.name!r}: parts {unknown_parts} are no tables")
-            if one.name in self._tables and one.parts != (one.name,):
-                raise ValueError(f"divided table {one.name!r}: its name is that of a table which is not its only part")
-            one.check_parts(self.parts(one))
+        _refuse_duplicates("divided table", [table.name for table in self.divided])
+        _refuse_duplicates("part of a divided table", [part for table in self.divided for part in table.parts])
+        for table in self.divided:
+            if unknown_parts := sorted(set(table.parts) - self._tables.keys()):
+                raise ValueError(f"divided table {table.name!r}: parts {unknown_parts} are no tables")
+            if table.name in self._tables and table.parts != (table.name,):
+                where = f"divided table {table.name!r}"
+                raise ValueError(f"{where}: its name is that of a table which is not its only part")
+            table.check_parts(self.parts(table))
         if isinstance(self.dense_model, ExportedModelSpec) and (projected := self.projections()):
             raise ValueError(f"projections of {sorted(projected)}: an exported program can't hold them")
         feature_names = [feature.name for feature in self.features]
@@ -270,11 +271,11 @@ class ModelSpec(Frozen):
     # Private, since pydantic takes what is public in an instance's dict for its fields.
     @cached_property
     def _logical_by_first(self) -> dict[str, AnyTable]:
-        found: dict[str, AnyTable] = {}
+        tables: dict[str, AnyTable] = {}
         for table in self.tables:
             logical = self._divided_of.get(table.name, table)
-            found.setdefault(logical.name, logical)
-        return {self.parts(table)[0].slices[0].name: table for table in found.values()}
+            tables.setdefault(logical.name, logical)
+        return {self.parts(table)[0].slices[0].name: table for table in tables.values()}
 
     def parts(self, table: AnyTable) -> tuple[TableSpec, ...]:
         """Return the tables that are stored for one, each perhaps in slices: its parts, or itself."""
@@ -287,10 +288,10 @@ class ModelSpec(Frozen):
     def projections(self) -> dict[str, tuple[int, int]]:
         """Return the shape [columns, embedding_dim] of each projection, by the name of its part."""
         return {
-            part.name: (part.embedding_dim, one.embedding_dim)
-            for one in self.divided
-            for part in self.parts(one)
-            if part.embedding_dim < one.embedding_dim
+            part.name: (part.embedding_dim, table.embedding_dim)
+            for table in self.divided
+            for part in self.parts(table)
+            if part.embedding_dim < table.embedding_dim
         }
 
     @cached_property
@@ -299,7 +300,7 @@ class ModelSpec(Frozen):
 
     @cached_property
     def _divided_of(self) -> dict[str, DividedTable]:
-        return {part: one for one in self.divided for part in one.parts}
+        return {part: table for table in self.divided for part in table.parts}
 
     @cached_property
     def _table_by_feature(self) -> dict[str, AnyTable]:
@@ -488,9 +489,9 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
         raise SnapshotCorruptError(f"{where}: not JSON: {cut(error)}") from error
     if not isinstance(document, dict) or "format_version" not in document:
         raise SnapshotCorruptError(f"{where}: has no format_version")
-    found = document["format_version"]
-    if type(found) is not int or found != FORMAT_VERSION:
-        stated = cut(repr(found))
+    format_version = document["format_version"]
+    if type(format_version) is not int or format_version != FORMAT_VERSION:
+        stated = cut(repr(format_version))
         raise SnapshotCorruptError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
     try:
         return Manifest.model_validate_json(content, strict=True)

@@ -105,7 +105,8 @@ async def register(
 
 def rows_bytes_of(spec: ModelSpec) -> int:
     """Return the bytes of all rows of one copy."""
-    return sum(codec_for(one.dtype, one.embedding_dim).row_bytes * one.num_embeddings for one in spec.stored_tables)
+    stored = ((table, codec_for(table.dtype, table.embedding_dim)) for table in spec.stored_tables)
+    return sum(codec.row_bytes * table.num_embeddings for table, codec in stored)
 
 
 async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:
@@ -115,7 +116,7 @@ async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:
     """
     bounds = await fleet.registry.bounds(delta_stream(model, delta_base))
     known = await fleet.versions(model)
-    of_base = {one.version: one.last_delta for one in known if one.delta_base == delta_base}
+    of_base = {record.version: record.last_delta for record in known if record.delta_base == delta_base}
     applied = (
         report.delta_sequence
         for node in await fleet.nodes()
@@ -188,13 +189,13 @@ def _row_addresses(manifest: Manifest) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _put_in_store(snapshot: Snapshot, place: StorePlace, threads: int, progress: Progress) -> tuple[str, bool]:
-    source, store = snapshot.path, open_store(place)
+def _put_in_store(snapshot: Snapshot, address: StorePlace, threads: int, progress: Progress) -> tuple[str, bool]:
+    source, store = snapshot.path, open_store(address)
     stored = store.manifest(snapshot.spec.model, snapshot.version)
-    if stored is None or not isinstance(place, Path):
+    if stored is None or not isinstance(address, Path):
         _verify(source, threads, progress)
         return store.put(source, snapshot.identity, progress)
-    target = place.resolve() / snapshot.spec.model / str(snapshot.version)
+    target = address.resolve() / snapshot.spec.model / str(snapshot.version)
     if stored[1] != snapshot.identity:
         problem = f"has identity {stored[1]}, {source} has {snapshot.identity}: a version is immutable"
         raise SnapshotExistsError(f"{target} {problem}")

@@ -64,7 +64,7 @@ _ROW_CLASSES_PATH = "tables/{}/row-classes.safetensors"
 # A safetensors file's tensors by name: all of torch, or all of NumPy.
 Tensors = Mapping[str, Any]
 
-_WHOLE_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # float32 bytes asked of a source at a time.
 BLOCK_BYTES = 16 << 20
@@ -232,7 +232,7 @@ def _small_files(
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
     if rows_per_file is None:
-        row_bytes = sum(codec_for(one.dtype, one.embedding_dim).row_bytes for one in table.slices)
+        row_bytes = sum(codec_for(part.dtype, part.embedding_dim).row_bytes for part in table.slices)
         rows_per_file = default_rows_per_file(table, row_bytes)
     if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")
@@ -254,7 +254,7 @@ def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not bool(torch.isfinite(copied).all()):
             raise ExportError(f"dense tensor {name!r}: holds NaN or inf, or a value beyond float32")
         return copied
-    if tensor.dtype in _WHOLE_DTYPES:
+    if tensor.dtype in _INTEGER_DTYPES:
         return tensor.detach().to("cpu", copy=True).contiguous()
     raise ExportError(f"dense tensor {name!r}: {tensor.dtype} is neither a float nor a whole number")
 
@@ -285,13 +285,12 @@ def _encode_file(
 ) -> dict[str, ByteArray]:
     """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order."""
     first_row = file_index * rows_per_file
-    # By name: slices of a `mixed` table have seeds of their own.
-    orders = [RowBuckets.of(stored_table).in_file(rows_per_file, file_index) for stored_table, _ in slices]
     num_rows = min(rows_per_file, table.num_embeddings - first_row)
     block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
-    stored = {
-        one.name: np.empty((num_rows, codec_for(one.dtype, one.embedding_dim).row_bytes), np.uint8) for one, _ in slices
-    }
+    codecs = [codec_for(part.dtype, part.embedding_dim) for part, _ in slices]
+    # By name: slices of a `mixed` table have different seeds.
+    orders = [RowBuckets.of(part).in_file(rows_per_file, file_index) for part, _ in slices]
+    stored = [np.empty((num_rows, codec.row_bytes), np.uint8) for codec in codecs]
     for start in range(0, num_rows, block_rows):
         position, stop = start, min(start + block_rows, num_rows)
         for block in source.blocks(first_row + start, stop - start):
@@ -306,20 +305,20 @@ def _encode_file(
                 row = first_row + position + int(np.argmin(finite.all(axis=1)))
                 raise ExportError(f"table {table.name!r}, row {row}: holds NaN or inf")
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
-            for (one, columns), order in zip(slices, orders, strict=True):
-                codec, part = codec_for(one.dtype, one.embedding_dim), block[:, columns]
-                encoded = codec.encode(part)
+            for (part, columns), codec, order, rows in zip(slices, codecs, orders, stored, strict=True):
+                values = block[:, columns]
+                encoded = codec.encode(values)
                 if (bad := codec.first_non_finite(encoded)) is not None:
                     raise ExportError(
-                        f"table {one.name!r}, row {first_row + position + bad}: values from {part[bad].min()} to "
-                        f"{part[bad].max()} overflow as {one.dtype}"
+                        f"table {part.name!r}, row {first_row + position + bad}: values from {values[bad].min()} to "
+                        f"{values[bad].max()} overflow as {part.dtype}"
                     )
-                stored[one.name][order.positions(local_rows)] = encoded
+                rows[order.positions(local_rows)] = encoded
             position += len(block)
         if position != stop:
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
         progress(f"table {table.name}", first_row + stop, table.num_embeddings)
-    return stored
+    return {part.name: rows for (part, _), rows in zip(slices, stored, strict=True)}
 
 
 def export_snapshot(

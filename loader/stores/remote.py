@@ -93,20 +93,20 @@ _REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d|NoSuchBucket")
 _log = logging.getLogger(__name__)
 
 
-def _open_client(place: StoreUrl) -> Any:
+def _open_client(address: StoreUrl) -> Any:
     """Open obstore's client of a URL; nothing is asked yet. Raises StoreError if what the URL needs is not set."""
     # A request is tried three times at least, unless the store holds each as long as it may.
-    request_s, variables = place.timeout_s / 3, _VARIABLES[place.url.partition("://")[0]]
+    request_s, variables = address.timeout_s / 3, _VARIABLES[address.url.partition("://")[0]]
     given = {key: os.environ.get(f"{variables}_{key.upper()}") for key in _CLIENT_KEYS.split()}
     client: dict[str, Any] = {key: value for key, value in given.items() if value is not None} | {
         "timeout": timedelta(seconds=request_s),
         "connect_timeout": timedelta(seconds=min(request_s, 5.0)),
     }
-    retries: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=place.timeout_s - request_s)}
+    retries: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=address.timeout_s - request_s)}
     try:
-        return from_url(place.url, client_options=client, retry_config=retries)  # type: ignore[call-overload]
+        return from_url(address.url, client_options=client, retry_config=retries)  # type: ignore[call-overload]
     except (refusals.BaseError, ValueError) as error:
-        raise StoreError(f"store {place.url}: {_first_line(error)}", kind="store_url") from error
+        raise StoreError(f"store {address.url}: {_first_line(error)}", kind="store_url") from error
 
 
 class RemoteStore(Store):
@@ -115,13 +115,13 @@ class RemoteStore(Store):
     In addition to what `Store` raises, every call raises StoreError if the store refuses, or does not answer in time.
     """
 
-    def __init__(self, place: StoreUrl) -> None:
+    def __init__(self, address: StoreUrl) -> None:
         """Open a store; nothing is requested yet. Raises StoreError if what the URL needs is not set."""
-        super().__init__(place.cache)
-        self.name = place.url
-        self.cache = SnapshotCache(place.cache, place.cache_bytes)
-        self._timeout_s = place.timeout_s
-        self._client = _open_client(place)
+        super().__init__(address.cache)
+        self.name = address.url
+        self.cache = SnapshotCache(address.cache, address.cache_bytes)
+        self._timeout_s = address.timeout_s
+        self._client = _open_client(address)
         self._aside: dict[str, set[int]] = {}
 
     def check_exists(self) -> None:
@@ -177,20 +177,20 @@ class RemoteStore(Store):
         for entry in entries:
             check_relative_path(url, entry.path)
         try:
-            held = self.cache.hold(digest, model, version, is_checked=verify)
+            snapshot = self.cache.hold(digest, model, version, is_checked=verify)
             try:
-                missing_files(held.path, small, verify=True)
-                if missing_files(held.path, entries, verify, progress):
+                missing_files(snapshot.path, small, verify=True)
+                if missing_files(snapshot.path, entries, verify, progress):
                     # Another process may fetch them meanwhile.
                     with self.cache.locked(progress):
-                        if missing := missing_files(held.path, entries):
-                            self._fetch(held.path, missing, keep, progress)
+                        if missing := missing_files(snapshot.path, entries):
+                            self._fetch(snapshot.path, missing, keep, progress)
             except BaseException:
-                held.close()
+                snapshot.close()
                 raise
         except OSError as error:
             raise StoreError(f"store cache {self.cache.folder}: {error}", kind="store_cache") from error
-        return held
+        return snapshot
 
     def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
         """As `Store.put`: files first, the manifest last. Who writes another snapshot of that version is refused."""
@@ -356,7 +356,7 @@ class RemoteStore(Store):
         work.mkdir()
         _log.info("fetching %d files, %d bytes, from %s/%s into %s", len(entries), total, self.name, source, folder)
 
-        def put_in_place(path: Path, target: Path) -> None:
+        def move_into_cache(path: Path, target: Path) -> None:
             fsync_path(path)
             make_folders(target.parent)
             rename(path, target)
@@ -379,7 +379,7 @@ class RemoteStore(Store):
                 if (sha256 := digest.hexdigest()) != entry.sha256:
                     stated = f"the manifest says {entry.sha256}"
                     raise SnapshotCorruptError(f"{self.name}/{url}: SHA-256 is {sha256}, {stated}")
-                await asyncio.to_thread(put_in_place, path, folder / entry.path)
+                await asyncio.to_thread(move_into_cache, path, folder / entry.path)
 
         async def report() -> None:
             while done < total:
@@ -395,10 +395,10 @@ class RemoteStore(Store):
         try:
             yield
         except (refusals.BaseError, OSError) as error:
-            late = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+            timeout = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else ""
             is_refused = isinstance(error, refusals.PermissionDeniedError | refusals.UnauthenticatedError)
             raise StoreError(
-                f"{self.name}/{path}".rstrip("/") + f": can't be {action}: {late or _first_line(error)}",
+                f"{self.name}/{path}".rstrip("/") + f": can't be {action}: {timeout or _first_line(error)}",
                 kind="store_access" if is_refused or _REFUSED.search(str(error)) else "store_unavailable",
             ) from error
 
