@@ -104,7 +104,7 @@ class AccessCounts:
 class AccessCounter:
     """Counts lookups of keys, with a bounded memory: the most frequent keys keep their counts. Thread-safe.
 
-    Keys are queued, which is cheap, and counted together by `fold`: whoever queues decides when, by `is_full`.
+    Keys are queued, which is cheap, and counted together by `fold`: the caller decides when, by `is_full`.
 
     Args:
         max_keys: keys that have a count, 16 bytes each.
@@ -162,10 +162,7 @@ def merged_by_table(parts: Iterable[Mapping[str, AccessCounts]]) -> dict[str, Ac
 
 
 def encode_access_counts(lookups: Mapping[str, AccessCounts]) -> bytes:
-    """Return a file of access counts, by table.
-
-    Counts are rounded, to 1 at least. If one is too large for uint32, all of all tables are divided by the same.
-    """
+    """Return a file of access counts, by table: rounded, to 1 at least, and all divided alike if one exceeds uint32."""
     highest = max((float(table.counts.max()) for table in lookups.values() if table.counts.size), default=1.0)
     scale = min(1.0, MAX_ACCESS_COUNT / highest)
     tensors: dict[str, npt.NDArray[Any]] = {}
@@ -184,7 +181,7 @@ def write_access_counts(path: Path, lookups: Mapping[str, AccessCounts]) -> None
 
 
 def decode_access_counts(data: bytes, source: object) -> dict[str, AccessCounts]:
-    """Return what is in a file of access counts, by the names of its tables, of whatever model.
+    """Return what a file of access counts has, by the names of its tables, of whatever model.
 
     Raises ExportError, which names the `source`, for another format, or rows and counts that do not fit.
     """
@@ -193,8 +190,8 @@ def decode_access_counts(data: bytes, source: object) -> dict[str, AccessCounts]
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ExportError(f"{source}: no file of access counts: {cut(error)}") from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    if (found := (header.get("__metadata__") or {}).get("format")) != FORMAT:
-        was = "no format: of an earlier release, or no access counts" if found is None else f"format {cut(found)}"
+    if (stated := (header.get("__metadata__") or {}).get("format")) != FORMAT:
+        was = "no format: of an earlier release, or no access counts" if stated is None else f"format {cut(stated)}"
         raise ExportError(f"{source}: its metadata has {was}; {FORMAT!r} is read: {_HOW_TO_MAKE}")
     names = sorted({name.rpartition("/")[0] for name in tensors})
     if tensors.keys() != {f"{name}/{kind}" for name in names for kind in _TENSORS}:
@@ -218,20 +215,19 @@ def decode_access_counts(data: bytes, source: object) -> dict[str, AccessCounts]
 def read_access_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, AccessCounts]:
     """Return how often rows of a model's tables were looked up, added up over files, by table as features see it.
 
-    What is named after a slice of a table is the table's: every slice is looked up as often, so one is enough. Of a
-    table that is divided by quotient_remainder there may be counts of its parts, by their names: which ids they were
-    of can't be known. Counts of parts by popularity are refused, since other versions have other rows there.
+    Counts of a slice are the table's: every slice is looked up as often. Those of a part by quotient_remainder are by
+    its name, since which ids they were of can't be known; of a part by popularity they are refused, since other
+    versions have other rows there.
 
-    Raises:
-        ExportError: as `decode_access_counts`; a file can't be read, has no table, or one that the model has not, or of
-            another size.
+    Raises ExportError as `decode_access_counts`; for a file that can't be read, has no table, or one that the model has
+    not, or of another size.
     """
     logical = {table.name: table for table in spec.logical_tables}
-    tables: dict[str, AnyTable] = {part.name: table for table in spec.tables for part in table.slices}
+    tables: dict[str, AnyTable] = {stored.name: table for table in spec.tables for stored in table.slices}
     tables |= logical
     by_popularity = (table for table in spec.divided if table.by == "popularity")
-    of_one_version = {part: table.name for table in by_popularity for part in table.parts if part != table.name}
-    added: dict[str, AccessCounts] = {}
+    of_other_rows = {part: table.name for table in by_popularity for part in table.parts if part != table.name}
+    files: list[dict[str, AccessCounts]] = []
     for path in paths:
         if path.is_dir():
             raise ExportError(f"{path}: counts are read from one file, no longer from a folder of .npy: {_HOW_TO_MAKE}")
@@ -241,22 +237,21 @@ def read_access_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, Acce
             raise ExportError(f"{path}: can't be read: {error}") from error
         by_table: dict[str, AccessCounts] = {}
         for name, counts in decode_access_counts(data, path).items():
-            if name in of_one_version:
+            where = f"{path}: access counts of"
+            if name in of_other_rows:
                 raise ExportError(
-                    f"{path}: access counts of {name!r}, a part of table {of_one_version[name]!r}: which rows of the "
-                    "table these are its version alone knows; `shardrank counts --snapshot` writes them as the table's"
+                    f"{where} {name!r}, a part of table {of_other_rows[name]!r}: which rows of the table these are "
+                    "its version alone knows; `shardrank counts --snapshot` writes them as the table's"
                 )
             if name not in tables:
-                known = cut(sorted(logical))
-                raise ExportError(f"{path}: access counts of {cut([name])}; the model's tables are {known}")
+                raise ExportError(f"{where} {cut([name])}; the model's tables are {cut(sorted(logical))}")
             if counts.limit != (rows := tables[name].num_embeddings):
                 raise ExportError(
-                    f"{path}: access counts of a table {name!r} whose num_embeddings was {counts.limit}; here it is "
-                    f"{rows}. Those of a version that was pruned are written by the table's rows with "
-                    "`shardrank counts --snapshot`"
+                    f"{where} a table {name!r} whose num_embeddings was {counts.limit}; here it is {rows}. Those of a "
+                    "version that was pruned are written by the table's rows with `shardrank counts --snapshot`"
                 )
             by_table.setdefault(tables[name].name, counts)
         if not by_table:
             raise ExportError(f"{path}: no access counts; the model's tables are {cut(sorted(logical))}")
-        added = merged_by_table([added, by_table])
-    return added
+        files.append(by_table)
+    return merged_by_table(files)

@@ -44,7 +44,7 @@ _METADATA_CLASSES = {
 
 Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a chunk's first element in its tensor, and the chunk's sizes."""
-_TOLD_NAMES = 20
+_QUOTED_NAMES = 20
 _METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 _STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -99,8 +99,8 @@ class Checkpoint(ABC):
 
 def shortened(names: list[str]) -> str:
     """Return the first names as text, for a message."""
-    more = f" and {len(names) - _TOLD_NAMES} more" if len(names) > _TOLD_NAMES else ""
-    return f"{names[:_TOLD_NAMES]}{more}"
+    more = f" and {len(names) - _QUOTED_NAMES} more" if len(names) > _QUOTED_NAMES else ""
+    return f"{names[:_QUOTED_NAMES]}{more}"
 
 
 def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
@@ -113,15 +113,15 @@ def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) ->
         )
         if not fits:
             raise CheckpointError(f"{text} is not inside its shape {cut(list(shape))}")
-    begins = np.array([offsets for offsets, _ in chunks], np.int64).reshape(len(chunks), len(shape))
-    ends = begins + np.array([sizes for _, sizes in chunks], np.int64).reshape(len(chunks), len(shape))
+    bounds = np.array(chunks, np.int64).reshape(len(chunks), 2, len(shape))
+    begins, ends = bounds[:, 0], bounds.sum(axis=1)
     for index, text in enumerate(texts):
         shared = np.minimum(ends[index], ends[:index]) - np.maximum(begins[index], begins[:index])
         if (shared > 0).all(axis=1).any():
             raise CheckpointError(f"{text} overlaps another one")
-    held, total = sum(math.prod(sizes) for _, sizes in chunks), math.prod(shape)
-    if held != total:
-        raise CheckpointError(f"{where} {list(shape)}: its chunks hold {held} of its {total} elements")
+    elements, total = sum(math.prod(sizes) for _, sizes in chunks), math.prod(shape)
+    if elements != total:
+        raise CheckpointError(f"{where} {list(shape)}: its chunks hold {elements} of its {total} elements")
 
 
 class _DistributedCheckpoint(Checkpoint):
@@ -202,24 +202,16 @@ class _ChunkedRows(RowSource):
     """Rows of one table of a distributed checkpoint. Keeps the chunks that the last block came from, and no others."""
 
     def __init__(self, checkpoint: _DistributedCheckpoint, name: str, chunks: list[Chunk]) -> None:
-        num_embeddings, embedding_dim = checkpoint.shape(name)
-        super().__init__(num_embeddings, embedding_dim)
-        self._checkpoint = checkpoint
-        self._name = name
-        self._chunks = chunks
+        super().__init__(*checkpoint.shape(name))
+        self._checkpoint, self._name, self._chunks = checkpoint, name, chunks
         self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         last_row = min(first_row + max_rows, self.num_embeddings)
-        wanted = [
-            (offsets, sizes)
-            for offsets, sizes in self._chunks
-            if offsets[0] < last_row and first_row < offsets[0] + sizes[0]
-        ]
-        kept = {offsets for offsets, _ in wanted}
-        self._loaded = {offsets: tensor for offsets, tensor in self._loaded.items() if offsets in kept}
+        chunks = {at: sizes for at, sizes in self._chunks if at[0] < last_row and first_row < at[0] + sizes[0]}
+        self._loaded = {offsets: tensor for offsets, tensor in self._loaded.items() if offsets in chunks}
         block = torch.empty(last_row - first_row, self.embedding_dim)
-        for offsets, sizes in wanted:
+        for offsets, sizes in chunks.items():
             if offsets not in self._loaded:
                 self._loaded[offsets] = self._checkpoint.read_chunk(self._name, offsets, sizes)
             row, column = offsets
@@ -234,9 +226,9 @@ class _ChunkedRows(RowSource):
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a checkpoint; its form is told by its name and contents.
+    """Open a checkpoint.
 
-    Forms are a `.safetensors` file or a folder of them; a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict; or a
+    It is a `.safetensors` file or a folder of them; a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict; or a
     folder that `torch.distributed.checkpoint` wrote. Raises CheckpointError for anything else, and for objects other
     than tensors and plain data.
     """
@@ -284,18 +276,18 @@ class _MappedCheckpoint(Checkpoint):
 
 
 def _safetensors(files: list[Path]) -> dict[str, _Mapped]:
-    found: dict[str, _Mapped] = {}
+    tensors: dict[str, _Mapped] = {}
     for file in files:
         try:
             handle: Any = safe_open(str(file), framework="pt")
             for name in sorted(handle.keys()):
-                if name in found:
-                    raise CheckpointError(f"tensor {name!r} is in both {found[name].file} and {file}")
+                if name in tensors:
+                    raise CheckpointError(f"tensor {name!r} is in both {tensors[name].file} and {file}")
                 shape = tuple(handle.get_slice(name).get_shape())
-                found[name] = _Mapped(file, shape, partial(handle.get_tensor, name))
+                tensors[name] = _Mapped(file, shape, partial(handle.get_tensor, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: can't be read as safetensors: {error}") from error
-    return found
+    return tensors
 
 
 def _state_dict(path: Path) -> dict[str, _Mapped]:
@@ -333,61 +325,54 @@ def match_checkpoint(
 ) -> tuple[dict[str, RowSource], dict[str, torch.Tensor]]:
     """Split a checkpoint into the rows of every table and the dense model's state dict.
 
-    A table's rows are looked for, behind any prefix, as `embedding_bags.<table>.weight` or `embeddings.<table>.weight`,
-    and if there is neither, as `<table>.weight` or `tables.<table>`; `table_keys` gives the key of other tables. Those
-    of a divided table are under its own name, all of them, to be divided; or, where training has divided it or its
-    parts differ in width, under the names of its parts, each with its own. In names `/` stands for a dot as well, which
-    modules can't have. Projections, `projections.<part>`, belong to the dense model wherever they are; that of a table
-    is that of every part which has none of its own.
-    `dense_prefix` takes as the dense model only the keys that start with it, and cuts it off. Without it, all keys that
-    are no table are taken, as they are.
+    A table's rows are, after any prefix, `embedding_bags.<table>.weight` or `embeddings.<table>.weight`, and if there
+    is neither, `<table>.weight` or `tables.<table>`; `table_keys` has the key of other tables. Those of a divided
+    table are under its name, to be divided; or, where training has divided it or its parts differ in width, under its
+    parts' names. In names `/` stands for a dot as well, which modules can't have. Projections, `projections.<part>`,
+    belong to the dense model wherever they are; that of a table is that of every part which has none. The dense model
+    has the keys that start with `dense_prefix`, without it; with None, all that are no table.
 
-    Raises:
-        CheckpointError: a table's key is missing or ambiguous (the message lists the candidates), a shape differs from
-            the spec, the checkpoint has a table that the spec does not, or nothing starts with `dense_prefix`.
+    Raises CheckpointError if a table's key is missing or ambiguous (the message lists the candidates), a shape differs
+    from the spec, the checkpoint has a table that the spec does not, or nothing starts with `dense_prefix`.
     """
-    overrides = dict(table_keys or {})
-    if unknown := sorted(set(overrides) - {table.name for table in (*spec.logical_tables, *spec.tables)}):
+    table_keys = table_keys or {}
+    if unknown := sorted(set(table_keys) - {table.name for table in (*spec.logical_tables, *spec.tables)}):
         raise CheckpointError(f"table_keys: unknown tables {unknown}")
     names = checkpoint.names()
-    keys: dict[str, str] = {}
-    for table in (one for seen in spec.logical_tables for one in _given(spec, seen, overrides, names)):
-        key = overrides.get(table.name) or _key_of(checkpoint, table, names)
-        if key in (taken := {known: name for name, known in keys.items()}):
-            raise CheckpointError(f"{checkpoint.path}: tables {taken[key]!r} and {table.name!r} both match key {key!r}")
-        _check_shape(checkpoint, f"table {table.name!r}", key, table.shape)
-        keys[table.name] = key
-    rest = [name for name in names if name not in set(keys.values())]
-    projections = _projection_keys(checkpoint, spec, rest)
-    rest = [name for name in rest if name not in set(projections.values())]
-    dense = _dense_keys(checkpoint, rest, dense_prefix) | projections
+    table_of_key: dict[str, str] = {}
+    for name, shape in (rows for table in spec.logical_tables for rows in _given(spec, table, table_keys, names)):
+        key = table_keys.get(name) or _key_of(checkpoint, name, shape, names)
+        if key in table_of_key:
+            both = f"{table_of_key[key]!r} and {name!r}"
+            raise CheckpointError(f"{checkpoint.path}: tables {both} both match key {key!r}")
+        _check_shape(checkpoint, f"table {name!r}", key, shape)
+        table_of_key[key] = name
+    others = [name for name in names if name not in table_of_key]
+    projections = _projection_keys(checkpoint, spec, others)
+    others = [name for name in others if name not in set(projections.values())]
+    dense = _dense_keys(checkpoint, others, dense_prefix) | projections
     return (
-        {table: checkpoint.rows(key) for table, key in keys.items()},
+        {table: checkpoint.rows(key) for key, table in table_of_key.items()},
         {name: checkpoint.tensor(key) for name, key in dense.items()},
     )
 
 
-class _Rows(NamedTuple):
-    name: str
-    shape: tuple[int, int]
-
-
-def _given(spec: ModelSpec, table: AnyTable, overrides: Mapping[str, str], names: list[str]) -> tuple[_Rows, ...]:
-    # A divided table's rows are under its own name, or under those of its parts.
-    parts = tuple(_Rows(part.name, (part.num_embeddings, part.embedding_dim)) for part in spec.parts(table))
-    if not isinstance(table, DividedTable):
+def _given(
+    spec: ModelSpec, table: AnyTable, table_keys: Mapping[str, str], names: list[str]
+) -> list[tuple[str, tuple[int, int]]]:
+    """Return names and shapes of the rows that make up a table: those of its parts, or of itself."""
+    parts = [(part.name, (part.num_embeddings, part.embedding_dim)) for part in spec.parts(table)]
+    dims = {part.embedding_dim for part in spec.parts(table)}
+    if not isinstance(table, DividedTable) or table.by == "quotient_remainder" or len(dims) > 1:
         return parts
-    dims = {one.shape[1] for one in parts}
-    if table.by == "quotient_remainder" or len(dims) > 1:
+    if len(parts) > 1 and all(name in table_keys or _ending_in(names, *_suffixes(name)) for name, _ in parts):
         return parts
-    if len(parts) > 1 and all(one.name in overrides or _ending_in(names, *_suffixes(one.name)) for one in parts):
-        return parts
-    return (_Rows(table.name, (table.num_embeddings, dims.pop())),)
+    return [(table.name, (table.num_embeddings, dims.pop()))]
 
 
 def _check_shape(checkpoint: Checkpoint, what: str, key: str, expected: tuple[int, ...]) -> None:
-    if (found := checkpoint.shape(key)) != expected:
-        raise CheckpointError(f"{checkpoint.path}: {what}: {key!r} is {list(found)}, the spec says {list(expected)}")
+    if (shape := checkpoint.shape(key)) != expected:
+        raise CheckpointError(f"{checkpoint.path}: {what}: {key!r} is {list(shape)}, the spec says {list(expected)}")
 
 
 def _suffixes(name: str) -> tuple[list[str], list[str]]:
@@ -404,48 +389,48 @@ def _ending_in(names: Iterable[str], *suffixes: Sequence[str]) -> list[str]:
     return []
 
 
-def _key_of(checkpoint: Checkpoint, table: _Rows, names: list[str]) -> str:
-    specific, general = _suffixes(table.name)
+def _key_of(checkpoint: Checkpoint, table: str, shape: tuple[int, int], names: list[str]) -> str:
+    specific, general = _suffixes(table)
     keys = _ending_in(names, specific, general)
-    if len(keys) > 1:
-        raise CheckpointError(f"{checkpoint.path}: table {table.name!r}: ambiguous, may be any of {shortened(keys)}")
-    if keys:
+    if len(keys) == 1:
         return keys[0]
-    candidates = [name for name in names if checkpoint.shape(name) == table.shape]
+    where = f"{checkpoint.path}: table {table!r}:"
+    if keys:
+        raise CheckpointError(f"{where} ambiguous, may be any of {shortened(keys)}")
+    candidates = [name for name in names if checkpoint.shape(name) == shape]
     raise CheckpointError(
-        f"{checkpoint.path}: table {table.name!r}: no key ends in any of {specific + general}; "
-        f"keys of its shape {list(table.shape)}: {shortened(candidates)}; all keys: {shortened(names)}"
+        f"{where} no key ends in any of {specific + general}; keys of its shape {list(shape)}: "
+        f"{shortened(candidates)}; all keys: {shortened(names)}"
     )
 
 
 def _projection_keys(checkpoint: Checkpoint, spec: ModelSpec, names: list[str]) -> dict[str, str]:
-    found = {}
+    key_of = {}
     for part, shape in spec.projections().items():
         table = spec.divided_of(part)
         assert table is not None
-        wanted = [projection_name(part), projection_name(table.name)]
-        keys = _ending_in(names, wanted[:1], wanted[1:])
+        allowed = [projection_name(part), projection_name(table.name)]
+        keys = _ending_in(names, allowed[:1], allowed[1:])
         if len(keys) != 1:
-            told = f"ambiguous, may be any of {shortened(keys)}" if keys else f"no key ends in any of {wanted}"
-            raise CheckpointError(f"{checkpoint.path}: projection of table {part!r}: {told}")
+            problem = f"ambiguous, may be any of {shortened(keys)}" if keys else f"no key ends in any of {allowed}"
+            raise CheckpointError(f"{checkpoint.path}: projection of table {part!r}: {problem}")
         _check_shape(checkpoint, f"projection of table {part!r}", keys[0], shape)
-        found[wanted[0]] = keys[0]
-    return found
+        key_of[allowed[0]] = keys[0]
+    return key_of
 
 
-def _dense_keys(checkpoint: Checkpoint, rest: list[str], dense_prefix: str | None) -> dict[str, str]:
+def _dense_keys(checkpoint: Checkpoint, names: list[str], dense_prefix: str | None) -> dict[str, str]:
     if dense_prefix is not None:
-        dense = {key.removeprefix(dense_prefix): key for key in rest if key.startswith(dense_prefix)}
+        dense = {name.removeprefix(dense_prefix): name for name in names if name.startswith(dense_prefix)}
         if not dense or "" in dense:
-            raise CheckpointError(
-                f"{checkpoint.path}: dense_prefix {dense_prefix!r}: no key below it; keys: {shortened(rest)}"
-            )
+            problem = f"no key below it; keys: {shortened(names)}"
+            raise CheckpointError(f"{checkpoint.path}: dense_prefix {dense_prefix!r}: {problem}")
         return dense
-    for key in rest:
-        parts = key.split(".")
+    for name in names:
+        parts = name.split(".")
         if len(parts) >= 3 and parts[-1] == "weight" and parts[-3] in _COLLECTIONS:
             raise CheckpointError(
-                f"{checkpoint.path}: {key!r} looks like a table, but the spec has none {parts[-2]!r}; "
+                f"{checkpoint.path}: {name!r} looks like a table, but the spec has none {parts[-2]!r}; "
                 "add it to the spec, or say with dense_prefix which keys are the dense model"
             )
-    return {key: key for key in rest}
+    return {name: name for name in names}

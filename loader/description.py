@@ -1,8 +1,8 @@
-"""Describe a model as a person writes it, and make of it what is stored: each way to make a table smaller, in a word.
+"""Compile a model as a person writes it into stored tables: each way to make a table smaller, in a word.
 
 A description has all that `ModelSpec` has, and for each table what makes it smaller: `num_embeddings` auto, blocks of
-rows by popularity, a dtype for hot rows and one for cold ones, a projection, quotient and remainder. Pruning is asked
-for when a snapshot is exported. All of them come to the same: a table is stored as a few parts, whose rows are added.
+rows by popularity, a dtype for hot rows and another for cold ones, a projection, quotient and remainder, and pruning
+at export. All of them come to the same: a table is stored as a few parts, whose rows are added.
 """
 
 from __future__ import annotations
@@ -128,9 +128,13 @@ class TableDescription(Frozen):
 
     def _ways(self) -> list[str]:
         """Return what divides it into parts, by name."""
-        ways = ["id_mapping quotient_remainder"] * isinstance(self.id_mapping, QuotientRemainderMapping)
-        ways += ["dtype by popularity"] * (not isinstance(self.dtype, str))
-        return ways + ["blocks"] * bool(self.blocks) + ["project_to"] * (self.project_to is not None)
+        ways = {
+            "id_mapping quotient_remainder": isinstance(self.id_mapping, QuotientRemainderMapping),
+            "dtype by popularity": not isinstance(self.dtype, str),
+            "blocks": bool(self.blocks),
+            "project_to": self.project_to is not None,
+        }
+        return [way for way, is_used in ways.items() if is_used]
 
     @property
     def width(self) -> int:
@@ -140,11 +144,8 @@ class TableDescription(Frozen):
     def compiled(self, kept: int | None = None) -> tuple[tuple[TableSpec, ...], DividedTable | None]:
         """Return the tables that it is stored as, and how it is divided into them, if it is.
 
-        `kept` is how many rows are left of a table that is pruned.
-
-        Raises:
-            ExportError: `num_embeddings` is still auto, `kept` is not 1 to `num_embeddings`, or a block has no row.
-            ValueError: what `TableSpec` or `DividedTable` refuse.
+        `kept` is how many rows are left of a table that is pruned. Raises ExportError if `num_embeddings` is still
+        auto, `kept` is not 1 to `num_embeddings`, or a block has no row; ValueError as `TableSpec` and `DividedTable`.
         """
         rows = self.num_embeddings
         if isinstance(rows, str):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,13 +59,13 @@ def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: floa
 def choose_rows(
     table: str,
     counts: npt.NDArray[np.integer[Any]],
-    keep_share: float = 1.0,
-    also: npt.NDArray[np.integer[Any]] | None = None,
+    keep_share: float,
+    also: npt.NDArray[np.integer[Any]] | None,
 ) -> npt.NDArray[np.bool_]:
-    """Choose the rows of a table that stay when it is pruned: bool [num_embeddings]. Raises ExportError as `kept_rows`.
+    """Return which rows of a table stay when it is pruned: bool [num_embeddings]. Raises ExportError as `kept_rows`.
 
-    `counts` are lookups of each row, [num_embeddings]; the hottest rows with `keep_share` of them stay, and those that
-    are above 0 in `also`, [num_embeddings].
+    The hottest rows with `keep_share` of the lookups `counts` stay, and those that are above 0 in `also`; both
+    [num_embeddings].
     """
     chosen = np.zeros(counts.size, np.bool_) if also is None else also > 0
     if counts.any() or not chosen.any():
@@ -82,19 +81,12 @@ def _hottest_first(
     return np.argsort(falling, kind="stable") if is_kept is None else np.lexsort((falling, ~is_kept))
 
 
-@dataclass(frozen=True, slots=True)
-class DividedRows:
-    """What the parts of a model's divided tables are made of: their rows, and which row is in which part.
-
-    Attributes:
-        rows: a source for every stored table, by name.
-        row_classes: of every table that has classes.
-        access_counts: of stored tables, as far as counts were given.
-    """
+class DividedRows(NamedTuple):
+    """Sources of all stored tables' rows, classes of those that have classes, and counts as far as they were given."""
 
     rows: Mapping[str, RowSource]
     row_classes: Mapping[str, RowClasses]
-    access_counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
+    access_counts: Mapping[str, npt.NDArray[np.uint32]]
 
 
 def divide_rows(
@@ -111,19 +103,18 @@ def divide_rows(
     Args:
         spec: of the model, compiled.
         rows: by table, as features see it. Parts that are trained as such (narrower ones, quotient and remainder) are
-            given themselves, by name, in the order of their rows. Of a table whose only part has its name, what has
-            as many rows as the table is the table's.
+            given themselves, by name, in the order of their rows. Of a table whose only part has its name, a source
+            with as many rows as the table is the table's.
         counts: of the tables whose rows are divided by popularity.
         row_classes: for those that training has divided already.
         kept: of tables that are pruned, the rows that stay, bool [num_embeddings]; by default the hottest do.
         pruned_row: what ids of pruned rows get.
 
-    Raises:
-        ExportError: rows, counts or classes are missing, of another table, or of another size; or rows of a table are
-            given of which nothing is made.
+    Raises ExportError where rows, counts or classes are missing, of another table or another size; or rows of a table
+    are given of which nothing is made.
     """
     trained_classes, kept = row_classes or {}, kept or {}
-    classes, sources = dict[str, RowClasses](), dict[str, RowSource]()
+    sources, made = dict[str, RowSource](), dict[str, RowClasses]()
     access_counts = dict[str, npt.NDArray[np.uint32]]()
     names = {table.name for table in spec.logical_tables}
     if unknown := sorted(set(counts) - names):
@@ -138,34 +129,28 @@ def divide_rows(
             _check_counts(table.name, table_counts, table.num_embeddings)
         parts, class_of_row = spec.parts(table), None
         if isinstance(table, DividedTable) and table.num_classes > 1:
-            made = trained_classes.get(table.name)
-            made = made or classes_by_counts(table, parts, table_counts, kept.get(table.name))
-            made.check(table, parts)
-            classes[table.name], class_of_row = made, made.classes()
+            classes = trained_classes.get(table.name)
+            classes = classes or classes_by_counts(table, parts, table_counts, kept.get(table.name))
+            classes.check(table, parts)
+            made[table.name], class_of_row = classes, classes.classes()
         for number, part in enumerate(parts):
-            source = _given_rows(rows, table, part)
+            source = rows.get(part.name)
+            if source is not None and part.name == table.name and isinstance(table, DividedTable) and table.pruned:
+                # Rows of the part, or those of the table that the part is cut out of.
+                source = source if part.num_embeddings == source.num_embeddings != table.num_embeddings else None
             if source is None:
-                if table.name not in rows:
+                if (table_rows := rows.get(table.name)) is None:
                     raise ExportError(f"rows: missing for table {table.name!r}; given are {sorted(rows)}")
-                whole = rows[table.name]
-                if class_of_row is None or whole.embedding_dim != part.embedding_dim:
+                if class_of_row is None or table_rows.embedding_dim != part.embedding_dim:
                     raise ExportError(f"rows: missing for part {part.name!r}, which is not cut out of {table.name!r}")
-                if whole.num_embeddings != table.num_embeddings:
-                    size = f"{whole.num_embeddings} rows, num_embeddings is {table.num_embeddings}"
+                if table_rows.num_embeddings != table.num_embeddings:
+                    size = f"{table_rows.num_embeddings} rows, num_embeddings is {table.num_embeddings}"
                     raise ExportError(f"table {table.name!r}: the source has {size}")
-                source = _PartRows(whole, class_of_row, number, part, pruned_row)
+                source = _PartRows(table_rows, class_of_row, number, part, pruned_row)
             sources[part.name] = source
         if table_counts is not None:
             access_counts |= part_counts(table, parts, table_counts, class_of_row)
-    return DividedRows(sources, classes, access_counts)
-
-
-def _given_rows(rows: Mapping[str, RowSource], table: AnyTable, part: TableSpec) -> RowSource | None:
-    """Return the rows that are given for a part itself, if they are."""
-    source = rows.get(part.name)
-    if source is None or part.name != table.name or not (isinstance(table, DividedTable) and table.pruned):
-        return source
-    return source if part.num_embeddings == source.num_embeddings != table.num_embeddings else None
+    return DividedRows(sources, made, access_counts)
 
 
 def classes_by_counts(
@@ -187,8 +172,9 @@ def classes_by_counts(
     return RowClasses.of(classes, len(sizes))
 
 
-def _as_uint32(counts: npt.NDArray[np.integer[Any]] | npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
-    return np.minimum(counts, MAX_ACCESS_COUNT).astype(np.uint32)
+def _as_uint32(counts: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    limited: npt.NDArray[np.uint32] = np.minimum(counts, MAX_ACCESS_COUNT).astype(np.uint32)
+    return limited
 
 
 def part_counts(
@@ -199,7 +185,7 @@ def part_counts(
 ) -> dict[str, npt.NDArray[np.uint32]]:
     """Return how often the rows of each part are looked up, uint32 [its num_embeddings], by name.
 
-    `counts` are of the table's rows, [num_embeddings], and so are `classes`; None if it has one class.
+    `counts` and `classes` are of the table's rows, [num_embeddings]; no classes for a table with one.
     """
     if not isinstance(table, DividedTable) or (classes is None and table.buckets is None):
         return {parts[0].name: _as_uint32(counts)}
@@ -239,7 +225,12 @@ class _PartRows(RowSource):
             if len(rows):
                 yield rows
         if row < end:
-            yield self._row_of_pruned()
+            total, count = np.zeros(self.embedding_dim), 0
+            for chunk in range(self._chunk_ends.size if self._pruned_row == "mean" else 0):
+                rows = self._of_class(chunk, self._number + 1)
+                total += rows.sum(axis=0, dtype=np.float64)
+                count += len(rows)
+            yield (total / max(count, 1)).astype(np.float32)[None, :]
 
     def fingerprint(self) -> str:
         """Of the source, and of which of its rows these are."""
@@ -255,12 +246,3 @@ class _PartRows(RowSource):
             chosen.append(block[is_of[start : start + len(block)]])
             start += len(block)
         return np.concatenate(chosen)
-
-    def _row_of_pruned(self) -> Float32Array:
-        total, count = np.zeros(self.embedding_dim), 0
-        if self._pruned_row == "mean":
-            for chunk in range(self._chunk_ends.size):
-                rows = self._of_class(chunk, self._number + 1)
-                total += rows.sum(axis=0, dtype=np.float64)
-                count += len(rows)
-        return (total / max(count, 1)).astype(np.float32)[None, :]

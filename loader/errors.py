@@ -21,8 +21,7 @@ ShardrankError
     RolloutError                  409  as things are, a version can't be rolled out, staged or flipped
 
 There is one class for each thing that a caller does differently; the rest is the `kind`. Each package has one such
-file: `shard_node.errors`, `router.errors`, `serving.errors`, `loadtest.errors`. A message names the field, the value
-and what is allowed.
+file. A message names the field, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ class ShardrankError(Exception):
     """Base of all errors that shardrank raises on purpose, and that its client raises for a server's.
 
     Attributes:
-        kind: short stable word for metrics and for clients to branch on; the class has the usual one.
-        http_status: status of the HTTP answer that carries it.
-        grpc_status: name of the `grpc.StatusCode` that carries it.
-        kinds: HTTP and gRPC status of those kinds for which they differ from the class's.
+        kind: short stable word for metrics and clients; the class has the usual one.
+        grpc_status: name of a `grpc.StatusCode`.
+        kinds: HTTP and gRPC status of kinds for which they differ from the class's.
         field: path of the part of the request that is wrong, such as `candidates.sparse.film_id`; "" if unknown.
-        retry_after_s: seconds after which a server wants to be asked again; None if it did not say.
+        retry_after_s: seconds after which the server accepts another try; None if it did not say.
     """
 
     kind: str = "internal"
@@ -54,10 +52,10 @@ class ShardrankError(Exception):
     field: str = ""
     retry_after_s: float | None = None
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        """Set the attributes that are given on the class; the rest is as in the base."""
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        """Set these attributes of the class; the others are the base's."""
         super().__init_subclass__()
-        for name, value in given.items():
+        for name, value in attributes.items():
             if name not in ("http_status", "grpc_status", "kind", "kinds"):
                 raise TypeError(f"{cls.__name__}: {name} is no attribute of an error")
             setattr(cls, name, value)
@@ -72,21 +70,19 @@ class ShardrankError(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(*args)
-        self.field = field
-        self.retry_after_s = retry_after_s
-        if kind is not None and kind in self.kinds:
-            self.http_status, self.grpc_status = self.kinds[kind]
-        for name, value in (("http_status", http_status), ("grpc_status", grpc_status), ("kind", kind)):
-            if value is not None:
-                setattr(self, name, value)
+        self.field, self.retry_after_s = field, retry_after_s
+        self.kind = kind or self.kind
+        usual = self.http_status, self.grpc_status
+        of_kind = usual if kind is None else self.kinds.get(kind, usual)
+        self.http_status, self.grpc_status = http_status or of_kind[0], grpc_status or of_kind[1]
 
 
 class ConfigError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="config"):
-    """An option, an address, a file or an environment that can't be used. The message names it."""
+    """An option, an address, a file or an environment that can't be used."""
 
 
 class UnavailableError(ShardrankError, http_status=503, grpc_status="UNAVAILABLE", kind="unavailable"):
-    """Whoever was asked was not reached, is not ready, or is ending."""
+    """The server was not reached, is not ready, or is ending."""
 
 
 class OverloadedError(
@@ -110,7 +106,7 @@ class DeadlineExceededError(
 
 
 class SnapshotError(ShardrankError, http_status=422, grpc_status="FAILED_PRECONDITION", kind="bad_snapshot"):
-    """A snapshot that must not be served. The message names the file and the reason."""
+    """A snapshot that must not be served. The message names the file."""
 
 
 class SnapshotNotFoundError(SnapshotError, http_status=404, grpc_status="NOT_FOUND", kind="snapshot_not_found"):
@@ -118,18 +114,15 @@ class SnapshotNotFoundError(SnapshotError, http_status=404, grpc_status="NOT_FOU
 
 
 class SnapshotCorruptError(SnapshotError):
-    """A manifest that can't be read, a path that leaves the folder, a file that is not what the manifest says.
-
-    `unsafe_program`: an exported program that PyTorch would not read without pickle, or that is none.
-    """
+    """A file that is not what the manifest says. `unsafe_program`: one that PyTorch would not read without pickle."""
 
 
 class SnapshotResourceError(SnapshotError, http_status=503, grpc_status="UNAVAILABLE", kind="snapshot_resource"):
-    """File descriptors or memory ran out while a snapshot was read. It may be sound: try again when there is room."""
+    """File descriptors or memory ran out while a snapshot was read."""
 
 
 class SnapshotExistsError(SnapshotError, http_status=409, grpc_status="ALREADY_EXISTS", kind="snapshot_exists"):
-    """A version is immutable: it can't be written a second time."""
+    """A version can't be written a second time."""
 
 
 class StoreError(
@@ -143,26 +136,25 @@ class StoreError(
 ):
     """A store at a URL refuses: credentials, rights, or a bucket that does not exist.
 
-    Other kinds: `store_url`, a text that is no URL of a store, or a URL that needs what is not installed;
-    `store_unavailable`, no answer within the time limit, or one that it can't now; `store_cache`, the local cache has
-    no room for a version, or can't be written.
+    Other kinds: `store_url`, no URL of a store, or one that needs what is not installed; `store_unavailable`, no answer
+    in time; `store_cache`, the local cache has no room for a version, or can't be written.
     """
 
 
 class ExportError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_export"):
-    """What was handed to the writer can't become a snapshot: NaN or inf in a row, for one. The message says where."""
+    """Rows, weights or options that can't become a snapshot. The message says where."""
 
 
 class TraceError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_trace"):
-    """A trace of lookups can't be read, or has ids that can't be."""
+    """A trace of lookups that can't be read, or has ids that can't be."""
 
 
 class CheckpointError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_checkpoint"):
-    """A checkpoint can't be read safely, or its tensors do not fit the model description."""
+    """A checkpoint that can't be read safely, or whose tensors do not fit the model description."""
 
 
 class RegistryError(ShardrankError, kind="registry"):
-    """Something about the registry."""
+    """Base of the registry's errors."""
 
 
 class RegistryUnavailableError(RegistryError, http_status=503, grpc_status="UNAVAILABLE", kind="registry_unavailable"):
@@ -170,7 +162,7 @@ class RegistryUnavailableError(RegistryError, http_status=503, grpc_status="UNAV
 
 
 class RegistryConflictError(RegistryError, http_status=409, grpc_status="ABORTED", kind="registry_conflict"):
-    """Somebody else wrote the key since it was read."""
+    """The key was written since it was read."""
 
 
 class RegistryRecordError(RegistryError, kind="registry_record"):
@@ -188,19 +180,18 @@ class DeltaError(
     kind="bad_delta",
     kinds={"delta_gap": (409, "OUT_OF_RANGE")},
 ):
-    """A batch of changed rows that must not be applied.
+    """Changed rows that must not be applied.
 
-    `delta_base`: it is for a version that this is not, and does not continue. `delta_gap`: it is not the next one, so
-    applying it would skip changes.
+    `delta_base`: of a version that this one is not, and does not continue. `delta_gap`: not the next delta.
     """
 
 
 class DeltaFormatError(DeltaError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="delta_format"):
-    """A delta that can't be made of what was given, or whose bytes are not what was published."""
+    """Rows that can't become a delta, or bytes that are not what was published."""
 
 
 class StreamFullError(DeltaError, http_status=507, grpc_status="RESOURCE_EXHAUSTED", kind="stream_full"):
-    """A stream that has no room for another delta, since versions that are held need all that it has."""
+    """A stream without room for another delta: versions in use need all that it has."""
 
 
 class RolloutError(ShardrankError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="rollout"):
@@ -208,7 +199,7 @@ class RolloutError(ShardrankError, http_status=409, grpc_status="FAILED_PRECONDI
 
 
 def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:
-    """Turn a failure to do `action` ("read", "mapped") with a snapshot's file into damage or a shortage of our own."""
+    """Return the error of a failure to do `action` ("read", "mapped") with a snapshot's file: damage, or a shortage."""
     exhausted = isinstance(error, MemoryError) or error.errno in _EXHAUSTED
     kind = SnapshotResourceError if exhausted else SnapshotCorruptError
     if isinstance(error, FileNotFoundError):

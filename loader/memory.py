@@ -13,7 +13,6 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +39,7 @@ YOUNG_OBJECTS = 50_000
 
 
 class _MappedPages:
-    # https://numpy.org/doc/stable/reference/arrays.interface.html: arrays keep their owner, and unmap with the last.
+    # Arrays keep the owner of their interface, which unmaps when the last is gone.
 
     def __init__(self, address: int, size_bytes: int, array_interface: dict[str, Any]) -> None:
         self.__array_interface__ = array_interface
@@ -53,8 +52,8 @@ def map_array(
 ) -> npt.NDArray[Any]:
     """Return a read-only array of `shape` over a file's bytes from `offset` on; at least one element.
 
-    With `copy_on_write` it can be written to: a page that is written becomes memory of this process, and the file stays
-    as it is. Raises OSError if the file can't be opened or mapped, ValueError if it ends before the array does.
+    With `copy_on_write` pages that are written become memory of this process, and the file stays as it is. Raises
+    OSError if the file can't be opened or mapped, ValueError if it ends before the array does.
     """
     item = np.dtype(dtype)
     end = offset + item.itemsize * math.prod(shape)
@@ -85,34 +84,33 @@ def map_array(
 
 
 def populate(array: npt.NDArray[Any]) -> None:
-    """Brings all pages of a mapped array into memory and into this process's page tables, so that no read faults.
+    """Read all pages of a contiguous mapped array into this process's page tables, so that no read faults.
 
-    The array must be contiguous. Raises OSError if the kernel could not read a page, for example of a file that has
-    become shorter.
+    Raises OSError if the kernel could not read a page, such as one of a file that became shorter.
     """
     first = _address(array)
-    for address, size_bytes in _pieces(first - first % mmap.PAGESIZE, first + array.nbytes):
+    for address in range(first - first % mmap.PAGESIZE, first + array.nbytes, _PIECE_BYTES):
+        size_bytes = min(_PIECE_BYTES, first + array.nbytes - address)
         try:
             _advise(address, size_bytes, _MADV_POPULATE_READ)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # An older kernel: reading a byte of each page does the same, one fault at a time.
-            flat = array.reshape(-1).view(np.uint8)
             offset = max(0, address - first)
-            int(flat[offset : offset + size_bytes : mmap.PAGESIZE].sum(dtype=np.int64))
+            pages = array.reshape(-1).view(np.uint8)[offset : offset + size_bytes : mmap.PAGESIZE]
+            int(pages.sum(dtype=np.int64))
 
 
 def give_back(array: npt.NDArray[Any]) -> None:
-    """Give the pages that lie wholly within an array back to the system, piece by piece.
+    """Free the pages that are all within a contiguous array over mapped memory, piece by piece.
 
-    The array must be all that lies in them, contiguous and over mapped memory of its own, not the heap's. Nobody may
-    need its content: private memory reads as zeros afterwards. Unmapping what is left takes next to no time.
+    Its content is lost: private memory reads as zeros afterwards. Unmapping the remainder takes next to no time.
     """
     begin = -(-_address(array) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (_address(array) + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    for address, size_bytes in _pieces(begin, end):
-        _advise(address, size_bytes, _MADV_DONTNEED)
+    for address in range(begin, end, _PIECE_BYTES):
+        _advise(address, min(_PIECE_BYTES, end - address), _MADV_DONTNEED)
 
 
 def _address(array: npt.NDArray[Any]) -> int:
@@ -120,11 +118,6 @@ def _address(array: npt.NDArray[Any]) -> int:
         raise ValueError("an array with gaps: its memory is not its own")
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    for address in range(begin, end, _PIECE_BYTES):
-        yield address, min(_PIECE_BYTES, end - address)
 
 
 def _advise(address: int, size_bytes: int, advice: int) -> None:
@@ -139,8 +132,8 @@ def settle_heap() -> None:
     Python's collector stops every thread while it goes over the oldest generation: with PyTorch and the APIs imported
     80 ms, the longest stall of a swap. Frozen objects are not gone over, and young collections become rare.
 
-    glibc's malloc begins by giving blocks of some megabytes back to the kernel, and every batch then pays for their
-    pages again, until a block of 32 MiB was freed (https://man7.org/linux/man-pages/man3/mallopt.3.html).
+    glibc's malloc at first returns blocks of some megabytes to the kernel, and every batch then pays for their pages
+    again, until a block of 32 MiB was freed (https://man7.org/linux/man-pages/man3/mallopt.3.html).
     """
     gc.collect()
     gc.freeze()

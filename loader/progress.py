@@ -1,4 +1,4 @@
-"""Run long work: report how far it is, leave room for requests, and call it off from asyncio."""
+"""Run long work: report its progress, leave time for requests, and call it off from asyncio."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PIECE_BYTES: Final = 4 << 20
 BACKGROUND_NICENESS: Final = 10
 BACKGROUND_SWITCH_INTERVAL_S: Final = 0.0005
 """For `sys.setswitchinterval`, where requests share an interpreter with background work: how long they wait for it."""
-_SHORTEST_REST_S: Final = 0.002
-_LONGEST_REST_S: Final = 5.0
+_MIN_PAUSE_S: Final = 0.002
+_MAX_PAUSE_S: Final = 5.0
 Result = TypeVar("Result")
 
 
@@ -28,22 +28,22 @@ class Progress(Protocol):
     """Called now and then during long work, by one thread at a time."""
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Tells that `done` of `total` rows or bytes of `what` are done; at its last call done == total."""
+        """Report that `done` of `total` rows or bytes of `what` are done; at its last call done == total."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Ignores progress: the default."""
+    """Ignore progress."""
 
 
 class Throttle:
-    """Rests between pieces of work, of which it is told by their progress.
+    """Sleeps between pieces of work, by their progress.
 
     Args:
         cpu_share: of the time that work takes part in, 0 to 1. Time in which the work itself waits for a disk or a core
             counts as work, so that a busy machine slows it further down.
         bytes_per_s: what is read; None for no limit.
         clock: monotonic seconds.
-        sleep: rests. To end work from outside, let it raise, or `progress`.
+        sleep: to end work from outside, let it raise, or `progress`.
     """
 
     def __init__(
@@ -57,37 +57,34 @@ class Throttle:
             raise ValueError(f"cpu_share: {cpu_share}, allowed is above 0 and at most 1")
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ValueError(f"bytes_per_s: {bytes_per_s}, allowed is above 0")
-        self._cpu_share = cpu_share
-        self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._sleep = sleep
+        self._cpu_share, self._bytes_per_s = cpu_share, bytes_per_s
+        self._clock, self._sleep = clock, sleep
 
-    def over(self, progress: Progress = no_progress) -> Progress:
-        """Return a progress that rests after each piece, beginning now; `done` and `total` must be bytes."""
-        began_at = self._clock()
-        size_bytes = 0
+    def over(self, progress: Progress) -> Progress:
+        """Return a progress that sleeps after each piece, beginning now; `done` and `total` must be bytes."""
+        started_at, size_bytes = self._clock(), 0
         done_before: dict[str, int] = {}
 
         def paced(what: str, done: int, total: int) -> None:
-            nonlocal began_at, size_bytes
+            nonlocal started_at, size_bytes
             progress(what, done, total)
             size_bytes += done - done_before.get(what, 0)
             done_before[what] = done
-            worked_s = self._clock() - began_at
-            rest_s = worked_s / self._cpu_share - worked_s
+            worked_s = self._clock() - started_at
+            pause_s = worked_s / self._cpu_share - worked_s
             if self._bytes_per_s is not None:
-                rest_s = max(rest_s, size_bytes / self._bytes_per_s - worked_s)
-            if rest_s >= _SHORTEST_REST_S or (rest_s > 0 and done == total):
-                self._sleep(min(rest_s, _LONGEST_REST_S))
-                began_at, size_bytes = self._clock(), 0
+                pause_s = max(pause_s, size_bytes / self._bytes_per_s - worked_s)
+            if pause_s >= _MIN_PAUSE_S or (pause_s > 0 and done == total):
+                self._sleep(min(pause_s, _MAX_PAUSE_S))
+                started_at, size_bytes = self._clock(), 0
 
         return paced
 
 
 def lower_own_priority() -> None:
-    """Has the calling thread, and those that it starts, run when others leave time. It can't be taken back.
+    """Lower the priority of the calling thread, and of those that it starts, for good.
 
-    Linux gives each thread a niceness of its own (setpriority(2), "C library/kernel differences").
+    On Linux each thread has a niceness (setpriority(2), "C library/kernel differences").
     """
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
@@ -96,11 +93,11 @@ def lower_own_priority() -> None:
 
 
 class CalledOffError(ShardrankError, kind="called_off"):
-    """Background work that nobody wants any more."""
+    """Background work was called off."""
 
 
 class CancelToken:
-    """Whether background work is still wanted. Thread-safe."""
+    """A request to end background work. Thread-safe."""
 
     def __init__(self) -> None:
         self._called_off = threading.Event()
@@ -110,17 +107,17 @@ class CancelToken:
         self._called_off.set()
 
     def check(self) -> None:
-        """Raise CalledOffError if the work is not wanted any more."""
+        """Raise CalledOffError if the work was called off."""
         if self._called_off.is_set():
             raise CalledOffError("called off")
 
     def rest(self, duration_s: float) -> None:
-        """Sleeps, no longer than the work is wanted. Raises CalledOffError as `check`."""
+        """Sleep until the work is called off, at most so long. Raises CalledOffError as `check`."""
         self._called_off.wait(duration_s)
         self.check()
 
-    def over(self, progress: Progress = no_progress) -> Progress:
-        """Return a progress that raises CalledOffError once the work is not wanted any more."""
+    def over(self, progress: Progress) -> Progress:
+        """Return a progress that raises CalledOffError once the work was called off."""
 
         def checked(what: str, done: int, total: int) -> None:
             self.check()
@@ -132,36 +129,35 @@ class CancelToken:
 async def in_background(
     work: Callable[[CancelToken], Result], name: str, free: Callable[[Result], None], *, low_priority: bool = True
 ) -> Result:
-    """Run `work`, which looks at the wish now and then, in a thread of its own. Raises as `work`.
+    """Run `work`, which checks its token now and then, in a thread. Raises as `work`.
 
     When the caller is cancelled, the work is called off, and this ends only once the work has; a result that came
-    nevertheless is given to `free`. A low priority is right for work that copies and hashes without the interpreter's
-    lock, wrong for work in Python: where cores are busy, a thread of low priority that has the lock is kept waiting
-    with it, and every request of the process with that thread.
+    nevertheless is passed to `free`. A low priority is right for work that copies and hashes without the interpreter's
+    lock, wrong for work in Python: on busy cores such a thread waits with the lock, and all requests with it.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
-    wish = CancelToken()
+    token = CancelToken()
 
     def run() -> None:
         if low_priority:
             lower_own_priority()
-        settle: Callable[[Any], None] = done.set_result
+        resolve: Callable[[Any], None] = done.set_result
         value: object
         try:
-            value = work(wish)
+            value = work(token)
         except BaseException as error:
-            settle, value = done.set_exception, error
-        # The loop may be closed by the time that the thread ends; then nobody waits for it.
+            resolve, value = done.set_exception, error
+        # The loop may be closed by the time that the thread ends; then no caller waits for it.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, value)
+            loop.call_soon_threadsafe(resolve, value)
 
     # Not a daemon: an interpreter that ends while a thread works with tensors aborts.
     threading.Thread(target=run, name=name).start()
     try:
         return await asyncio.shield(done)
     except asyncio.CancelledError:
-        wish.call_off()
+        token.call_off()
         await ended(done)
         if not done.cancelled() and done.exception() is None:
             free(done.result())
@@ -169,21 +165,15 @@ async def in_background(
 
 
 async def ended(done: asyncio.Future[Any]) -> None:
-    """Wait until it is done, however often the waiting itself is cancelled; look at no result.
-
-    Whoever calls something off may say so again and again, and what lets go of memory must come to its end.
-    """
+    """Wait until it is done, however often the waiting itself is cancelled; read no result."""
     while not done.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([done])
 
 
 async def all_or_first_error(waiting: Iterable[Awaitable[Any]]) -> None:
-    """Run all at once; when one fails, or the waiting is cancelled, end the others before going on.
-
-    Raises what the first one that fails raises.
-    """
-    tasks = [asyncio.ensure_future(one) for one in waiting]
+    """Run all at once; when one fails, or the waiting is cancelled, end the others. Raises the first failure."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in waiting]
     try:
         await asyncio.gather(*tasks)
     finally:

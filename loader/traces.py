@@ -83,8 +83,8 @@ class _IdCounter:
 def count_values(where: str, values: npt.NDArray[Any]) -> AccessCounts:
     """Count the values of an array of ids [m], which may be mapped: it is read once, piece by piece.
 
-    Raises:
-        TraceError: it is not of whole numbers [m] in [0, 2^63), or has more than `MAX_DISTINCT_IDS` different ones.
+    Raises TraceError if it is not of whole numbers [m] in [0, 2^63), or has more than `MAX_DISTINCT_IDS` different
+    ones.
     """
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise TraceError(f"{where}: ids must be whole numbers [n]; got {values.dtype} {list(values.shape)}")
@@ -95,16 +95,13 @@ def count_values(where: str, values: npt.NDArray[Any]) -> AccessCounts:
 
 
 def read_traces(traces: Iterable[str], features: Collection[str]) -> dict[str, AccessCounts]:
-    """Count the ids of features in traces.
+    """Count the ids of a model's features in traces.
 
-    Args:
-        traces: each `FEATURE=FILE.npy`, or the path of a `.csv` or `.parquet` file whose columns are features; other
-            columns are left alone. A feature that several traces have is counted over all of them.
-        features: of the model.
+    Each trace is `FEATURE=FILE.npy`, or the path of a `.csv` or `.parquet` file whose columns are features; other
+    columns are left alone. A feature that several traces have is counted over all of them.
 
-    Raises:
-        TraceError: a file that can't be read, or is of another kind; a feature that the model does not have, no column
-            that is a feature; an id that is negative or too large; too many different ids.
+    Raises TraceError for a file that can't be read, or is of another kind; a feature that the model does not have, no
+    column that is a feature; an id that is negative or too large; too many different ids.
     """
     return merged_by_table(_read(trace, features) for trace in traces)
 

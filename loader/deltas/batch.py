@@ -45,9 +45,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
     """Encode changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
 
-    Of a table that is stored in slices, the stored rows of all of them lie side by side, in column order. `rows` are
-    whole numbers [n], in any order; of a row that is there twice, the last one counts. `values` are floats
-    [n, embedding_dim]; float32, or what can become it. Arrays or tensors, on any device.
+    Stored rows of a table in slices are concatenated in column order. `rows` are whole numbers [n]; of duplicates the
+    last one counts. `values` are floats [n, embedding_dim], or what can become float32; arrays or tensors, on any
+    device.
 
     Raises DeltaFormatError for another shape or dtype, a row outside the table, or a value that is not finite or that
     the table's dtype can't hold.
@@ -59,25 +59,27 @@ def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, B
 def checked_rows(
     table: str, num_embeddings: int, embedding_dim: int, rows: Any, values: Any
 ) -> tuple[Int64Array, Float32Array]:
-    """Return changed rows of a table of that shape, int64 [m], ascending, none twice, and float32 [m, embedding_dim].
-
-    Raises DeltaFormatError as `encode_rows`, but for what a dtype can't hold.
-    """
+    """Return changed rows as `encode_rows`, and their values, float32 [m, embedding_dim]. Raises DeltaFormatError."""
     where = f"table {table!r}"
-    numbers, floats = _row_numbers(where, rows), _floats(where, values)
+    numbers, floats = _array(f"{where}: rows", rows), _array(f"{where}: values", values)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise DeltaFormatError(f"{where}: rows must be flat whole numbers, got {numbers.dtype} {list(numbers.shape)}")
+    if numbers.dtype == np.uint64 and (numbers >= 2**63).any():
+        raise DeltaFormatError(f"{where}: row {numbers.max()} is beyond any table")
+    if floats.dtype.kind != "f":
+        raise DeltaFormatError(f"{where}: values must be floats, got {floats.dtype}")
+    with np.errstate(over="ignore"):  # what overflows becomes inf and is named by its row
+        numbers, floats = numbers.astype(np.int64, copy=False), floats.astype(np.float32, copy=False)
     if floats.shape != (numbers.size, embedding_dim):
-        raise DeltaFormatError(
-            f"{where}: values are {list(floats.shape)}, expected {[numbers.size, embedding_dim]} for "
-            f"{numbers.size} rows"
-        )
+        expected = f"expected {[numbers.size, embedding_dim]} for {numbers.size} rows"
+        raise DeltaFormatError(f"{where}: values are {list(floats.shape)}, {expected}")
     outside = (numbers < 0) | (numbers >= num_embeddings)
     if outside.any():
         raise DeltaFormatError(f"{where}: row {numbers[int(outside.argmax())]} is not in 0..{num_embeddings - 1}")
     finite = np.isfinite(floats).all(axis=1)
     if not finite.all():
-        raise DeltaFormatError(
-            f"{where}: row {numbers[int(finite.argmin())]} holds NaN, inf, or a value beyond float32"
-        )
+        bad = numbers[int(finite.argmin())]
+        raise DeltaFormatError(f"{where}: row {bad} holds NaN, inf, or a value beyond float32")
     if (numbers[1:] <= numbers[:-1]).any():
         order = np.argsort(numbers, kind="stable")
         in_order = numbers[order]
@@ -89,13 +91,12 @@ def checked_rows(
 def encode_checked(table: TableSpec, floats: Float32Array, where: str, numbers: Int64Array) -> ByteArray:
     """Encode values [m, embedding_dim] as a table stores them: uint8 [m, row_bytes].
 
-    `where` and `numbers` name the rows if the table's dtype can't hold them: DeltaFormatError.
+    Raises DeltaFormatError, with `where` and the row's number, for values that the table's dtype can't hold.
     """
     slices: list[ByteArray] = []
-    for codec, columns in zip(
-        _codecs(table.dtype, table.slice_dims), np.split(floats, _cuts(table.slice_dims), axis=1), strict=True
-    ):
-        stored = codec.encode(columns) if numbers.size else np.zeros((0, codec.row_bytes), np.uint8)
+    columns = np.split(floats, _cuts(table.slice_dims), axis=1)
+    for codec, part in zip(_codecs(table.dtype, table.slice_dims), columns, strict=True):
+        stored = codec.encode(part) if numbers.size else np.zeros((0, codec.row_bytes), np.uint8)
         if (bad := codec.first_non_finite(stored)) is not None:
             raise DeltaFormatError(f"{where}: row {numbers[bad]} has values that {table.dtype} can't hold")
         slices.append(stored)
@@ -110,31 +111,11 @@ def _cuts(sizes: Iterable[int]) -> list[int]:
     return list(accumulate(sizes))[:-1]
 
 
-def _row_numbers(where: str, rows: Any) -> Int64Array:
-    numbers = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else _array(f"{where}: rows", rows)
-    if numbers.size == 0 and numbers.ndim == 1:
-        return np.zeros(0, np.int64)
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise DeltaFormatError(f"{where}: rows must be flat whole numbers, got {numbers.dtype} {list(numbers.shape)}")
-    if numbers.dtype == np.uint64 and (numbers >= 2**63).any():
-        raise DeltaFormatError(f"{where}: row {numbers.max()} is beyond any table")
-    return numbers.astype(np.int64, copy=False)
-
-
-def _floats(where: str, values: Any) -> Float32Array:
-    if isinstance(values, torch.Tensor):
-        if not values.is_floating_point():
-            raise DeltaFormatError(f"{where}: values must be floats, got {values.dtype}")
-        floats: Float32Array = values.detach().to("cpu", torch.float32).numpy()
-        return floats
-    array = _array(f"{where}: values", values)
-    if array.dtype.kind != "f":
-        raise DeltaFormatError(f"{where}: values must be floats, got {array.dtype}")
-    with np.errstate(over="ignore"):  # what overflows becomes inf and is named by its row
-        return array.astype(np.float32, copy=False)
-
-
 def _array(what: str, given: Any) -> npt.NDArray[Any]:
+    if isinstance(given, torch.Tensor):
+        # NumPy has no bfloat16.
+        array: npt.NDArray[Any] = given.detach().to("cpu", torch.float32 if given.is_floating_point() else None).numpy()
+        return array
     try:
         return np.asarray(given)
     except ValueError as error:  # lists of different lengths
@@ -152,9 +133,8 @@ class DeltaBatch:
 
     Attributes:
         delta_base: the version that the stream began with; `base_version` that its publisher trains on from.
-        sequence: its place in the stream, from 1 on.
         published_at: by the publisher's clock, in seconds since the epoch.
-        column_dims: of a table in slices, whose stored rows lie side by side in `stored`. They change together.
+        column_dims: of a table in slices, whose stored rows are concatenated in `stored`; else empty.
     """
 
     model: str
@@ -171,7 +151,7 @@ class DeltaBatch:
 
     @property
     def slice_dims(self) -> tuple[int, ...]:
-        """Columns of each slice; of a table that is stored whole, its one `embedding_dim`."""
+        """Columns of each slice; of an unsliced table, its `embedding_dim`."""
         return self.column_dims or (self.embedding_dim,)
 
     @property
@@ -204,10 +184,7 @@ class DeltaBatch:
 
     @classmethod
     def decode(cls, payload: bytes) -> DeltaBatch:
-        """Read what `encode` wrote; `rows` and `stored` are read-only views of `payload`.
-
-        Raises DeltaFormatError if these are not the bytes of a delta, or not all of them as they were written.
-        """
+        """Read what `encode` wrote; `rows` and `stored` are read-only views of `payload`. Raises DeltaFormatError."""
         if len(payload) < _BODY_START + _HEADER.size or payload[: len(MAGIC)] != MAGIC:
             raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no delta")
         if _checksum(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
@@ -256,12 +233,12 @@ class DeltaBatch:
         return batch
 
     def check_table(self, *slices: TableSpec) -> None:
-        """Raise DeltaFormatError unless these are rows that a table has, stored as it stores them, all finite.
+        """Raise DeltaFormatError unless these are finite rows that a table has, stored as it stores them.
 
-        `slices` are what the table is stored as, in column order: itself, if it is stored whole.
+        `slices` are what the table is stored as, in column order: itself, if it is not sliced.
         """
         where = f"{self.name}: table {self.table!r}"
-        dims, table = tuple(one.embedding_dim for one in slices), slices[0]
+        dims, table = tuple(part.embedding_dim for part in slices), slices[0]
         if (self.dtype, self.slice_dims) != (table.dtype, dims):
             raise DeltaFormatError(
                 f"{where} has {table.dtype} rows of {' + '.join(map(str, dims))}, the delta {self.dtype} of "
@@ -304,9 +281,9 @@ class DeltaBatch:
                 f"{self.name}: stored rows are {self.stored.dtype} {list(self.stored.shape)}, {self.rows.size} rows of "
                 f"{self.dtype} x {' + '.join(map(str, self.slice_dims))} are uint8 {[self.rows.size, row_bytes]}"
             )
-        most = rows_per_batch(row_bytes)
-        if not 1 <= self.rows.size <= most:
-            raise DeltaFormatError(f"{self.name}: {self.rows.size} rows of {row_bytes} bytes; allowed is 1 to {most}")
+        limit = rows_per_batch(row_bytes)
+        if not 1 <= self.rows.size <= limit:
+            raise DeltaFormatError(f"{self.name}: {self.rows.size} rows of {row_bytes} bytes; allowed is 1 to {limit}")
         if self.rows[0] < 0 or self.rows[-1] >= MAX_NUM_EMBEDDINGS or (self.rows[1:] <= self.rows[:-1]).any():
             raise DeltaFormatError(f"{self.name}: rows must ascend within 0..{MAX_NUM_EMBEDDINGS - 1}, none twice")
 
@@ -314,8 +291,6 @@ class DeltaBatch:
 def _checksum(body: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_intdigest(body).to_bytes(_CHECKSUM_BYTES, "little")
 
-
-_NONE: Final = np.zeros(0, np.int64)
 
 StoredRows: TypeAlias = tuple[TableSpec, Int64Array, ByteArray]
 """A stored table, rows of it, int64 [n], ascending, none twice, and what they are now, uint8 [n, row_bytes]."""
@@ -326,27 +301,27 @@ def stored_updates(
 ) -> tuple[list[StoredRows], Int64Array]:
     """Encode changed rows of a table as features see it, or of a part, as rows of stored tables.
 
-    `rows` and `values` are as `encode_rows` takes them; of a divided table its own rows, not those of its parts, which
-    must all have its dim, or be one part only. `classes` are of the table, if it has classes.
+    `rows` and `values` are as `encode_rows` takes them; of a divided table the rows of the table, whose parts must all
+    have its dim, or be one part only. `classes` are of the table, if it has classes.
 
-    Returns the rows of each stored table, and those of the table that are pruned, int64 [k], and so are stored nowhere.
-    Raises DeltaFormatError as `encode_rows`; if there is no such table; if its parts are trained as such; or if it is
-    the row that stands for pruned ones.
+    Returns the rows of each stored table, and those that the table is pruned of, int64 [k], which are stored nowhere.
+    Raises DeltaFormatError as `encode_rows`, for an unknown table, one whose parts are trained as such, or the row that
+    stands for pruned ones.
     """
-    divided = next((one for one in spec.divided if one.name == name), None)
-    if divided is None:
-        table = next((one for one in spec.tables if one.name == name), None)
-        if table is None:
-            names = sorted({one.name for one in spec.tables} | {one.name for one in spec.divided})
+    tables, divided_tables = {table.name: table for table in spec.tables}, {table.name: table for table in spec.divided}
+    nothing = np.zeros(0, np.int64)
+    if (divided := divided_tables.get(name)) is None:
+        if (table := tables.get(name)) is None:
+            names = sorted({*tables, *divided_tables})
             raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
         numbers, stored = encode_rows(table, rows, values)
-        whole, last = spec.divided_of(name), table.num_embeddings - 1
-        if whole is not None and whole.pruned and name == whole.parts[-1] and last in numbers[-1:]:
+        parent, last = spec.divided_of(name), table.num_embeddings - 1
+        if parent is not None and parent.pruned and name == parent.parts[-1] and last in numbers[-1:]:
             raise DeltaFormatError(
-                f"table {name!r}: row {last} is what pruned rows of {whole.name!r} get, which no update changes; "
+                f"table {name!r}: row {last} is what pruned rows of {parent.name!r} get, which no update changes; "
                 f"allowed is 0..{last - 1}"
             )
-        return [(table, numbers, stored)], _NONE
+        return [(table, numbers, stored)], nothing
     parts = spec.parts(divided)
     if len(parts) > 1 and (
         divided.by == "quotient_remainder" or any(part.embedding_dim != divided.embedding_dim for part in parts)
@@ -358,15 +333,15 @@ def stored_updates(
         )
     numbers, floats = checked_rows(name, divided.num_embeddings, parts[0].embedding_dim, rows, values)
     if classes is None:
-        return [(parts[0], numbers, encode_checked(parts[0], floats, f"table {name!r}", numbers))], _NONE
-    class_of_row, places = classes.find(numbers)
-    found: list[StoredRows] = []
+        return [(parts[0], numbers, encode_checked(parts[0], floats, f"table {name!r}", numbers))], nothing
+    class_of_row, row_in_class = classes.find(numbers)
+    updates: list[StoredRows] = []
     for number, part in enumerate(parts):
-        here = class_of_row == number
-        if here.any():
-            stored = encode_checked(part, floats[here], f"table {name!r}, part {part.name!r}", numbers[here])
-            found.append((part, places[here], stored))
-    return found, numbers[class_of_row == len(parts)]
+        in_part = class_of_row == number
+        if in_part.any():
+            stored = encode_checked(part, floats[in_part], f"table {name!r}, part {part.name!r}", numbers[in_part])
+            updates.append((part, row_in_class[in_part], stored))
+    return updates, numbers[class_of_row == len(parts)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
@@ -41,10 +40,10 @@ from loader.stores.cache import StoreUrl
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0
 ENTRY_BYTES: Final = 1024
-"""Of an entry at most, besides its rows: names, and what the registry takes for it."""
+"""Upper bound of an entry without its rows: names, and the registry's share."""
 MAX_PAUSE_S: Final = 1.0
 MAX_REMEMBERED_BYTES: Final = 64 << 20
-"""Of what a publisher has appended itself, kept to give it back to a registry that lost its last writes."""
+"""Of a publisher's last appends, kept to restore them in a registry that lost its last writes."""
 _NAMED_ROWS: Final = 8
 _MERGED_ROWS: Final = 1 << 20
 
@@ -54,17 +53,17 @@ T = TypeVar("T")
 
 
 class AsyncDeltaPublisher:
-    """Publishes changed rows from an event loop. `DeltaPublisher` is the same for everybody else.
+    """Publishes changed rows from an event loop; `DeltaPublisher` does it from a thread.
 
     Several publishers may share a stream; each finds the next free number.
 
     Args:
         registry: where the fleet is; stays the caller's to close.
         base_version: the published version that training goes on from. Deltas go to the stream that it continues.
-        store: for a registry that does not have the version's spec, and for tables that are divided by popularity.
-        max_stream_entries, max_stream_bytes: the stream is kept at most that long, and that large; None for what the
-            registry says (`Registry.max_stream_bytes`). What a held version needs is never dropped.
-        retry_s: how long a registry that does not answer is asked again.
+        store: for a registry without the version's spec, for tables divided by popularity, and for dense weights.
+        max_stream_entries, max_stream_bytes: limits of the stream; None for what the registry says
+            (`Registry.max_stream_bytes`). What a version in use needs is never dropped.
+        retry_s: how long calls to a registry that does not answer are repeated.
         clock: seconds since the epoch; dates the deltas. `monotonic` and `sleep` bound retries.
     """
 
@@ -83,15 +82,12 @@ class AsyncDeltaPublisher:
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
     ) -> None:
         self._fleet = FleetRegistry(registry)
-        self._model = model
-        self._base_version = base_version
+        self._model, self._base_version = model, base_version
         self._store = None if store is None else open_store(store)
         self._max_stream_entries, self._given_bytes = max_stream_entries, max_stream_bytes
         self._retry_s = retry_s
-        self._clock = clock
-        self._monotonic = monotonic
-        self._sleep = sleep
-        self._one_at_a_time = asyncio.Lock()
+        self._clock, self._monotonic, self._sleep = clock, monotonic, sleep
+        self._lock = asyncio.Lock()
         # Of the version, once it is open.
         self._spec: ModelSpec | None = None
         self._identity = ""
@@ -101,14 +97,15 @@ class AsyncDeltaPublisher:
         self._stream = ""
         self._first = 0
         self._sequence = 0
-        # At most what the stream takes, and may take; inf until it was measured.
+        # An upper bound of the stream's bytes, and their limit; inf until they were measured.
         self._stream_bytes = self._max_stream_bytes = math.inf
-        self._mine: deque[tuple[int, bytes]] = deque()
-        self._mine_bytes = 0
+        # What this publisher has appended, the newest last.
+        self._appended: deque[tuple[int, bytes]] = deque()
+        self._appended_bytes = 0
 
     async def open(self) -> None:
-        """Read what the registry says of the version; `publish` does it if nobody has. Raises as `publish`."""
-        async with self._one_at_a_time:
+        """Read the version's record; the first `publish` does it otherwise. Raises as `publish`."""
+        async with self._lock:
             await self._opened()
 
     async def publish(self, table: str, rows: Any, values: Any) -> int:
@@ -118,29 +115,26 @@ class AsyncDeltaPublisher:
         of are not written, but counted: see `pruned_updates`.
 
         Args:
-            table: the table's name; of one whose parts are trained as such, narrower ones or quotients and remainders,
-                a part's name.
-            rows: whole numbers [n]; of a row that is there twice, the last one counts. They are the table's own,
-                whatever parts it is stored as.
+            table: the table's name; where its parts are trained as such (narrower ones, quotients and remainders), a
+                part's name.
+            rows: whole numbers [n] of the table, whatever parts it is stored as; of duplicates the last one counts.
             values: floats [n, embedding_dim], arrays or tensors.
 
-        Returns:
-            The sequence number of the last delta; with no rows, of the last one that is known.
+        Returns the sequence number of the last delta; with no rows, of the last one that is known.
 
         Raises:
-            DeltaFormatError: an unknown table, or one whose parts are trained as such, a row outside it, another shape,
-                or a value that is not finite.
-            DeltaError: the version is not published, the store has another one or is missing, or the registry lost
-                deltas.
-            StreamFullError: versions that are held need all that is in the stream, and it has no room for more.
+            DeltaFormatError: an unknown table, or one whose parts are trained as such; wrong rows, shapes or values.
+            DeltaError: the version is not published, or another one in the store; the store is missing; deltas were
+                lost.
+            StreamFullError: versions in use need all that is in the stream, and it has no room for more.
             SnapshotError: the store can't be read, of a table that is divided by popularity.
             RegistryUnavailableError: the registry did not answer for `retry_s`.
         """
-        async with self._one_at_a_time:
+        async with self._lock:
             spec = await self._opened()
             classes = await self._row_classes(spec, table)
             updates, pruned = await asyncio.to_thread(stored_updates, spec, table, rows, values, classes)
-            await self._again(self._look)
+            await self._again(self._check_end)
             for table_spec, numbers, stored in updates:
                 step = rows_per_batch(stored.shape[1])
                 for begin in range(0, numbers.size, step):
@@ -178,16 +172,16 @@ class AsyncDeltaPublisher:
         return {table: PrunedRows(counts.keys, counts.counts) for table, counts in counted.items()}
 
     def write_pruned(self, path: str | Path) -> int:
-        """Write `pruned_updates` as a file of access counts, for `shardrank export --keep`, if there are any.
+        """Write `pruned_updates`, if there are any, as a file of access counts for `shardrank export --keep`.
 
         Returns how many rows are in it. Raises OSError if it can't be written.
         """
-        found = self.pruned_updates
-        if self._spec is not None and found:
-            sizes = {one.name: one.num_embeddings for one in self._spec.divided if one.name in found}
-            counted = {table: AccessCounts(one.rows, one.counts, sizes[table]) for table, one in found.items()}
-            write_access_counts(Path(path), counted)
-        return sum(one.rows.size for one in found.values())
+        pruned = self.pruned_updates
+        if self._spec is not None and pruned:
+            sizes = {table.name: table.num_embeddings for table in self._spec.divided}
+            counts = {name: AccessCounts(rows.rows, rows.counts, sizes[name]) for name, rows in pruned.items()}
+            write_access_counts(Path(path), counts)
+        return sum(rows.rows.size for rows in pruned.values())
 
     async def publish_dense(
         self,
@@ -197,25 +191,18 @@ class AsyncDeltaPublisher:
         sequence: int | None = None,
         max_drift: float = DEFAULT_MAX_DRIFT,
     ) -> int:
-        """Publish a whole set of dense weights. Durable when it returns; the same weights again change nothing.
+        """Publish a complete set of dense weights. Durable when it returns; the same weights again change nothing.
 
-        Serving processes answer with it once the rows of all shards that they ask have the deltas it was trained with.
+        Serving processes answer with it once the rows of all shards that they read have the deltas of `sequence`.
 
         Args:
             step: of training, from 1 on; higher than that of all steps published before.
-            tensors: of the names and shapes of the version's own; arrays or tensors on any device.
+            tensors: of the names and shapes of the version's dense tensors; arrays or tensors on any device.
             sequence: the last delta of rows that the weights were trained with; None for the last of the stream.
-            max_drift: how far a golden score may be from what the weights before give: a step beyond is refused.
+            max_drift: a step whose golden scores differ by more from what the weights before give is refused.
 
-        Returns:
-            The sequence number that rows must have.
-
-        Raises:
-            DeltaFormatError: other names or shapes, a value that is not finite, or a number that can't be.
-            DeltaError: there is no store, the version is not published there, or its dense model is a program.
-            RegistryConflictError: that step, or a later one, was published before.
-            SnapshotError: the store can't be read or written.
-            RegistryUnavailableError: the registry did not answer for `retry_s`.
+        Returns the sequence number that rows must have. Raises as `publish`, DeltaError also for a dense model that is
+        a program, and RegistryConflictError if that step, or a later one, was published before.
         """
         if not 1 <= step < 2**63:
             raise DeltaFormatError(f"dense step {step} is not within 1..2^63-1")
@@ -224,24 +211,23 @@ class AsyncDeltaPublisher:
         if self._store is None:
             raise DeltaError("dense weights lie in the store: give the publisher `store`")
         store, model, version = self._store, self._model, self._base_version
-        async with self._one_at_a_time:
+        async with self._lock:
             await self._opened()
-            await self._again(self._look)
+            await self._again(self._check_end)
             sequence = self._sequence if sequence is None else sequence
             if not 0 <= sequence <= self._sequence:
                 raise DeltaFormatError(f"sequence {sequence} is not within 0..{self._sequence}, the last delta")
             newest = await self._again(lambda: self._fleet.dense_step(model, version))
             if newest is not None and step < newest.step:
                 raise RegistryConflictError(f"dense step {newest.step} is published; {step} must be higher")
-
             accepted = await self._again(lambda: self._fleet.dense_step(model, version, accepted=True))
 
-            def written() -> tuple[str, int]:
-                with store.hold(model, version, identity=self._identity, with_rows=False) as held:
-                    own = checked_tensors(Snapshot.open(held.path, verify=False, rows_here=False), tensors)
-                return write_step(store, model, version, step, own, accepted)
+            def write() -> tuple[str, int]:
+                with store.hold(model, version, identity=self._identity, with_rows=False) as folder:
+                    checked = checked_tensors(Snapshot.open(folder.path, verify=False, rows_here=False), tensors)
+                return write_step(store, model, version, step, checked, accepted)
 
-            sha256, size_bytes = await asyncio.to_thread(written)
+            sha256, size_bytes = await asyncio.to_thread(write)
             if newest is not None and step == newest.step:
                 if sha256 != newest.sha256:
                     raise RegistryConflictError(f"dense step {step} is published with other weights")
@@ -267,11 +253,11 @@ class AsyncDeltaPublisher:
     async def _append(self, batch: DeltaBatch) -> None:
         size = batch.rows.nbytes + batch.stored.nbytes + ENTRY_BYTES
         await self._again(lambda: self._make_room(size))
-        payload, sequence = b"", 0
+        payload, sequence, deadline = b"", 0, self._monotonic() + self._retry_s
 
         async def attempt() -> bool:
             nonlocal payload, sequence
-            # The same bytes as long as it is the same number: then a repeated append is told from somebody else's.
+            # The same bytes for the same number: an append that is repeated then differs from another publisher's.
             if sequence != self._sequence + 1:
                 sequence = self._sequence + 1
                 payload = replace(batch, sequence=sequence).encode()
@@ -280,13 +266,12 @@ class AsyncDeltaPublisher:
                 return False
             self._sequence = sequence
             self._stream_bytes += size
-            self._mine.append((sequence, payload))
-            self._mine_bytes += len(payload)
-            while self._mine_bytes > MAX_REMEMBERED_BYTES:
-                self._mine_bytes -= len(self._mine.popleft()[1])
+            self._appended.append((sequence, payload))
+            self._appended_bytes += len(payload)
+            while self._appended_bytes > MAX_REMEMBERED_BYTES:
+                self._appended_bytes -= len(self._appended.popleft()[1])
             return True
 
-        deadline = self._monotonic() + self._retry_s
         while not await self._again(attempt):
             if self._monotonic() >= deadline:
                 raise RegistryConflictError(f"stream {self._stream}: others were faster for {self._retry_s} s")
@@ -297,66 +282,59 @@ class AsyncDeltaPublisher:
         for name, limit in (("entries", self._max_stream_entries), ("bytes", self._given_bytes)):
             if limit is not None and limit < 1:
                 raise DeltaError(f"max_stream_{name}: {limit}; at least 1 is needed")
-        version = await self._again(lambda: self._fleet.version(self._model, self._base_version))
+        model, number, store = self._model, self._base_version, self._store
+        version = await self._again(lambda: self._fleet.version(model, number))
         if version is None:
-            raise DeltaError(
-                f"version {self._base_version} of model {self._model!r} is not published in {self._fleet.name}",
-                kind="delta_base",
-            )
+            problem = f"version {number} of model {model!r} is not published in {self._fleet.name}"
+            raise DeltaError(problem, kind="delta_base")
         self._identity = version.identity
-        spec = await self._read_spec()
-        self._delta_base, self._stream = version.delta_base, delta_stream(self._model, version.delta_base)
+        text = await self._again(lambda: self._fleet.spec(model, number))
+        if text is not None:
+            spec = parse_record(f"the spec of {model!r} version {number}", text.encode(), ModelSpec)
+        elif store is None:
+            problem = f"the registry has no spec of {model!r} version {number}: publish it again, or give the store"
+            raise DeltaError(problem, kind="delta_base")
+        else:
+            stored = await asyncio.to_thread(store.manifest, model, number)
+            if stored is None:
+                raise store.no_version(model, number)
+            self._check_identity(f"{store.name}/{model}/{number}", stored[1])
+            spec = stored[0].spec
+        self._delta_base, self._stream = version.delta_base, delta_stream(model, version.delta_base)
         await self._again(self._find_end)
         default_bytes = await self._again(self._fleet.registry.max_stream_bytes)
         self._max_stream_bytes = default_bytes if self._given_bytes is None else self._given_bytes
         self._spec = spec
         return spec
 
-    async def _read_spec(self) -> ModelSpec:
-        text = await self._again(lambda: self._fleet.spec(self._model, self._base_version))
-        if text is not None:
-            return parse_record(f"the spec of {self._model!r} version {self._base_version}", text.encode(), ModelSpec)
-        if self._store is None:
-            raise DeltaError(
-                f"the registry has no spec of {self._model!r} version {self._base_version}: publish it again, or give "
-                "the store",
-                kind="delta_base",
-            )
-        store, model, version = self._store, self._model, self._base_version
-        found = await asyncio.to_thread(store.manifest, model, version)
-        if found is None:
-            raise store.no_version(model, version)
-        self._check_identity(f"{store.name}/{model}/{version}", found[1])
-        return found[0].spec
-
     def _check_identity(self, where: object, identity: str) -> None:
         if identity != self._identity:
             raise DeltaError(f"{where} has identity {identity}, published is {self._identity}", kind="delta_base")
 
     async def _row_classes(self, spec: ModelSpec, name: str) -> RowClasses | None:
-        """Return in which part of a table each row lies, if it has classes; read once, from the store."""
-        if name in self._classes or not any(one.name == name and one.num_classes > 1 for one in spec.divided):
+        """Return in which part of a table each row is, if it has classes; read once, from the store."""
+        divided = any(table.name == name and table.num_classes > 1 for table in spec.divided)
+        if name in self._classes or not divided:
             return self._classes.get(name)
-        if self._store is None:
-            raise DeltaError(
-                f"table {name!r} of {self._model!r} is divided by popularity, and only its snapshot tells where its "
-                "rows lie: give the publisher `store`"
-            )
         store, model, version = self._store, self._model, self._base_version
+        if store is None:
+            raise DeltaError(
+                f"table {name!r} of {model!r} is divided by popularity, and only its snapshot tells where its rows "
+                "lie: give the publisher `store`"
+            )
 
         def read() -> RowClasses:
             # What is mapped stays, whatever becomes of the folder's entries.
-            with store.hold(model, version, with_rows=False) as held:
-                snapshot = Snapshot.open(held.path, verify=False, rows_here=False)
-                self._check_identity(held.path, snapshot.identity)
+            with store.hold(model, version, with_rows=False) as folder:
+                snapshot = Snapshot.open(folder.path, verify=False, rows_here=False)
+                self._check_identity(folder.path, snapshot.identity)
                 return snapshot.row_classes(name)
 
         self._classes[name] = await asyncio.to_thread(read)
         return self._classes[name]
 
     async def _again(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        deadline = self._monotonic() + self._retry_s
-        pause_s = 0.05
+        deadline, pause_s = self._monotonic() + self._retry_s, 0.05
         while True:
             try:
                 return await attempt()
@@ -367,17 +345,25 @@ class AsyncDeltaPublisher:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _find_end(self) -> None:
-        """Find out what the next number is.
+        """Read what the next number is.
 
         Raises DeltaError if nodes, or this publisher, know of deltas that the registry has lost and that can't be
-        restored: new ones under the same numbers would be taken for those by some nodes and not by others.
+        restored: some nodes would read new ones under the same numbers as those, others not.
         """
+        registry = self._fleet.registry
         known = max(self._sequence, await stream_end(self._fleet, self._model, self._delta_base))
-        # Read after what nodes tell, so that what others append meanwhile is in it.
-        bounds = await self._fleet.registry.bounds(self._stream)
-        if bounds.last < known and self._mine and self._mine[-1][0] == known:
-            await self._give_back(bounds.last)
-            bounds = await self._fleet.registry.bounds(self._stream)
+        # Read after what nodes report, so that what others append meanwhile is in it.
+        bounds = await registry.bounds(self._stream)
+        if bounds.last < known and self._appended and self._appended[-1][0] == known:
+            lost = [(sequence, payload) for sequence, payload in self._appended if sequence > bounds.last]
+            first = bounds.last + 1 if bounds.last else lost[0][0]
+            # Unless other publishers' are missing in between.
+            if [sequence for sequence, _ in lost] == list(range(first, known + 1)):
+                _log.warning("stream %s: the registry lost deltas %d to %d; given back", self._stream, first, known)
+                for sequence, payload in lost:
+                    if not await self._put(sequence, payload):
+                        break
+            bounds = await registry.bounds(self._stream)
         if 0 < bounds.last < known:
             raise DeltaError(
                 f"stream {self._stream} ends with {bounds.last}, but deltas up to {known} were published: the registry "
@@ -388,69 +374,57 @@ class AsyncDeltaPublisher:
         self._sequence = max(bounds.last, known)
         self._first = bounds.first or self._sequence + 1
 
-    async def _look(self) -> None:
-        """Find the end anew if it is not where this publisher left it: a registry may lose a whole stream."""
+    async def _check_end(self) -> None:
+        """Find the end anew if it is not where this publisher left it: a registry may lose a complete stream."""
         if (await self._fleet.registry.bounds(self._stream)).last != self._sequence:
             await self._find_end()
 
     async def _make_room(self, size: int) -> None:
-        """Drop the oldest entries that no held version needs, if there is no room. Raises StreamFullError."""
+        """Drop the oldest entries that no version in use needs, if there is no room. Raises StreamFullError."""
         registry, max_entries, max_bytes = self._fleet.registry, self._max_stream_entries, self._max_stream_bytes
         if self._sequence + 1 - self._first < max_entries and self._stream_bytes + size <= max_bytes:
             return
-        published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
+        versions = await self._fleet.versions(self._model)
         wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
-        named = set() if wanted is None else set(wanted.named())
-        if on_record is not None:
-            named |= on_record.rollout.named()
+        named = frozenset[int]() if wanted is None else wanted.named()
+        named |= frozenset() if on_record is None else on_record.rollout.named()
         # Before anything is wanted, whatever is published may become so.
-        held = [one.last_delta for one in published if one.version in named or not named]
-        needed = min(held, default=self._sequence) + 1
+        used = [version for version in versions if version.version in named or not named]
+        of_stream = (version.last_delta for version in used if version.delta_base == self._delta_base)
+        needed = min(of_stream, default=self._sequence) + 1
         while True:
             self._first = (await registry.bounds(self._stream)).first or self._sequence + 1
             kept = self._sequence + 1 - self._first
-            self._stream_bytes = taken = 0 if max_bytes == math.inf else await registry.stream_bytes(self._stream)
-            if kept < max_entries and taken + size <= max_bytes:
+            self._stream_bytes = kept_bytes = 0 if max_bytes == math.inf else await registry.stream_bytes(self._stream)
+            if kept < max_entries and kept_bytes + size <= max_bytes:
                 return
-            # Some more than one, so that not every append asks. Bytes are shared evenly, which may take several turns.
-            excess = max(0.0, taken + size - max_bytes * 15 / 16)
-            drop = max(kept - max_entries + max(1, max_entries // 16), math.ceil(kept * excess / max(taken, 1)))
+            # More than needed now, so that not every append drops. Entries count as equally large: it may take loops.
+            excess = max(0.0, kept_bytes + size - max_bytes * 15 / 16)
+            drop = max(kept - max_entries + max(1, max_entries // 16), math.ceil(kept * excess / max(kept_bytes, 1)))
             before = min(self._first + drop, needed)
             if before <= self._first:
                 raise StreamFullError(
-                    f"stream {self._stream} holds {kept} deltas, max_stream_entries is {max_entries}, in {taken} bytes "
-                    f"for {size} more, max_stream_bytes is {max_bytes:.0f}, and a version that is held needs all from "
-                    f"{needed} on: roll out a snapshot that contains them, or allow more"
+                    f"stream {self._stream} holds {kept} deltas, max_stream_entries is {max_entries}, in {kept_bytes} "
+                    f"bytes for {size} more, max_stream_bytes is {max_bytes:.0f}, and a version that is held needs all "
+                    f"from {needed} on: roll out a snapshot that contains them, or allow more"
                 )
             await registry.trim(self._stream, before)
             _log.info("stream %s: dropped what is before delta %d", self._stream, before)
 
     async def _put(self, sequence: int, payload: bytes) -> bool:
-        """Tell whether an entry is there: put now, or by an earlier try whose outcome was not known."""
+        """Return whether an entry is there: put now, or by an earlier try whose outcome was not known."""
         try:
             await self._fleet.registry.append(self._stream, sequence, payload)
         except StreamSequenceError:
             return await self._fleet.registry.read(self._stream, sequence - 1, 1) == [StreamEntry(sequence, payload)]
         return True
 
-    async def _give_back(self, last: int) -> None:
-        """Append again what this publisher appended and the registry lost, if nothing is missing in between."""
-        lost = [(sequence, payload) for sequence, payload in self._mine if sequence > last]
-        if any(after[0] != before[0] + 1 for before, after in pairwise(lost)):
-            return
-        if last and lost[0][0] != last + 1:
-            return
-        _log.warning("stream %s: the registry lost deltas %d to %d; given back", self._stream, lost[0][0], lost[-1][0])
-        for sequence, payload in lost:
-            if not await self._put(sequence, payload):
-                return
-
 
 class DeltaPublisher:
     """Publishes changed rows from a trainer; thread-safe. A context manager.
 
-    It has an event loop and a connection to the registry, in a thread of its own. `registry` is a URL or folder, or a
-    registry to take the URL from; the rest is as `AsyncDeltaPublisher` takes and raises it.
+    It has a thread with an event loop and a connection to the registry. `registry` is a URL or folder, or a registry
+    whose URL is opened again; arguments and errors are those of `AsyncDeltaPublisher`.
     """
 
     def __init__(
@@ -466,7 +440,7 @@ class DeltaPublisher:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"deltas-{model}", daemon=True)
         self._thread.start()
         self._registry: Registry | None = None
-        # Between the look whether it is closed and the start of work, so that closing finds all work there is.
+        # From the check whether it is closed to the start of work, so that closing finds all work there is.
         self._lock = threading.Lock()
         self._closed = False
 

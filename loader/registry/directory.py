@@ -54,12 +54,11 @@ class _Area:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep everybody else, in this process or another one, from writing here. Ends with the process."""
+        """Keep other threads and processes from writing. Ends with the process."""
         make_folders(self.path)
         with (self.path / "~lock").open("a") as lock:
-            # Not a wait in the kernel: the holder may be a stopped process, and such a wait could not be given up.
-            deadline = time.monotonic() + self._lock_timeout_s
-            pause_s = 0.0005
+            # Not a wait in the kernel: the process with the lock may be stopped, and such a wait could not be given up.
+            deadline, pause_s = time.monotonic() + self._lock_timeout_s, 0.0005
             while not try_lock(lock):
                 if time.monotonic() >= deadline:
                     raise RegistryUnavailableError(
@@ -84,17 +83,16 @@ class _Area:
 
     def keys_below(self, prefix: str) -> list[str]:
         """Return the keys below a prefix, sorted."""
-        found: list[str] = []
-        waiting = [prefix]
-        while waiting:
-            above = waiting.pop()
-            with contextlib.suppress(FileNotFoundError), os.scandir(self.path / above) as folder:
-                for entry in folder:
-                    if entry.name.endswith(_SUFFIX):
-                        found.append(above + entry.name.removesuffix(_SUFFIX))
-                    elif not entry.name.startswith("~"):
-                        waiting.append(f"{above}{entry.name}/")
-        return sorted(found)
+
+        def on_error(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        files = (
+            os.path.join(at, name) for at, _, names in os.walk(self.path / prefix, onerror=on_error) for name in names
+        )
+        keys = (os.path.relpath(file, self.path).removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX))
+        return sorted(keys)
 
 
 class _Expiring(_Area):
@@ -109,9 +107,9 @@ class _Expiring(_Area):
         try:
             deadline, ttl_s = map(float, head.split())
         except ValueError:
-            # Not there, or cut off by a loss of power. Whoever wrote it is gone, or writes it again.
+            # Not there, or cut off by a loss of power. Its writer is gone, or writes it again.
             return None
-        # A deadline further off than it can be: the clock was set back. Whoever lives writes it again.
+        # A deadline further off than it can be: the clock was set back. A writer that lives writes it again.
         return value if 0.0 < deadline - self._clock() <= 2 * ttl_s else None
 
     def put(self, key: str, value: bytes, ttl_s: float) -> None:
@@ -126,8 +124,7 @@ def _read_file(path: Path) -> bytes | None:
 
 
 def _bounds(folder: Path) -> StreamBounds:
-    ends = _read_ends(folder)
-    blocks = _numbers(folder)
+    ends, blocks = _read_ends(folder), _numbers(folder)
 
     def kept(block: int) -> list[int]:
         return [sequence for sequence in _numbers(folder / f"{block:020d}") if sequence >= ends.first]
@@ -155,8 +152,7 @@ def _drop_below(folder: Path, first: int) -> None:
 
 
 def _read_ends(folder: Path) -> StreamBounds:
-    content = _read_file(folder / "ends")
-    if content is None:
+    if (content := _read_file(folder / "ends")) is None:
         return StreamBounds(0, 0)
     numbers = content.split()
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
@@ -200,10 +196,10 @@ class DirectoryRegistry:
     def __init__(
         self, path: str | Path, *, clock: Callable[[], float] = time.time, lock_timeout_s: float = 5.0
     ) -> None:
-        """Open a registry at `path` of a local file system, which is made when it is first written to.
+        """Keep a registry at `path` of a local file system; the folder is made at the first write.
 
-        `clock` gives seconds since the epoch, the same for all processes. A write waits for that of another process for
-        `lock_timeout_s` before it is a RegistryUnavailableError.
+        `clock` returns seconds since the epoch, the same for all processes. A write that waits longer than
+        `lock_timeout_s` for another process is a RegistryUnavailableError.
         """
         self.path = Path(path).absolute()
         self.url, self.name = self.path.as_uri(), str(self.path)
@@ -221,20 +217,20 @@ class DirectoryRegistry:
 
     @_in_thread
     def entries(self, prefix: str) -> dict[str, Entry]:
-        found = ((key, self._entry(key)) for key in self._keys.keys_below(check_key(prefix, "prefix")))
-        return {key: entry for key, entry in found if entry is not None}
+        entries = {key: self._entry(key) for key in self._keys.keys_below(check_key(prefix, "prefix"))}
+        return {key: entry for key, entry in entries.items() if entry is not None}
 
     @_in_thread
     def put(self, key: str, value: bytes, expected_revision: int) -> int:
         check_key(key, value=value)
         with self._keys.locked():
-            self._expect(self._entry(key) or Entry(b"", 0), key, expected_revision)
+            self._entry(key, expected_revision)
             # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
             path = self._keys.path / "~revision"
             last = _read_file(path) or b""
             given = max(expected_revision, int(last) if last.isdigit() else 0)
             revision = max(given + 1, int(self._clock() * 1e6))
-            # Not durable: whoever loses it goes on with the clock.
+            # Not durable: if it is lost, the clock goes on.
             self._keys.write(path, b"%d" % revision, durable=False)
             self._keys.write(self._keys.file_of(key), b"%d\n%b" % (revision, value))
             return revision
@@ -243,8 +239,8 @@ class DirectoryRegistry:
     def delete(self, key: str, expected_revision: int) -> None:
         path = self._keys.file_of(check_key(key))
         with self._keys.locked():
-            if (entry := self._entry(key)) is not None:
-                self._expect(entry, key, expected_revision)
+            if path.exists():
+                self._entry(key, expected_revision)
                 self._keys.remove(path)
 
     @_in_thread
@@ -263,22 +259,20 @@ class DirectoryRegistry:
     def announced(self, prefix: str) -> dict[str, bytes]:
         """See `Registry.announced`. Files of what has expired are removed."""
         area = self._announced
-        found = {key: area.get(key) for key in area.keys_below(check_key(prefix, "prefix"))}
-        alive = {key: value for key, value in found.items() if value is not None}
-        if len(alive) < len(found):
+        announced = {key: area.get(key) for key in area.keys_below(check_key(prefix, "prefix"))}
+        if expired := [key for key, value in announced.items() if value is None]:
             with area.locked():
-                for key in found.keys() - alive.keys():
+                for key in expired:
                     # It may have been announced again since it was read.
                     if area.get(key) is None:
                         area.remove(area.file_of(key))
-        return alive
+        return {key: value for key, value in announced.items() if value is not None}
 
     @_in_thread
     def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
         check_key(key, owner=owner, ttl_s=ttl_s)
         with self._locks.locked():
-            is_free = self._locks.get(key) in (None, owner.encode())
-            if is_free:
+            if is_free := self._locks.get(key) in (None, owner.encode()):
                 self._locks.put(key, owner.encode(), ttl_s)
             return is_free
 
@@ -308,19 +302,19 @@ class DirectoryRegistry:
         """See `Registry.read`. It needs no lock: what is trimmed meanwhile is the lowest entries."""
         folder = self._stream(check_stream(stream, max_entries=max_entries, max_bytes=max_bytes)).path
         after = max(after, _read_ends(folder).first - 1)
-        found: list[StreamEntry] = []
+        entries: list[StreamEntry] = []
         size = 0
         blocks = [block for block in _numbers(folder) if block >= after // _ENTRIES_PER_BLOCK]
         for sequence in chain.from_iterable(_numbers(folder / f"{block:020d}") for block in blocks):
             payload = _read_file(_entry_path(folder, sequence)) if sequence > after else None
             size += len(payload or b"")
-            if found and (payload is None or size > max_bytes):
+            if entries and (payload is None or size > max_bytes):
                 break
             if payload is not None:
-                found.append(StreamEntry(sequence, payload))
-            if len(found) == max_entries:
+                entries.append(StreamEntry(sequence, payload))
+            if len(entries) == max_entries:
                 break
-        return found
+        return entries
 
     @_in_thread
     def bounds(self, stream: str) -> StreamBounds:
@@ -363,19 +357,16 @@ class DirectoryRegistry:
         if threads is not None:
             await asyncio.to_thread(threads.shutdown)
 
-    def _entry(self, key: str) -> Entry | None:
+    def _entry(self, key: str, expected_revision: int | None = None) -> Entry | None:
+        """Read a key. Raises RegistryConflictError if it has not the expected revision, 0 for no such key."""
         path = self._keys.file_of(key)
         content = _read_file(path)
-        if content is None:
-            return None
-        revision, separator, value = content.partition(b"\n")
+        revision, separator, value = (b"0\n" if content is None else content).partition(b"\n")
         if not separator or not revision.isdigit():
             raise RegistryRecordError(f"{path}: it does not begin with a line that holds a revision")
-        return Entry(value, int(revision))
-
-    def _expect(self, entry: Entry, key: str, revision: int) -> None:
-        if entry.revision != revision:
-            raise RegistryConflictError(f"{key} has revision {entry.revision}, not {revision}")
+        if expected_revision not in (None, int(revision)):
+            raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
+        return None if content is None else Entry(value, int(revision))
 
     def _stream(self, stream: str) -> _Area:
         path = self.path / "streams" / f"{check_stream(stream)}{_SUFFIX}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,7 +25,9 @@ NODES = "nodes/"
 COORDINATOR_LOCK = "locks/coordinator"
 STAGING_LOCKS = "locks/staging/"
 SPECS = "specs/"
+"""The JSON of a version's `ModelSpec`, for readers without a store."""
 DENSE = "dense/"
+"""A version's newest `DenseStep`; `ACCEPTED_DENSE`: the newest that a serving process has accepted."""
 ACCEPTED_DENSE = "dense-accepted/"
 
 NodeKind = Literal["shard", "serving"]
@@ -37,13 +40,13 @@ LATENCY_BOUNDS_MS: tuple[float, ...] = tuple(round(0.1 * 1.15**step, 4) for step
 MAX_REASON_CHARACTERS = 2000
 R = TypeVar("R", bound=BaseModel)
 _MAX_ATTEMPTS: Final = 64
-"""How often a change is tried again because somebody else wrote first."""
+"""Times that a change is tried while others write first."""
 _log = logging.getLogger(__name__)
 
 
-def version_key(model: str, version: int) -> str:
-    """Return the key of a `PublishedVersion`, padded so that versions sort as numbers."""
-    return f"{VERSIONS}{model}/{version:020d}"
+def version_key(model: str, version: int, area: str = VERSIONS) -> str:
+    """Return the key of what `area` has of a version, padded so that versions sort as numbers."""
+    return f"{area}{model}/{version:020d}"
 
 
 def wanted_key(model: str) -> str:
@@ -56,21 +59,6 @@ def rollout_key(model: str) -> str:
     return f"{ROLLOUTS}{model}"
 
 
-def node_key(node_id: str) -> str:
-    """Return the key of a `NodeRecord`; announced, not put."""
-    return f"{NODES}{node_id}"
-
-
-def spec_key(model: str, version: int) -> str:
-    """Return the key of the JSON of a version's `ModelSpec`, for those who have no store at hand."""
-    return f"{SPECS}{model}/{version:020d}"
-
-
-def dense_key(model: str, version: int, *, accepted: bool = False) -> str:
-    """Return the key of a version's newest `DenseStep`, or of the newest that a serving process has accepted."""
-    return f"{ACCEPTED_DENSE if accepted else DENSE}{model}/{version:020d}"
-
-
 def delta_stream(model: str, delta_base: int) -> str:
     """Return the stream of changed rows that began with a version."""
     return f"deltas/{model}/{delta_base}"
@@ -80,6 +68,10 @@ class Record(BaseModel):
     """Frozen; unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    def encode(self) -> bytes:
+        """Return its JSON."""
+        return self.model_dump_json().encode()
 
 
 class FleetRecord(Record):
@@ -114,13 +106,12 @@ class PublishedVersion(Record):
 
 
 class DenseStep(Record):
-    """The newest set of dense weights of a published version, a file in the store. See docs/deltas.md.
+    """Dense weights of a published version, a file in the store. See docs/deltas.md.
 
     Attributes:
         step: of training; each is higher than the one before.
         sequence: the last delta of rows that training had published before: rows must have it.
-        sha256, size_bytes: of the file.
-        max_drift: how far a golden score may be from what the weights before give, of the same rows.
+        max_drift: largest difference of a golden score from what the weights before gave, of the same rows.
         published_at: seconds since the epoch.
     """
 
@@ -166,27 +157,30 @@ class WantedModel(Record):
 
     def named(self) -> frozenset[int]:
         """Return every version that it names: none of them may be dropped."""
-        named = {*self.hold, *self.serve, *self.follow}
-        named.update(version for held in self.node_hold.values() for version in held)
         pointers = (self.live, None if self.canary is None else self.canary.version)
-        return frozenset(named.union(version for version in pointers if version is not None))
+        versions = chain(self.hold, self.serve, self.follow, *self.node_hold.values(), pointers)
+        return frozenset(version for version in versions if version is not None)
 
     def held_by(self, node_id: str, num_shards: int | None = None) -> tuple[int, ...]:
         """Return the versions that a shard node shall hold, one of `num_shards` shards; None: whatever its number."""
-        held = self.node_hold.get(node_id, self.hold)
-        return tuple(one for one in held if num_shards in (None, self.num_shards.get(one, num_shards)))
+        versions = self.node_hold.get(node_id, self.hold)
+        return tuple(version for version in versions if num_shards in (None, self.num_shards.get(version, num_shards)))
 
     def divided(self, num_shards: int) -> WantedModel:
         """Return the record with every version that it names divided over so many shards."""
         return self.model_copy(update={"num_shards": dict.fromkeys(sorted(self.named()), num_shards)})
 
+    def wants_same(self, other: WantedModel) -> bool:
+        """Return whether both want the same, whatever their epochs."""
+        return self.model_copy(update={"epoch": other.epoch}) == other
+
 
 class VersionStats(Record):
-    """What a serving process has seen of one version since it holds it; all counts only grow.
+    """Counts of one version in a serving process since it has it; they only grow.
 
     Attributes:
-        requests: answered, with success or not, of those that did not name their version; without a client's mistakes
-            and deadlines below the live version's median.
+        requests: answered, of those that did not name their version; without a client's mistakes and deadlines below
+            the live version's median.
         errors: of those, the server's faults.
         latency_counts: answers by latency, one more than `LATENCY_BOUNDS_MS`; empty for none.
         score_count, score_sum, score_square_sum: of all scores of such requests.
@@ -201,11 +195,10 @@ class VersionStats(Record):
 
 
 class HotReport(Record):
-    """A serving process's copies of a version's hottest rows.
+    """A serving process's copies of a version's hottest rows; `size_bytes` with their index.
 
-    Attributes:
-        rows, size_bytes: of the set in use, `size_bytes` with its index.
-        lookups, hits: rows looked up since it holds the version, and how many of these were hot; they only grow.
+    `lookups` and `hits` count rows looked up since it has the version, and those of them that were hot; they only
+    grow.
     """
 
     rows: int = 0
@@ -214,42 +207,46 @@ class HotReport(Record):
     hits: int = 0
 
 
-class VersionReport(Record):
+class VersionStatus(Record):
+    """How far a node is with one version; see `VersionReport`."""
+
+    version: Version
+    state: VersionState
+    progress: float = 0.0
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    leases: int = 0
+    memory_bytes: int = 0
+    delta_sequence: int = 0
+    dense_step: int = 0
+    dense_refused: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    golden_difference: float | None = None
+    golden_tolerance: float | None = None
+
+
+class VersionReport(VersionStatus):
     """What a node reports of one version.
 
     Attributes:
         progress: of staging, 0 to 1.
         reason: why it is refused, or what it waits for.
-        plan_digest: who owns what; shard nodes only.
-        memory_bytes: of its rows in RAM and on cards; shard nodes, and serving processes that hold rows.
-        memory_tiers: bytes of its rows by tier, mapped files among them; of the same.
-        hot: copies of rows that are on shard nodes; serving processes that hold some.
+        plan_digest: who owns what; only of processes that hold rows, as are memory_bytes and delta_sequence.
+        memory_bytes: of its rows in RAM and on cards; `memory_tiers`: by tier, mapped files among them.
+        hot: copies of rows that are on shard nodes; serving processes only, as are golden_difference and dense_step.
         leases: requests that use it now.
-        golden_difference: largest difference from a golden score; serving processes only, None without golden requests.
+        golden_difference: largest difference from a golden score; None without golden requests.
         golden_tolerance: what the manifest allows.
-        delta_sequence: the last delta that is applied, contained ones included; shard nodes only.
-        delta_published_at: when that was published, in seconds since the epoch; None if none was applied here.
-        dense_step: of the newest dense weights that may answer, 0 for the snapshot's; serving processes only.
-        dense_refused: which step is not taken, and why; "" if none was refused since.
+        delta_sequence: the last delta that is applied, contained ones included.
+        delta_published_at: when that was published, in seconds since the epoch; None if none was applied.
+        dense_step: of the newest dense weights that may answer, 0 for the snapshot's.
+        dense_refused: which step is refused, and why; "" if none was refused since.
     """
 
     model: Name
-    version: Version
-    state: VersionState
-    progress: float = 0.0
-    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
     identity: str = ""
     plan_digest: str = ""
-    memory_bytes: int = 0
     memory_tiers: dict[str, int] = Field(default_factory=dict)
     hot: HotReport | None = None
-    leases: int = 0
-    golden_difference: float | None = None
-    golden_tolerance: float | None = None
-    delta_sequence: int = 0
     delta_published_at: float | None = None
-    dense_step: int = 0
-    dense_refused: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
     stats: VersionStats | None = None
 
 
@@ -261,10 +258,10 @@ class NodeRecord(Record):
         address: a shard node's wire address, a serving process's HTTP address.
         num_shards: how many shards rows are divided over; None for a serving process that holds them itself.
         shard_index, sharding, replicate_bytes, num_cards: shard nodes only.
-        memory_total_bytes, memory_available_bytes: of the machine, or of the process's own limit.
+        memory_total_bytes, memory_available_bytes: of the machine, or of the process's limit.
         models: the only models that it is for; None for all.
         draining: it is about to end and accepts no new requests.
-        applied: by model, the epoch of the wanted record that it has last acted on in full, pointers included.
+        applied: by model, the epoch of the wanted record that it has last acted on in full.
         live: by model, the version that it answers with; serving processes only.
     """
 
@@ -286,15 +283,15 @@ class NodeRecord(Record):
     versions: tuple[VersionReport, ...] = ()
 
     def is_for(self, model: str) -> bool:
-        """Tells whether it takes part in what happens to a model."""
+        """Return whether it takes part in what happens to a model."""
         return self.models is None or model in self.models
 
     def report(self, model: str, version: int | None) -> VersionReport | None:
-        """Return what it tells of a version; None if it does not have it."""
-        return next((one for one in self.versions if one.version == version and one.model == model), None)
+        """Return its report of a version; None if it does not have it."""
+        return next((report for report in self.versions if (report.model, report.version) == (model, version)), None)
 
     def has(self, model: str, version: int | None, state: VersionState) -> bool:
-        """Tells whether it has a version, in that state."""
+        """Return whether it has a version, in that state."""
         report = self.report(model, version)
         return report is not None and report.state == state
 
@@ -313,7 +310,7 @@ def parse_record(key: str, value: bytes, schema: type[R]) -> R:
 
 
 class FleetRegistry:
-    """A registry seen as the records of one fleet. Every method may raise RegistryUnavailableError.
+    """The records of one fleet in a registry. Every method may raise RegistryUnavailableError.
 
     A record that can't be read raises RegistryRecordError with its key; only announcements are skipped, and logged
     once, since one broken node must not hide the others.
@@ -322,9 +319,8 @@ class FleetRegistry:
     def __init__(self, registry: Registry) -> None:
         """Read and write through `registry`, which stays the caller's to close."""
         self.registry = registry
-        self._skipped: dict[str, bytes] = {}
-        # Announcements are read far more often than they change, and a record is immutable.
-        self._nodes: dict[str, tuple[bytes, NodeRecord]] = {}
+        # By key: announcements are read far more often than they change. None for one that can't be read.
+        self._nodes: dict[str, tuple[bytes, NodeRecord | None]] = {}
 
     @property
     def name(self) -> str:
@@ -333,68 +329,59 @@ class FleetRegistry:
 
     async def wanted(self) -> dict[str, WantedModel]:
         """Return what is wanted, by model."""
-        entries = await self.registry.entries(WANTED)
-        records = (parse_record(key, entry.value, WantedModel) for key, entry in entries.items())
-        return {record.model: record for record in records}
+        return {record.model: record for record in await self._entries(WANTED, WantedModel)}
 
     async def wanted_model(self, model: str) -> WantedModel | None:
         """Return what is wanted for one model."""
         return await self._get(wanted_key(model), WantedModel)
 
     async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
-        """Write what is wanted over a record of that epoch; None if there must be none.
-
-        Raises RegistryConflictError if what is there has another epoch, or changed meanwhile.
-        """
+        """Write what is wanted over a record of that epoch, None for no record. Raises RegistryConflictError."""
         key = wanted_key(record.model)
         entry = await self.registry.get(key)
         epoch = parse_record(key, entry.value, WantedModel).epoch if entry is not None else None
         if epoch != expected_epoch:
             raise RegistryConflictError(f"{key} has epoch {epoch}, not {expected_epoch}")
-        await self.registry.put(key, _encode(record), entry.revision if entry is not None else 0)
+        await self.registry.put(key, record.encode(), entry.revision if entry is not None else 0)
 
     async def update_wanted(
         self, model: str, change: Callable[[WantedModel | None], WantedModel | None]
     ) -> WantedModel | None:
-        """Change what is wanted, again until nobody else wrote in between. Returns what is there now.
+        """Change what is wanted, again until nobody else wrote in between. Return what is there now.
 
-        `change` makes of what is there what shall be; None, or an equal record, leaves it. Its epoch is set here. It
-        may be called several times. Raises RegistryConflictError if somebody else was faster each time.
+        `change` returns the new record of the present one, perhaps several times; None, or an equal record, leaves it.
+        Its epoch is set here. Raises RegistryConflictError if others were faster each time.
         """
         key = wanted_key(model)
 
         def following(value: bytes | None) -> bytes | None:
             now = None if value is None else parse_record(key, value, WantedModel)
             changed = change(now)
-            if changed is None or (now is not None and changed.model_copy(update={"epoch": now.epoch}) == now):
+            if changed is None or (now is not None and changed.wants_same(now)):
                 return None
             if changed.model != model:
                 raise RegistryRecordError(f"{key}: model {changed.model!r} in the record of {model!r}")
-            return _encode(changed.model_copy(update={"epoch": 1 if now is None else now.epoch + 1}))
+            return changed.model_copy(update={"epoch": 1 if now is None else now.epoch + 1}).encode()
 
         _, there = await self._change(key, following)
         return None if there is None else parse_record(key, there, WantedModel)
 
     async def restore_wanted(self, record: WantedModel) -> bool:
-        """Give a record back to a registry that has none, or one of a lower epoch. True if it was written."""
-        return await self.restore_raw(wanted_key(record.model), _encode(record), record.epoch)
+        """Restore a record in a registry that has none, or one of a lower epoch. Return whether it was written."""
+        return await self.restore_raw(wanted_key(record.model), record.encode(), record.epoch)
 
     async def versions(self, model: str | None = None) -> list[PublishedVersion]:
         """Return what is published, of one model or of all, by model and version."""
-        entries = await self.registry.entries(VERSIONS if model is None else f"{VERSIONS}{model}/")
-        return [parse_record(key, entry.value, PublishedVersion) for key, entry in entries.items()]
+        return await self._entries(VERSIONS if model is None else f"{VERSIONS}{model}/", PublishedVersion)
 
     async def version(self, model: str, version: int) -> PublishedVersion | None:
         """Read one published version, or None."""
         return await self._get(version_key(model, version), PublishedVersion)
 
     async def put_version(self, record: PublishedVersion) -> None:
-        """Put a version on record. The same one again, published at whatever time, changes nothing.
-
-        Raises RegistryConflictError if there is another one of that number.
-        """
+        """Put a version on record; the same one again changes nothing. Raises RegistryConflictError for another one."""
         key = version_key(record.model, record.version)
-        there = parse_record(key, await self._put_once(key, _encode(record)), PublishedVersion)
+        there = parse_record(key, await self._put_once(key, record.encode()), PublishedVersion)
         if there.model_copy(update={"published_at": record.published_at}) != record:
             raise RegistryConflictError(
                 f"{key} is published with identity {there.identity}, last_delta {there.last_delta}; this one "
@@ -402,80 +389,70 @@ class FleetRegistry:
             )
 
     async def drop_version(self, model: str, version: int) -> bool:
-        """Remove a version, its spec and its dense steps. False if the version was not there."""
-        dense = (dense_key(model, version, accepted=accepted) for accepted in (False, True))
-        keys = (version_key(model, version), *dense, spec_key(model, version))
+        """Remove a version, its dense steps and its spec. Return whether the version was there."""
+        keys = [version_key(model, version, area) for area in (VERSIONS, DENSE, ACCEPTED_DENSE, SPECS)]
         dropped = [await self._change(key, lambda value: None if value is None else b"") for key in keys]
         return dropped[0][0]
 
     async def dense_step(self, model: str, version: int, *, accepted: bool = False) -> DenseStep | None:
         """Return a version's newest dense weights, or those accepted last; None for its snapshot's."""
-        return await self._get(dense_key(model, version, accepted=accepted), DenseStep)
+        return await self._get(version_key(model, version, ACCEPTED_DENSE if accepted else DENSE), DenseStep)
 
     async def accept_dense_step(self, record: DenseStep) -> None:
         """Note that a serving process has checked a step, and answers with it. An earlier one changes nothing."""
-        await self._put_later_step(dense_key(record.model, record.version, accepted=True), record)
+        await self._put_later_step(ACCEPTED_DENSE, record)
 
     async def put_dense_step(self, record: DenseStep) -> None:
-        """Make a step the newest. The same one again changes nothing.
-
-        Raises RegistryConflictError if that step, or a later one, is on record.
-        """
-        key = dense_key(record.model, record.version)
-        newest = await self._put_later_step(key, record)
+        """Make a step the newest; the same again changes nothing. Raises RegistryConflictError if it is not later."""
+        newest = await self._put_later_step(DENSE, record)
         if newest.model_copy(update={"published_at": record.published_at}) != record:
+            key = version_key(record.model, record.version, DENSE)
             raise RegistryConflictError(f"{key}: dense step {newest.step} is on record; {record.step} must be higher")
 
     async def put_spec(self, model: str, version: int, spec_json: str) -> None:
         """Put the JSON of a version's `ModelSpec` on record. Raises RegistryConflictError if there is another one."""
-        key, value = spec_key(model, version), spec_json.encode()
+        key, value = version_key(model, version, SPECS), spec_json.encode()
         if await self._put_once(key, value) != value:
             raise RegistryConflictError(f"{key} is on record with another spec: a version is immutable")
 
     async def spec(self, model: str, version: int) -> str | None:
         """Return the JSON of a version's `ModelSpec`, or None."""
-        entry = await self.registry.get(spec_key(model, version))
+        entry = await self.registry.get(version_key(model, version, SPECS))
         return entry.value.decode() if entry is not None else None
 
     async def nodes(self) -> list[NodeRecord]:
         """Return what every node announced last, by node id, unless it has expired."""
-        announced = await self.registry.announced(NODES)
-        found: dict[str, tuple[bytes, NodeRecord]] = {}
-        skipped: dict[str, bytes] = {}
-        for key, value in announced.items():
+        nodes: dict[str, tuple[bytes, NodeRecord | None]] = {}
+        for key, value in (await self.registry.announced(NODES)).items():
             known = self._nodes.get(key)
-            try:
-                record = known[1] if known and known[0] == value else parse_record(key, value, NodeRecord)
-            except RegistryRecordError as error:
-                if self._skipped.get(key) != value:
+            if known is None or known[0] != value:
+                try:
+                    known = value, parse_record(key, value, NodeRecord)
+                except RegistryRecordError as error:
                     _log.warning("a node's announcement is skipped: %s", error)
-                skipped[key] = value
-                continue
-            found[key] = (value, record)
-        self._nodes, self._skipped = found, skipped
-        return [record for _, record in found.values()]
+                    known = value, None
+            nodes[key] = known
+        self._nodes = nodes
+        return [record for _, record in nodes.values() if record is not None]
 
     async def announce_node(self, record: NodeRecord, ttl_s: float) -> None:
-        """Tells what a node is and has, for `ttl_s` from now on."""
-        await self.registry.announce(node_key(record.node_id), _encode(record), ttl_s)
+        """Announce what a node is and has, for `ttl_s` from now on."""
+        await self.registry.announce(f"{NODES}{record.node_id}", record.encode(), ttl_s)
 
     async def withdraw_node(self, node_id: str) -> None:
         """End a node's announcement now."""
-        await self.registry.withdraw(node_key(node_id))
+        await self.registry.withdraw(f"{NODES}{node_id}")
 
     async def fleet(self) -> FleetRecord | None:
         """Read how the fleet divides rows; None before its first shard node."""
         return await self._get(FLEET, FleetRecord)
 
     async def join_fleet(self, record: FleetRecord) -> FleetRecord:
-        """Says how the fleet divides rows, if nobody has yet; gives what is on record then."""
-        return parse_record(FLEET, await self._put_once(FLEET, _encode(record)), FleetRecord)
+        """Put on record how the fleet divides rows, unless that is known; return what is on record then."""
+        return parse_record(FLEET, await self._put_once(FLEET, record.encode()), FleetRecord)
 
     async def restore_raw(self, key: str, value: bytes, epoch: int) -> bool:
-        """Give a JSON record with an `epoch` back to a registry that has none, or one of a lower epoch.
-
-        Returns whether it was written.
-        """
+        """Restore a JSON record with an `epoch`, as `restore_wanted`."""
         written, _ = await self._change(
             key, lambda there: None if there is not None and epoch_of(key, there) >= epoch else value
         )
@@ -485,12 +462,17 @@ class FleetRegistry:
         entry = await self.registry.get(key)
         return parse_record(key, entry.value, schema) if entry is not None else None
 
-    async def _put_later_step(self, key: str, record: DenseStep) -> DenseStep:
-        """Write a step unless the one on record is as late; return what is on record then."""
+    async def _entries(self, prefix: str, schema: type[R]) -> list[R]:
+        entries = await self.registry.entries(prefix)
+        return [parse_record(key, entry.value, schema) for key, entry in entries.items()]
+
+    async def _put_later_step(self, area: str, record: DenseStep) -> DenseStep:
+        """Write a step unless there is the same or a later one; return what is on record then."""
+        key = version_key(record.model, record.version, area)
 
         def following(value: bytes | None) -> bytes | None:
-            is_late = value is not None and parse_record(key, value, DenseStep).step >= record.step
-            return None if is_late else _encode(record)
+            is_later = value is None or parse_record(key, value, DenseStep).step < record.step
+            return record.encode() if is_later else None
 
         _, there = await self._change(key, following)
         return record if there is None else parse_record(key, there, DenseStep)
@@ -503,7 +485,7 @@ class FleetRegistry:
     async def _change(self, key: str, following: Callable[[bytes | None], bytes | None]) -> tuple[bool, bytes | None]:
         """Write what follows from a key's value, again until nobody else wrote in between.
 
-        If None follows, nothing is written; b"" deletes the key. Returns whether it was written, and what is there now.
+        If None follows, nothing is written; b"" deletes the key. Return whether it was written, and what is there now.
         """
         for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)
@@ -527,7 +509,3 @@ class _Epoch(Record):
 def epoch_of(key: str, value: bytes) -> int:
     """Return the `epoch` of a JSON record, whatever else it holds. Raises RegistryRecordError if it has none."""
     return parse_record(key, value, _Epoch).epoch
-
-
-def _encode(record: Record) -> bytes:
-    return record.model_dump_json().encode()

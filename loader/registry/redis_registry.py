@@ -216,10 +216,10 @@ class RedisRegistry:
     """
 
     def __init__(self, url: str, *, socket_timeout_s: float = 2.0, call_timeout_s: float = 5.0) -> None:
-        """Open a registry by its URL, and connect when it is first used. Raises RegistryRecordError.
+        """Connect when it is first used. Raises RegistryRecordError for what is no URL of Redis.
 
-        A connection may take `socket_timeout_s` to be made, as may a read from one to bring anything. A method that
-        takes longer than `call_timeout_s` in all is a RegistryUnavailableError.
+        Connecting, and each read, may take `socket_timeout_s`. A method that takes longer than `call_timeout_s` in all
+        is a RegistryUnavailableError.
         """
         settings = parse_redis_url(url)
         self.url, self.name = url, without_password(url)
@@ -257,8 +257,8 @@ class RedisRegistry:
     async def entries(self, prefix: str) -> dict[str, Entry]:
         names = await self._names("keys", prefix)
         rows = await self._pipeline(*(("HMGET", self._at("key", name), "value", "revision") for name in names))
-        found = zip(names, rows, strict=True)
-        return {name: Entry(value, int(revision)) for name, (value, revision) in found if value is not None}
+        values_by_name = zip(names, rows, strict=True)
+        return {name: Entry(value, int(revision)) for name, (value, revision) in values_by_name if value is not None}
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
         keys = [self._at("key", check_key(key, value=value)), self._at("keys"), self._at("revision")]
@@ -280,10 +280,10 @@ class RedisRegistry:
         names = await self._names("announcements", prefix)
         keys = [self._at("announced", name) for name in names]
         values = await self._command("MGET", *keys) if keys else []
-        found = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        if len(found) < len(names):
+        values_by_name = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        if len(values_by_name) < len(names):
             await self._script(_FORGET, [self._at("announcements"), *keys], names)
-        return found
+        return values_by_name
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
         keys = [self._at("lock", check_key(key, owner=owner, ttl_s=ttl_s))]
@@ -377,8 +377,10 @@ class RedisRegistry:
                 await self._inspect()
                 return answer
         except (RedisError, OSError) as error:  # TimeoutError is an OSError
-            is_late = isinstance(error, TimeoutError)
-            reason = f"no answer within {self._call_timeout_s:g} s" if is_late else cut(error) or type(error).__name__
+            is_timeout = isinstance(error, TimeoutError)
+            reason = (
+                f"no answer within {self._call_timeout_s:g} s" if is_timeout else cut(error) or type(error).__name__
+            )
             raise RegistryUnavailableError(f"registry {self.name}: {reason}") from error
         finally:
             # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what

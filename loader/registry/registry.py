@@ -1,7 +1,4 @@
-"""Define what a registry is: keys with revisions, announcements that expire, locks, and streams that lose nothing.
-
-Two implementations, `DirectoryRegistry` and `RedisRegistry`, pass one contract test suite.
-"""
+"""Define a registry: keys with revisions, announcements that expire, locks, and durable streams."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class StreamEntry:
 
 @dataclass(frozen=True, slots=True)
 class StreamBounds:
-    """The lowest sequence number that is kept and the highest that was ever appended; (0, 0) if there is no stream.
+    """The lowest sequence number that is kept and the highest that was ever appended; (0, 0) without a stream.
 
     After everything has been trimmed, `first` is `last + 1`.
     """
@@ -77,10 +74,7 @@ class Registry(Protocol):
         """Return all keys below a prefix with their values, sorted by key."""
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        """Write a key if it still has the revision that the writer knows (0: it must not exist); give the new one.
-
-        Raises RegistryConflictError if it has another revision.
-        """
+        """Write a key of that revision (0: it must not exist); return the new one. Raises RegistryConflictError."""
 
     async def delete(self, key: str, expected_revision: int) -> None:
         """Delete a key, if it is there. Raises RegistryConflictError if it has another revision."""
@@ -95,7 +89,7 @@ class Registry(Protocol):
         """Return all announcements below a prefix that have not expired, sorted by key."""
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
-        """Take a lock, or renew it. True if `owner` has it for `ttl_s` from now on; False if another one has it."""
+        """Acquire a lock, or renew it. Return whether `owner` has it, for `ttl_s` from now on."""
 
     async def release(self, key: str, owner: str) -> None:
         """Give a lock back, if `owner` has it."""
@@ -104,25 +98,25 @@ class Registry(Protocol):
         """Return who has a lock now."""
 
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        """Append to a stream, durably. A stream that does not exist yet may begin with any sequence number from 1 on.
+        """Append to a stream, durably. A new stream may begin with any sequence number from 1 on.
 
-        Raises StreamSequenceError if `sequence` is not the last one plus 1. An append whose outcome was not known and
-        that did take place fails like this when it is repeated: compare `read`.
+        Raises StreamSequenceError if `sequence` is not the last one plus 1: also when an append is repeated whose
+        outcome was not known and that did take place; compare `read`.
         """
 
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
     ) -> list[StreamEntry]:
-        """Entries with a sequence number above `after`, ascending; at least one if there are any.
+        """Return entries with a sequence number above `after`, ascending; at least one if there are any.
 
-        What was trimmed is not there: compare the first one's number with `after + 1`.
+        Trimmed entries are missing: compare the first one's number with `after + 1`.
         """
 
     async def bounds(self, stream: str) -> StreamBounds:
         """Return where a stream begins and ends."""
 
     async def stream_bytes(self, stream: str) -> int:
-        """Return the bytes that a stream takes, in memory or on disk; it looks at every entry."""
+        """Return the bytes that a stream takes, in memory or on disk; it reads every entry."""
 
     async def max_stream_bytes(self) -> float:
         """Return the bytes that a stream may take unless its publisher says otherwise; inf for no limit."""
@@ -135,13 +129,13 @@ class Registry(Protocol):
 
 
 def without_password(url: str) -> str:
-    """Return a URL for messages: what stands for a user and a password becomes `***`."""
-    scheme, separator, rest = url.partition("://")
+    """Return a URL for messages, with `***` in place of user and password."""
+    scheme, separator, address = url.partition("://")
     if not separator:
         return url
     # Up to the last @ before the first / would let a password with a raw / through: up to the last @ of all.
-    _, at, place = rest.rpartition("@")
-    return f"{scheme}://{'***@' if at else ''}{place}"
+    _, at, host = address.rpartition("@")
+    return f"{scheme}://{'***@' if at else ''}{host}"
 
 
 def local_path(url: str) -> Path | None:
@@ -154,10 +148,7 @@ def local_path(url: str) -> Path | None:
 
 
 def check_key(key: str, what: str = "key", *, value: bytes = b"", ttl_s: float = 1.0, owner: str = "-") -> str:
-    """Return a key, stream name or prefix, which may have that value, time to live, or owner as a lock.
-
-    Raises RegistryRecordError if it may not.
-    """
+    """Return a key, stream name or prefix. Raises RegistryRecordError if it, or what goes with it, is not allowed."""
     if len(key) > MAX_KEY_BYTES or (_PREFIX if what == "prefix" else _KEY).match(key) is None:
         raise RegistryRecordError(
             f"{what} {cut(repr(key))}: allowed are at most {MAX_KEY_BYTES} characters, '/'-separated parts of "

@@ -26,29 +26,12 @@ from loader.rollout.coverage import (
     step_blockers,
 )
 from loader.rollout.guards import compare, golden_breach
-from loader.rollout.plan import (
-    BAKE,
-    CANARY,
-    REPLAY,
-    ROLL,
-    SHADOW,
-    STAGE_SERVING,
-    STAGE_SHARDS,
-    OnRecord,
-    Rollout,
-    advanced,
-    changed,
-    encode_rollout,
-    read_rollout,
-    same_wish,
-    undone,
-    wanted_in_step,
-)
+from loader.rollout.plan import OnRecord, Rollout, Step, advanced, changed, read_rollout, undone, wanted_in_step
 from loader.snapshot.tables import Frozen
 
 logger = logging.getLogger(__name__)
 
-MAX_LAGS_TOLD = 8
+MAX_QUOTED_LAGS = 8
 
 
 class CoordinatorConfig(Frozen):
@@ -56,11 +39,10 @@ class CoordinatorConfig(Frozen):
 
     Attributes:
         tick_s: pause between two reads of the registry.
-        lock_ttl_s: after so long without a sign of it, another coordinator takes over.
-        settle_s: how long nodes are listened to before it is judged who is there; above their heartbeat interval.
-        restore_wait_s: how long nodes are given to bring back a wanted record that the registry has lost.
-        stage_timeout_s: longest time in which nothing but staging holds a step up.
-        step_timeout_s: the same for anything else.
+        lock_ttl_s: after so long without renewal another coordinator acquires the lock.
+        settle_s: of `RecentNodes`; above the nodes' heartbeat interval.
+        restore_wait_s: time in which nodes may restore a wanted record that the registry has lost.
+        stage_timeout_s: longest time in which nothing but staging blocks a step; `step_timeout_s` for anything else.
         step_delay_s: pause between putting a step on record and doing it; for drills that end processes in between.
     """
 
@@ -82,8 +64,8 @@ class _Patience:
     def reset(self) -> None:
         self._reason = None
 
-    def is_out(self, reason: object, timeout_s: float) -> bool:
-        """Tells whether this reason has lasted for `timeout_s`. Another one, or a clock set back, begins anew."""
+    def is_over(self, reason: object, timeout_s: float) -> bool:
+        """Return whether this reason has lasted for `timeout_s`. Another one, or a clock set back, begins anew."""
         now = self._clock()
         if reason != self._reason or now < self._since:
             self._reason, self._since = reason, now
@@ -91,7 +73,7 @@ class _Patience:
 
 
 class _StepRunner:
-    """Carries the rollout of one model. Belongs to one coordinator, which tells it when it lost sight of the fleet."""
+    """Carries the rollout of one model."""
 
     def __init__(self, fleet: FleetRegistry, config: CoordinatorConfig, clock: Callable[[], float]) -> None:
         self._fleet = fleet
@@ -101,7 +83,7 @@ class _StepRunner:
         self._patience = _Patience(clock)
         self._restoring = _Patience(clock)
 
-    def lose_sight(self) -> None:
+    def restart(self) -> None:
         """Start all timeouts anew: time in which the fleet was not seen does not count against its nodes."""
         self._patience.reset()
         self._restoring.reset()
@@ -113,24 +95,23 @@ class _StepRunner:
         RegistryUnavailableError (the change may or may not be made) read it again.
         """
         rollout, epoch = on_record.rollout, wanted.epoch if wanted is not None else 0
-        known = max([node.applied.get(rollout.model, 0) for node in view.nodes], default=0)
-        known = max(known, rollout.base_epoch)
+        known = max(rollout.base_epoch, *(node.applied.get(rollout.model, 0) for node in view.nodes), 0)
         if epoch >= known:
             self._restoring.reset()
-        elif not self._restoring.is_out("restore", self._config.restore_wait_s):
+        elif not self._restoring.is_over("restore", self._config.restore_wait_s):
             return None
         if wanted is None or epoch <= rollout.base_epoch:
             # Write what the step wants, unless somebody else wrote since it was read.
             if self._clock() - rollout.step_began_at < self._config.step_delay_s:
                 return None
-            if hindered := cannot_roll(rollout, view):
-                return await self._wait(on_record, hindered)
+            if blockers := cannot_roll(rollout, view):
+                return await self._wait(on_record, blockers)
             # Also if it changes nothing: above the plan's epoch, no coordinator with an older plan writes any more.
             step = wanted_in_step(rollout, max(epoch, known) + 1)
             await self._fleet.put_wanted(step, wanted.epoch if wanted is not None else None)
             self._patience.reset()
             return rollout
-        if not same_wish(wanted, wanted_in_step(rollout, epoch)):
+        if not wanted.wants_same(wanted_in_step(rollout, epoch)):
             return await self._write(on_record, self._resumed(rollout, wanted))
         return await self._judge(on_record, view, epoch)
 
@@ -139,7 +120,7 @@ class _StepRunner:
         now = self._clock()
         for index in range(rollout.step_index + 1, len(rollout.steps)):
             later = rollout.model_copy(update={"step_index": index})
-            if same_wish(wanted, wanted_in_step(later, wanted.epoch)):
+            if wanted.wants_same(wanted_in_step(later, wanted.epoch)):
                 # This record is older than the wanted one.
                 text = f"step {later.step} is wanted already"
                 change = {"step_index": index, "step_began_at": now, "base_epoch": wanted.epoch - 1}
@@ -155,25 +136,25 @@ class _StepRunner:
         undoable = rollout.state == "running" and not rollout.committed
         if undoable and view.settled and (refused := refusals(rollout, view)):
             return await self._write(on_record, undone(rollout, now, "refused", refused))
-        if rollout.step == REPLAY and rollout.state == "running" and rollout.replay_until is None:
+        if rollout.step == Step.REPLAY and rollout.state == "running" and rollout.replay_until is None:
             bounds = await self._fleet.registry.bounds(delta_stream(rollout.model, rollout.delta_base))
             text = f"deltas are replayed up to {bounds.last}"
             return await self._write(on_record, changed(rollout, now, text, replay_until=bounds.last))
-        behind = step_blockers(rollout, view, epoch)
-        baking_now = rollout.step in (CANARY, BAKE) and rollout.bake_s > 0 and undoable
-        told, missing = "", 0
+        blockers = step_blockers(rollout, view, epoch)
+        baking_now = rollout.step in (Step.CANARY, Step.BAKE) and rollout.bake_s > 0 and undoable
+        compared, missing = "", 0
         if baking_now and rollout.bake_began_at is not None:
             verdict = compare(*self._tally.totals(rollout, view.nodes), rollout.guards)
-            breach = verdict.told() if verdict.breached else ""
+            compared, missing = verdict.text(), verdict.missing
+            breach = compared if verdict.breached else ""
             reports = [node.report(rollout.model, rollout.to_version) for node in view.nodes]
             if not any(report is not None and report.delta_sequence > rollout.last_delta for report in reports):
                 golden = golden_breach(view.nodes, rollout.model, rollout.to_version)
                 breach = "; ".join(filter(None, (breach, golden)))
             if breach:
                 return await self._write(on_record, undone(rollout, now, "rolled_back", f"guard: {breach}"))
-            told, missing = verdict.told(), verdict.missing
-        if behind:
-            return await self._wait(on_record, behind)
+        if blockers:
+            return await self._wait(on_record, blockers)
         self._patience.reset()
         if baking_now and rollout.bake_began_at is None:
             baseline = baseline_of(view.nodes, rollout)
@@ -184,33 +165,32 @@ class _StepRunner:
             return None
         if missing:
             text = f"guard: min_requests is {rollout.guards.min_requests}, {missing} are missing after {baked_s:.0f} s"
-            return await self._write(on_record, undone(rollout, now, "rolled_back", f"{text}; {told}"))
+            return await self._write(on_record, undone(rollout, now, "rolled_back", f"{text}; {compared}"))
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"
-        if rollout.step == SHADOW:
+        if rollout.step == Step.SHADOW:
             text = "skipped: shadow versions are gone"
-        if left_behind := refusals(rollout, view) if rollout.committed else "":
-            text = f"{text}; refused by {left_behind}"
-        return await self._write(on_record, advanced(rollout, now, epoch, f"{text}; {told}" if told else text))
+        if rollout.committed and (refused := refusals(rollout, view)):
+            text = f"{text}; refused by {refused}"
+        return await self._write(on_record, advanced(rollout, now, epoch, f"{text}; {compared}" if compared else text))
 
-    async def _wait(self, on_record: OnRecord, behind: Sequence[StepBlocker]) -> Rollout | None:
-        """Wait for those who lag, and when that takes too long end the rollout, or note it if it can't be ended."""
+    async def _wait(self, on_record: OnRecord, blockers: Sequence[StepBlocker]) -> Rollout | None:
+        """Wait for nodes that lag, and when that lasts too long undo the rollout, or note it if it can't be undone."""
         rollout = on_record.rollout
-        stages = rollout.step in (STAGE_SHARDS, STAGE_SERVING) or rollout.step.startswith(ROLL)
-        stages = stages or any(lag.staging for lag in behind)
+        stages = rollout.step in (Step.STAGE_SHARDS, Step.STAGE_SERVING) or rollout.step.startswith(Step.ROLL)
+        stages = stages or any(blocker.staging for blocker in blockers)
         timeout_s = self._config.stage_timeout_s if stages else self._config.step_timeout_s
-        if not self._patience.is_out((rollout.rollout_id, rollout.step_index, stages), timeout_s):
+        if not self._patience.is_over((rollout.rollout_id, rollout.step_index, stages), timeout_s):
             return None
         self._patience.reset()
-        more = f" and {len(behind) - MAX_LAGS_TOLD} more" if len(behind) > MAX_LAGS_TOLD else ""
-        who = "; ".join(lag.text for lag in behind[:MAX_LAGS_TOLD]) + more
+        more = f" and {len(blockers) - MAX_QUOTED_LAGS} more" if len(blockers) > MAX_QUOTED_LAGS else ""
+        who = "; ".join(blocker.text for blocker in blockers[:MAX_QUOTED_LAGS]) + more
         text = f"step {rollout.step} is not done after {timeout_s:g} s: {who}"
         if rollout.state == "running" and not rollout.committed:
             return await self._write(on_record, undone(rollout, self._clock(), "rolled_back", text))
         return await self._write(on_record, changed(rollout, self._clock(), text))
 
     async def _write(self, on_record: OnRecord, rollout: Rollout) -> Rollout:
-        key = rollout_key(rollout.model)
-        await self._fleet.registry.put(key, encode_rollout(rollout), on_record.revision)
+        await self._fleet.registry.put(rollout_key(rollout.model), rollout.encode(), on_record.revision)
         last = rollout.events[-1]
         logger.info("%s: %s: %s: %s", rollout.model, rollout.state, last.step, last.text)
         return rollout
@@ -227,16 +207,16 @@ class Coordinator:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         config: CoordinatorConfig | None = None,
     ) -> None:
-        """Do nothing before `run` or `tick`; `clock` gives seconds since the epoch.
+        """Do nothing before `run` or `tick`; `clock` returns seconds since the epoch.
 
-        `owner` is whose lock it is: one that stays the same over restarts takes its own lock back at once.
+        `owner` is whose lock it is: the same over restarts, it acquires its lock again at once.
         """
         self._fleet = fleet
         self._owner = owner
         self._clock = clock
         self._sleep = sleep
         self._config = config or CoordinatorConfig()
-        self._roster = RecentNodes(self._config.settle_s)
+        self._nodes = RecentNodes(self._config.settle_s)
         self._runners: dict[str, _StepRunner] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._wanted: dict[str, WantedModel] = {}
@@ -245,7 +225,7 @@ class Coordinator:
 
     @property
     def leads(self) -> bool:
-        """It holds the lock, as far as it knows."""
+        """It has the lock, as far as it knows."""
         return self._lock_until is not None
 
     def problems(self) -> tuple[str, ...]:
@@ -253,7 +233,7 @@ class Coordinator:
         return tuple(self._problems.values())
 
     async def run(self) -> None:
-        """Works until it is cancelled, then gives the lock back. A registry that is gone is waited for."""
+        """Work until it is cancelled, then release the lock. A registry that is gone is waited for."""
         try:
             while True:
                 await self.tick()
@@ -267,33 +247,34 @@ class Coordinator:
                     logger.warning("the lock is left to expire: %s", error)
 
     async def tick(self) -> bool:
-        """Look at everything once, and make one move of each rollout that can be moved. True if one was."""
+        """Read everything once, and make one move of each rollout that can be moved. Return whether one was."""
         try:
             if not await self._lead():
                 return False
-            view = self._roster.observe(await self._fleet.nodes(), await self._fleet.fleet(), self._clock())
+            view = self._nodes.observe(await self._fleet.nodes(), await self._fleet.fleet(), self._clock())
             models = {key.removeprefix(ROLLOUTS) for key in await self._fleet.registry.entries(ROLLOUTS)}
             models |= self._rollouts.keys() | self._wanted.keys()
             moved = [await self._tick_model(model, view) for model in sorted(models)]
         except RegistryUnavailableError as error:
-            self._lose_sight()
-            self._tell("registry", f"rollouts pause: {error}")
+            self._lose_lock()
+            self._note("registry", f"rollouts pause: {error}")
             return False
         except RegistryRecordError as error:
-            self._tell("registry", str(error))
+            self._note("registry", str(error))
             return False
-        self._tell("registry", "")
+        self._note("registry", "")
         return any(moved)
 
     async def _lead(self) -> bool:
+        """Return whether it has the lock, which it renews when a third of its time has passed."""
         now, ttl_s = self._clock(), self._config.lock_ttl_s
+        led = self.leads
         if self._lock_until is not None and 2 * ttl_s / 3 < self._lock_until - now <= ttl_s:
             return True
-        led = self.leads
         if not await self._fleet.registry.acquire(COORDINATOR_LOCK, self._owner, ttl_s):
             if led:
                 logger.warning("another coordinator has taken over")
-            self._lose_sight()
+            self._lose_lock()
             return False
         self._lock_until = now + ttl_s
         if not led:
@@ -303,7 +284,7 @@ class Coordinator:
     async def _tick_model(self, model: str, view: FleetView) -> bool:
         try:
             key, rollout, known = rollout_key(model), self._rollouts.get(model), self._wanted.get(model)
-            if rollout is not None and await self._fleet.restore_raw(key, encode_rollout(rollout), rollout.epoch):
+            if rollout is not None and await self._fleet.restore_raw(key, rollout.encode(), rollout.epoch):
                 logger.warning("%s: the registry had lost epoch %d of %s: given back", model, rollout.epoch, key)
             if known is not None and await self._fleet.restore_wanted(known):
                 logger.warning("%s: the registry had lost epoch %d of what is wanted: given back", model, known.epoch)
@@ -314,34 +295,33 @@ class Coordinator:
                 self._wanted[model] = wanted
             moved = None
             if on_record is not None and on_record.rollout.active:
-                runner = self._runners.get(model)
-                if runner is None:
-                    runner = self._runners[model] = _StepRunner(self._fleet, self._config, self._clock)
-                moved = await runner.move(on_record, wanted, view.for_model(model))
+                if model not in self._runners:
+                    self._runners[model] = _StepRunner(self._fleet, self._config, self._clock)
+                moved = await self._runners[model].move(on_record, wanted, view.for_model(model))
             if moved is not None:
                 self._rollouts[model] = moved
         except RegistryConflictError as error:
-            # Somebody else moved it: the next tick sees how.
+            # Another coordinator or command moved it: the next tick reads how.
             logger.debug("%s: %s", model, error)
             return True
         except RegistryRecordError as error:
-            self._tell(model, f"{model}: its rollout pauses: {error}")
+            self._note(model, f"{model}: its rollout pauses: {error}")
             return False
         except RegistryUnavailableError:
             raise
         except Exception as error:  # a plan of another release, or a fault of ours, must not end those of other models
-            self._tell(model, f"{model}: its rollout pauses: {type(error).__name__}: {error}", error)
+            self._note(model, f"{model}: its rollout pauses: {type(error).__name__}: {error}", error)
             return False
-        self._tell(model, "")
+        self._note(model, "")
         return moved is not None
 
-    def _lose_sight(self) -> None:
+    def _lose_lock(self) -> None:
         self._lock_until = None
-        self._roster.lose_sight()
+        self._nodes.restart()
         for runner in self._runners.values():
-            runner.lose_sight()
+            runner.restart()
 
-    def _tell(self, subject: str, problem: str, error: Exception | None = None) -> None:
+    def _note(self, subject: str, problem: str, error: Exception | None = None) -> None:
         """Log a problem when it appears, with the traceback of `error`, and when it is gone."""
         if problem == self._problems.get(subject, ""):
             return

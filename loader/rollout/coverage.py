@@ -11,37 +11,22 @@ from dataclasses import dataclass, replace
 from itertools import starmap, zip_longest
 from operator import sub
 
-from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport, VersionStats, WantedModel
-from loader.rollout.plan import (
-    BAKE,
-    CANARY,
-    FLIP,
-    REPLAY,
-    RETIRE_SERVING,
-    RETIRE_SHARDS,
-    ROLL,
-    SHADOW,
-    STAGE_SERVING,
-    STAGE_SHARDS,
-    UNFLIP,
-    NodeBaseline,
-    Rollout,
-    group_of,
-)
+from loader.registry.fleet import FleetRecord, NodeRecord, VersionStats, WantedModel
+from loader.rollout.plan import NodeBaseline, Rollout, Step, group_of
 
 NOTHING = VersionStats()
 _SUMMED = [name for name in VersionStats.model_fields if name != "latency_counts"]
 
 
 def answering_version(wanted: WantedModel, node_id: str, num_shards: int | None) -> int | None:
-    """Return the version that a shard node answers with: the live one, or in a rollout by replica the one in its place.
+    """Return the version that a shard node answers with: the live one, or in a rollout by replica its replacement.
 
     None where nothing is live, or what is live is divided over another number of shards.
     """
-    held = wanted.held_by(node_id, num_shards)
-    if wanted.live is None or wanted.live in held:
+    versions = wanted.held_by(node_id, num_shards)
+    if wanted.live is None or wanted.live in versions:
         return wanted.live
-    return next(iter(held), None) if node_id in wanted.node_hold else None
+    return next(iter(versions), None) if node_id in wanted.node_hold else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +35,8 @@ class FleetView:
 
     Attributes:
         num_shards: how the fleet divides rows; None if no shard node was ever there.
-        nodes: what is announced.
-        missing: what was announced a moment ago, and did not say that it would go.
-        settled: nodes were listened to for long enough that each one that lives was heard of.
+        missing: announced a moment ago, not now, and not draining.
+        settled: nodes were listened to for longer than their heartbeat interval.
     """
 
     num_shards: int | None
@@ -63,8 +47,8 @@ class FleetView:
     @classmethod
     def of(cls, nodes: Sequence[NodeRecord], fleet: FleetRecord | None) -> FleetView:
         """Return what is announced now. A fleet whose record is lost is divided as its shard nodes say."""
-        told = [node.num_shards for node in nodes if node.kind == "shard" and node.num_shards is not None]
-        return cls(fleet.num_shards if fleet is not None else max(told, default=None), tuple(nodes))
+        announced = [node.num_shards for node in nodes if node.kind == "shard" and node.num_shards is not None]
+        return cls(max(announced, default=None) if fleet is None else fleet.num_shards, tuple(nodes))
 
     def for_model(self, model: str) -> FleetView:
         """Return the view without the nodes that are for other models."""
@@ -79,23 +63,21 @@ class FleetView:
         return replace(self, num_shards=num_shards, nodes=nodes)
 
     def shard_nodes(self) -> tuple[NodeRecord, ...]:
-        """Return the shard nodes that take requests."""
+        """Return the shard nodes that are not draining."""
         return tuple(node for node in self.nodes if node.kind == "shard" and not node.draining)
 
     def serving(self) -> tuple[NodeRecord, ...]:
-        """Return the serving processes that take requests."""
+        """Return the serving processes that are not draining."""
         return tuple(node for node in self.nodes if node.kind == "serving" and not node.draining)
 
     def needs_shards(self) -> bool:
-        """Tell whether rows are on shard nodes: not if there are none and each serving process holds its own."""
-        if self.shard_nodes():
-            return True
+        """Return whether rows are on shard nodes: not if there are none and each serving process holds its rows."""
         serving = self.serving()
-        return not serving or any(node.num_shards is not None for node in serving)
+        return bool(self.shard_nodes()) or not serving or any(node.num_shards is not None for node in serving)
 
 
 class RecentNodes:
-    """Remembers who was there for `settle_s` seconds, above the pause between two announcements of a node."""
+    """Nodes announced in the last `settle_s` seconds, which must exceed the heartbeat interval."""
 
     def __init__(self, settle_s: float) -> None:
         self._settle_s = settle_s
@@ -103,19 +85,19 @@ class RecentNodes:
         self._seen: dict[str, tuple[float, NodeRecord]] = {}
 
     def observe(self, nodes: Sequence[NodeRecord], fleet: FleetRecord | None, now: float) -> FleetView:
-        """Return what is announced at `now` (seconds), with who was there a moment ago."""
-        # A clock that was set back would keep everybody missing for that long.
+        """Return what is announced at `now` (seconds), with the nodes that were a moment ago."""
+        # A clock that was set back would keep all nodes missing for that long.
         if self._since is None or now < self._since:
             self._since = now
         self._seen.update({node.node_id: (now, node) for node in nodes})
         self._seen = {key: (at, node) for key, (at, node) in self._seen.items() if 0 <= now - at <= self._settle_s}
-        there = {node.node_id for node in nodes}
-        missing = [node for key, (_, node) in self._seen.items() if key not in there and not node.draining]
+        announced = {node.node_id for node in nodes}
+        missing = [node for key, (_, node) in self._seen.items() if key not in announced and not node.draining]
         settled = now - self._since >= self._settle_s
         return replace(FleetView.of(nodes, fleet), missing=tuple(missing), settled=settled)
 
-    def lose_sight(self) -> None:
-        """Listen to nodes from the start again: the registry did not answer, or somebody else looked."""
+    def restart(self) -> None:
+        """Begin a new settling period: the registry was unreachable, or another coordinator had the lock."""
         self._since = None
 
 
@@ -141,30 +123,45 @@ def step_blockers(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple
 def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence[StepBlocker]:
     model, step, old, new = rollout.model, rollout.step, rollout.from_version, rollout.to_version
     of_old, of_new = view.divided(rollout.from_shards), view.divided(rollout.to_shards)
-    if step == STAGE_SHARDS:
+    if step == Step.STAGE_SHARDS:
         return _without(of_new.shard_nodes(), model, new) + _bare_shards(of_new, model, new)
-    if step.startswith(ROLL):
-        return _behind_in_group(rollout, of_new)
-    if step == STAGE_SERVING:
+    if step.startswith(Step.ROLL):
+        group = set(group_of(rollout, step))
+        nodes = [node for node in of_new.shard_nodes() if node.node_id in group]
+        if rollout.committed:
+            # There is no way back: nodes that refuse it now are left behind, and named in the events.
+            return _without([node for node in nodes if not node.has(model, new, "refused")], model, new)
+        is_last_early = step == f"{Step.ROLL}{rollout.early_groups - 1}"
+        return _without(nodes, model, new) + (_bare_shards(of_new, model, new) if is_last_early else [])
+    if step == Step.STAGE_SERVING:
         none = [] if view.serving() else [StepBlocker("no serving process is announced")]
         return none + _without(view.serving(), model, new)
-    if step == REPLAY:
-        return _behind_in_deltas(rollout, of_new)
-    if step in (SHADOW, CANARY):
-        return _not_applied(view, model, new, wanted_epoch) + _lost_shards(rollout, view)
-    if step in (FLIP, BAKE):
+    if step == Step.REPLAY:
+        return _delta_lags(rollout, of_new) + _bare_shards(of_new, model, new)
+    if step in (Step.SHADOW, Step.CANARY):
+        lagging = [node for node in view.serving() if model in node.live and node.applied.get(model, 0) < wanted_epoch]
+        text = f"has not acted on epoch {wanted_epoch} yet"
+        lags = [StepBlocker(f"{node.node_id}: {text}", not node.has(model, new, "ready")) for node in lagging]
+        return lags + _lost_shards(rollout, view)
+    if step in (Step.FLIP, Step.BAKE):
         return _elsewhere(view, model, new) + _lost_shards(rollout, view)
-    if step == UNFLIP:
+    if step == Step.UNFLIP:
         return _elsewhere(view, model, old)
-    if step == RETIRE_SERVING:
+    if step == Step.RETIRE_SERVING:
         # Those that are about to end as well: they may still answer with a version.
         everyone = [node for node in view.nodes if node.kind == "serving"]
         kept, leaving = (new, old) if rollout.forward else (old, new)
         return _elsewhere(view, model, kept) + _with(everyone, model, leaving)
-    if step == RETIRE_SHARDS and rollout.forward:
+    if step == Step.RETIRE_SHARDS and rollout.forward:
         return _with(view.shard_nodes(), model, old) + _bare_shards(of_new, model, new)
-    if step == RETIRE_SHARDS:
-        return _with(view.shard_nodes(), model, new) + _not_back(of_old, model, old)
+    if step == Step.RETIRE_SHARDS:
+        lags = _with(view.shard_nodes(), model, new)
+        if old is None:
+            return lags
+        nodes = [node for node in of_old.shard_nodes() if not node.has(model, old, "refused")]
+        # Undone before a single node was there, there is nothing to come back.
+        bare = _bare_shards(of_old, model, old) if of_old.shard_nodes() else []
+        return lags + _without(nodes, model, old) + bare
     return [StepBlocker(f"step {step!r} is not known to this release")]
 
 
@@ -181,44 +178,45 @@ def refusals(rollout: Rollout, view: FleetView) -> str:
 
 
 def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[StepBlocker, ...]:
-    """Return why the group of a `roll:` step can't be taken out now; empty if it can, and for other steps.
+    """Return why the group of a `roll:` step can't change its version now; empty if it can, and for other steps.
 
     Each shard must keep a node outside of it with the version that is live. After the flip a group has none of it to
-    take away: it has the old version, which nobody asks for any more, and may be all that can replace a lost node.
+    lose: it has the old version, which gets no requests any more, and may be all that can replace a lost node.
     """
-    if not rollout.step.startswith(ROLL) or rollout.committed:
+    if not rollout.step.startswith(Step.ROLL) or rollout.committed:
         return ()
     if not view.settled:
         return (StepBlocker("nodes are listened to first"),)
     live, view = rollout.from_version, view.divided(rollout.from_shards)
-    out = {node_id for step in rollout.steps[: rollout.step_index + 1] for node_id in group_of(rollout, step)}
-    ready = [node for node in view.shard_nodes() if node.has(rollout.model, live, "ready")]
-    there = {node.shard_index for node in ready if node.node_id not in out}
+    rolled = {node_id for step in rollout.steps[: rollout.step_index + 1] for node_id in group_of(rollout, step)}
+    kept = [node for node in view.shard_nodes() if node.node_id not in rolled]
     return tuple(
         StepBlocker(f"shard {shard} would be left without a node that has version {live} ready")
-        for shard in range(view.num_shards or 0)
-        if shard not in there
+        for shard in _shards_without(kept, view, rollout.model, live)
     )
 
 
+def _shards_without(nodes: Iterable[NodeRecord], view: FleetView, model: str, version: int | None) -> list[int]:
+    ready = {node.shard_index for node in nodes if node.has(model, version, "ready")}
+    return [shard for shard in range(view.num_shards or 0) if shard not in ready]
+
+
 def _without(nodes: Iterable[NodeRecord], model: str, version: int) -> list[StepBlocker]:
-    return [
-        StepBlocker(f"{node.node_id}: {_report_text(version, node.report(model, version))}", staging=True)
-        for node in nodes
-        if not node.has(model, version, "ready")
-    ]
-
-
-def _report_text(version: int, report: VersionReport | None) -> str:
-    if report is None:
-        return f"does not have version {version} yet"
-    progress = f" {report.progress:.0%}" if report.state == "staging" else ""
-    return f"version {version} is {report.state}{progress}{f': {report.reason}' if report.reason else ''}"
+    lags = []
+    for node in nodes:
+        report = node.report(model, version)
+        if report is None:
+            lags.append(StepBlocker(f"{node.node_id}: does not have version {version} yet", staging=True))
+        elif report.state != "ready":
+            progress = f" {report.progress:.0%}" if report.state == "staging" else ""
+            state = f"{report.state}{progress}{f': {report.reason}' if report.reason else ''}"
+            lags.append(StepBlocker(f"{node.node_id}: version {version} is {state}", staging=True))
+    return lags
 
 
 def _with(nodes: Iterable[NodeRecord], model: str, version: int | None) -> list[StepBlocker]:
     return [
-        # What is told of a version that drains is from when it began to.
+        # The leases of a version that drains are from when it began to.
         StepBlocker(
             f"{node.node_id}: version {version} is {report.state} still"
             f"{f', with {report.leases} leases' if report.state == 'ready' else ''}"
@@ -233,40 +231,24 @@ def _bare_shards(view: FleetView, model: str, version: int) -> list[StepBlocker]
         return []
     if view.num_shards is None or not view.shard_nodes():
         return [StepBlocker("no shard node is announced")]
-    there = {node.shard_index for node in view.shard_nodes() if node.has(model, version, "ready")}
-    return [
-        StepBlocker(f"shard {shard}: no node has version {version} ready", staging=True)
-        for shard in range(view.num_shards)
-        if shard not in there
-    ]
+    bare = _shards_without(view.shard_nodes(), view, model, version)
+    return [StepBlocker(f"shard {shard}: no node has version {version} ready", staging=True) for shard in bare]
 
 
 def _lost_shards(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
-    # Shards that have lost the new version since it was staged: until they have it back the old one stays.
+    # Shards that have lost the new version since it was staged: until they have it back the old version stays.
     bare = _bare_shards(view.divided(rollout.to_shards), rollout.model, rollout.to_version)
     of_old = view.divided(rollout.from_shards)
     if rollout.from_version is None or _bare_shards(of_old, rollout.model, rollout.from_version):
         return bare
-    # The old version answers everything now: a node that is lost is not waited for as long as one that loads.
+    # The old version answers everything now: a node that is lost is not waited for as long as a node that loads.
     return [replace(lag, staging=False) for lag in bare]
 
 
-def _behind_in_group(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
-    group = set(group_of(rollout, rollout.step))
-    nodes = [node for node in view.shard_nodes() if node.node_id in group]
-    if rollout.committed:
-        # There is no way back: one that refuses it now is left behind, and told in the events.
-        there = [node for node in nodes if not node.has(rollout.model, rollout.to_version, "refused")]
-        return _without(there, rollout.model, rollout.to_version)
-    last_early = rollout.step == f"{ROLL}{rollout.early_groups - 1}"
-    bare = _bare_shards(view, rollout.model, rollout.to_version) if last_early else []
-    return _without(nodes, rollout.model, rollout.to_version) + bare
-
-
-def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
+def _delta_lags(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
     until = rollout.replay_until or 0
-    # A serving process that holds rows itself tells by which plan; one that asks shard nodes applies no deltas.
-    found = [
+    # A serving process that holds rows itself reports by which plan; the others apply no deltas.
+    return [
         StepBlocker(
             f"{node.node_id}: applied delta {report.delta_sequence} of {until}"
             f"{f': {report.reason}' if report.reason else ''}",
@@ -278,39 +260,20 @@ def _behind_in_deltas(rollout: Rollout, view: FleetView) -> list[StepBlocker]:
         and report.delta_sequence < until
         and (node.kind == "shard" or report.plan_digest)
     ]
-    return found + _bare_shards(view, rollout.model, rollout.to_version)
-
-
-def _not_applied(view: FleetView, model: str, version: int, epoch: int) -> list[StepBlocker]:
-    return [
-        StepBlocker(
-            f"{node.node_id}: has not acted on epoch {epoch} yet", staging=not node.has(model, version, "ready")
-        )
-        for node in view.serving()
-        if model in node.live and node.applied.get(model, 0) < epoch
-    ]
 
 
 def _elsewhere(view: FleetView, model: str, version: int | None) -> list[StepBlocker]:
-    # Without a version a process has nothing to turn to until it retires what it has.
+    # Without a version a process has nothing to change to until it retires what it has.
     if version is None:
         return []
-    found = []
+    lags = []
     for node in view.serving():
         live, ready = node.live.get(model), node.has(model, version, "ready")
         if live != version and (live is not None or ready):
-            found.append(StepBlocker(f"{node.node_id}: answers with version {live}", staging=not ready))
-    if not found and not any(node.live.get(model) == version for node in view.serving()):
-        found.append(StepBlocker(f"no serving process answers with version {version}", staging=True))
-    return found
-
-
-def _not_back(view: FleetView, model: str, version: int | None) -> list[StepBlocker]:
-    if version is None:
-        return []
-    nodes = [node for node in view.shard_nodes() if not node.has(model, version, "refused")]
-    # Undone before a single node was there, there is nothing to come back.
-    return _without(nodes, model, version) + (_bare_shards(view, model, version) if view.shard_nodes() else [])
+            lags.append(StepBlocker(f"{node.node_id}: answers with version {live}", staging=not ready))
+    if not lags and not any(node.live.get(model) == version for node in view.serving()):
+        lags.append(StepBlocker(f"no serving process answers with version {version}", staging=True))
+    return lags
 
 
 def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, NodeBaseline]:
@@ -327,51 +290,44 @@ def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, Node
 
 
 class BakeTally:
-    """Follows one bake of one model.
-
-    What a process had counted when it died is remembered here, and so is lost only if the coordinator ends as well.
-    """
+    """Counts of one bake of one model; those of a process that died are lost only if the coordinator ends as well."""
 
     def __init__(self) -> None:
         self._bake: tuple[str, float] | None = None
         self._last: dict[tuple[str, int], tuple[VersionStats, VersionStats]] = {}
 
     def totals(self, rollout: Rollout, nodes: Sequence[NodeRecord]) -> tuple[VersionStats, VersionStats]:
-        """Add up what the live and the new version answered since the bake began, as `nodes` and earlier ones tell.
+        """Return what the live and the new version answered since the bake began, by these nodes and earlier ones.
 
-        After a flip the old version answers no more: all that it answered before stands for it then.
+        After a flip the old version answers no more: all that it answered before counts for it then.
         """
         bake = (rollout.rollout_id, rollout.bake_began_at or 0.0)
         if bake != self._bake:
             self._bake = bake
-            self._last = {(key, one.process_id): (one.live, one.new) for key, one in rollout.baseline.items()}
+            baseline = rollout.baseline.items()
+            self._last = {(node_id, counted.process_id): (counted.live, counted.new) for node_id, counted in baseline}
         for node in nodes:
-            if node.kind != "serving":
-                continue
-            key = (node.node_id, node.process_id)
-            live, new = self._last.get(key, (NOTHING, NOTHING))
-            self._last[key] = (
-                _stats(node, rollout.model, rollout.from_version) or live,
-                _stats(node, rollout.model, rollout.to_version) or new,
-            )
+            if node.kind == "serving":
+                key = (node.node_id, node.process_id)
+                live, new = self._last.get(key, (NOTHING, NOTHING))
+                live = _stats(node, rollout.model, rollout.from_version) or live
+                self._last[key] = (live, _stats(node, rollout.model, rollout.to_version) or new)
         live_parts, new_parts = [], []
         for (node_id, process_id), (live, new) in self._last.items():
             base = rollout.baseline.get(node_id)
-            same = base is not None and base.process_id == process_id
-            live_parts.append(since(live, base.live) if same and base and rollout.step != BAKE else live)
-            new_parts.append(since(new, base.new) if same and base else new)
+            if base is None or base.process_id != process_id:
+                base = NodeBaseline(process_id=process_id, live=NOTHING, new=NOTHING)
+            live_parts.append(live if rollout.step == Step.BAKE else since(live, base.live))
+            new_parts.append(since(new, base.new))
         return added(live_parts), added(new_parts)
 
 
 def since(now: VersionStats, then: VersionStats) -> VersionStats:
     """Return what was counted between two moments; all of `now` if the counts began anew in between."""
-    counts = zip_longest(now.latency_counts, then.latency_counts, fillvalue=0)
-    difference = VersionStats(
-        latency_counts=tuple(starmap(sub, counts)),
-        **{name: getattr(now, name) - getattr(then, name) for name in _SUMMED},
-    )
-    grown = (difference.requests, difference.errors, difference.score_count, *difference.latency_counts)
-    return now if min(grown) < 0 else difference
+    counts = tuple(starmap(sub, zip_longest(now.latency_counts, then.latency_counts, fillvalue=0)))
+    sums = {name: getattr(now, name) - getattr(then, name) for name in _SUMMED}
+    is_grown = min(sums["requests"], sums["errors"], sums["score_count"], *counts) >= 0
+    return VersionStats(latency_counts=counts, **sums) if is_grown else now
 
 
 def added(parts: Sequence[VersionStats]) -> VersionStats:

@@ -26,10 +26,9 @@ class GuardLimits(Frozen):
     Attributes:
         min_requests: with fewer answers than this by either version, nothing is compared, and with fewer by the new
             one no bake passes; 0: bakes need none, and `MIN_REQUESTS` are compared.
-        max_error_rate_increase: of the share of requests that fail.
-        max_p99_ratio: of its 99th percentile latency to the live one's.
-        p99_slack_ms: and by so much more, so that fractions of a millisecond are no breach.
-        max_score_drift: how far its mean score may lie from the live one's, in standard deviations of a live score.
+        max_error_rate_increase: of the fraction of requests that fail.
+        max_p99_ratio: of its 99th percentile latency to the live one's, to which p99_slack_ms is added.
+        max_score_drift: difference of the mean scores, in standard deviations of a live score.
     """
 
     min_requests: int = Field(default=MIN_REQUESTS, ge=0)
@@ -49,6 +48,31 @@ class VersionNumbers(Record):
     mean_score: float | None
     score_deviation: float | None
 
+    @classmethod
+    def from_stats(cls, stats: VersionStats) -> VersionNumbers:
+        """Return rates, percentile and moments of counts. The p99 is the upper bound of its bucket, in milliseconds."""
+        mean = deviation = None
+        if stats.score_count:
+            mean = stats.score_sum / stats.score_count
+            deviation = math.sqrt(max(stats.score_square_sum / stats.score_count - mean * mean, 0.0))
+        return cls(
+            requests=stats.requests,
+            errors=stats.errors,
+            error_rate=stats.errors / stats.requests if stats.requests else None,
+            p99_ms=percentile_ms(stats.latency_counts, _P99),
+            mean_score=mean,
+            score_deviation=deviation,
+        )
+
+    def text(self) -> str:
+        """Return the numbers in one line."""
+        text = f"{self.requests} requests, {self.errors} errors"
+        if self.p99_ms is not None:
+            text += f", p99 {self.p99_ms:.1f} ms"
+        if self.mean_score is not None:
+            text += f", mean score {self.mean_score:.4g} ± {self.score_deviation or 0.0:.4g}"
+        return text
+
 
 class GuardReport(Record):
     """Which limit is breached, or why nothing was compared; no reason if all is well.
@@ -63,52 +87,59 @@ class GuardReport(Record):
     live: VersionNumbers
     new: VersionNumbers
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Return the reason and the numbers in one line."""
-        return f"{self.reason or 'within the limits'} (live: {_told(self.live)}; new: {_told(self.new)})"
+        return f"{self.reason or 'within the limits'} (live: {self.live.text()}; new: {self.new.text()})"
 
 
 def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> GuardReport:
     """Compare what a new version answered with what the live one did in the same time."""
-    numbers = {"live": numbers_of(live), "new": numbers_of(new)}
+    numbers = {"live": VersionNumbers.from_stats(live), "new": VersionNumbers.from_stats(new)}
     missing, needed = max(0, limits.min_requests - new.requests), limits.min_requests or MIN_REQUESTS
     if min(live.requests, new.requests) < needed:
         reason = f"too little traffic to compare: {needed} requests of each version are needed"
         return GuardReport(breached=False, compared=False, missing=missing, reason=reason, **numbers)
-    reasons = [_errors(live, new, limits), _latency(live, new, limits), _drift(numbers["live"], numbers["new"], limits)]
-    reason = "; ".join(filter(None, reasons))
-    return GuardReport(breached=bool(reason), compared=True, reason=reason, **numbers)
+    reasons = []
+    allowed = min(live.errors / live.requests + limits.max_error_rate_increase, 1.0)
+    if _is_above(new.errors, new.requests, allowed):
+        limit = f"allowed is the live version's plus {limits.max_error_rate_increase:.2%}"
+        reasons.append(f"error rate {new.errors / new.requests:.2%}, {limit}")
+    live_p99, new_p99 = numbers["live"].p99_ms, numbers["new"].p99_ms
+    if live_p99 is not None and new_p99 is not None:
+        allowed = live_p99 * limits.max_p99_ratio + limits.p99_slack_ms
+        # Only buckets that begin at or above what is allowed are surely slower.
+        first = bisect_left(LATENCY_BOUNDS_MS, allowed) + 1
+        slower, total = sum(new.latency_counts[first:]), sum(new.latency_counts)
+        if _is_above(slower, total, 1 - _P99):
+            took_longer = f"({slower} of {total} answers took longer)"
+            reasons.append(f"p99 {new_p99:.1f} ms, allowed is {allowed:.1f} ms {took_longer}")
+    mean, live_mean = numbers["new"].mean_score, numbers["live"].mean_score
+    if mean is not None and live_mean is not None:
+        # Scores that are all the same have no deviation but that of their rounding.
+        deviation = max(numbers["live"].score_deviation or 0.0, 1e-6 * abs(live_mean), 1e-12)
+        if (drift := abs(mean - live_mean) / deviation) > limits.max_score_drift:
+            limit = f"allowed is {limits.max_score_drift:g}"
+            reasons.append(f"mean score {drift:.2g} standard deviations off the live one's, {limit}")
+    return GuardReport(breached=bool(reasons), compared=True, reason="; ".join(reasons), **numbers)
+
+
+def _is_above(successes: int, trials: int, probability: float) -> bool:
+    """Return whether there are more than expected, and too many for chance."""
+    return successes > probability * trials and at_least(successes, trials, probability) < MAX_FALSE_ALARM
 
 
 def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
-    """Return which serving processes find golden scores further off than the manifest allows; empty if none does.
+    """Return which serving processes have golden scores further off than the manifest allows; empty if none has.
 
     Only meaningful while no delta was applied to the version: changed rows change golden scores.
     """
     reasons = []
     for node in nodes:
         report = node.report(model, version)
-        if report is not None and report.golden_difference is not None and report.golden_tolerance is not None:
-            difference, tolerance = report.golden_difference, report.golden_tolerance
-            if difference > tolerance:
-                reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
+        difference, tolerance = (report.golden_difference, report.golden_tolerance) if report else (None, None)
+        if difference is not None and tolerance is not None and difference > tolerance:
+            reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
     return "; ".join(reasons)
-
-
-def numbers_of(stats: VersionStats) -> VersionNumbers:
-    """Rates, percentile and moments of counts. The p99 is the upper bound of its bucket, in milliseconds."""
-    mean = deviation = None
-    if stats.score_count:
-        mean = stats.score_sum / stats.score_count
-        deviation = math.sqrt(max(stats.score_square_sum / stats.score_count - mean * mean, 0.0))
-    return VersionNumbers(
-        requests=stats.requests,
-        errors=stats.errors,
-        error_rate=stats.errors / stats.requests if stats.requests else None,
-        p99_ms=percentile_ms(stats.latency_counts, _P99),
-        mean_score=mean,
-        score_deviation=deviation,
-    )
 
 
 def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | None:
@@ -125,39 +156,6 @@ def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | Non
         if seen >= quantile * total:
             return LATENCY_BOUNDS_MS[min(bucket, len(LATENCY_BOUNDS_MS) - 1)]
     raise AssertionError("the counts' sum is their total")
-
-
-def _errors(live: VersionStats, new: VersionStats, limits: GuardLimits) -> str:
-    allowed = min(live.errors / live.requests + limits.max_error_rate_increase, 1.0)
-    rate = new.errors / new.requests
-    if rate <= allowed or at_least(new.errors, new.requests, allowed) >= MAX_FALSE_ALARM:
-        return ""
-    return f"error rate {rate:.2%}, allowed is the live version's plus {limits.max_error_rate_increase:.2%}"
-
-
-def _latency(live: VersionStats, new: VersionStats, limits: GuardLimits) -> str:
-    live_p99 = percentile_ms(live.latency_counts, _P99)
-    new_p99 = percentile_ms(new.latency_counts, _P99)
-    if live_p99 is None or new_p99 is None:
-        return ""
-    allowed = live_p99 * limits.max_p99_ratio + limits.p99_slack_ms
-    # Only buckets that begin at or above what is allowed are surely slower.
-    first = bisect_left(LATENCY_BOUNDS_MS, allowed) + 1
-    slower, total = sum(new.latency_counts[first:]), sum(new.latency_counts)
-    if slower <= (1 - _P99) * total or at_least(slower, total, 1 - _P99) >= MAX_FALSE_ALARM:
-        return ""
-    return f"p99 {new_p99:.1f} ms, allowed is {allowed:.1f} ms ({slower} of {total} answers took longer)"
-
-
-def _drift(live: VersionNumbers, new: VersionNumbers, limits: GuardLimits) -> str:
-    if live.mean_score is None or new.mean_score is None or live.score_deviation is None:
-        return ""
-    # Scores that are all the same have no deviation but that of their rounding.
-    deviation = max(live.score_deviation, 1e-6 * abs(live.mean_score), 1e-12)
-    drift = abs(new.mean_score - live.mean_score) / deviation
-    if drift <= limits.max_score_drift:
-        return ""
-    return f"mean score {drift:.2g} standard deviations off the live one's, allowed is {limits.max_score_drift:g}"
 
 
 def at_least(successes: int, trials: int, probability: float) -> float:
@@ -186,12 +184,3 @@ def at_least(successes: int, trials: int, probability: float) -> float:
             break
         log_term += math.log(trials - count) - math.log(count + 1) + log_odds if count < trials else 0.0
     return min(total, 1.0)
-
-
-def _told(numbers: VersionNumbers) -> str:
-    parts = [f"{numbers.requests} requests, {numbers.errors} errors"]
-    if numbers.p99_ms is not None:
-        parts.append(f"p99 {numbers.p99_ms:.1f} ms")
-    if numbers.mean_score is not None:
-        parts.append(f"mean score {numbers.mean_score:.4g} ± {numbers.score_deviation or 0.0:.4g}")
-    return ", ".join(parts)

@@ -9,10 +9,10 @@ step may be done twice, and a registry that lost everything can be written anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from itertools import zip_longest
+from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from loader.errors import RegistryRecordError, RolloutError
 from loader.registry.fleet import (
@@ -21,6 +21,7 @@ from loader.registry.fleet import (
     FleetRegistry,
     NodeId,
     NumShards,
+    PublishedVersion,
     Record,
     Version,
     VersionStats,
@@ -30,7 +31,7 @@ from loader.registry.fleet import (
     rollout_key,
 )
 from loader.rollout.guards import GuardLimits
-from loader.snapshot.tables import Name
+from loader.snapshot.tables import Name, schema_errors
 
 Strategy = Literal["beside", "by-replica"]
 Outcome = Literal["refused", "rolled_back", "aborted"]
@@ -41,19 +42,22 @@ MAX_BAKE_S = 7 * 24 * 3600.0
 BAKE_TIMEOUT = 10
 """Times the bake, where no timeout is given."""
 
-STAGE_SHARDS = "stage_shards"
-STAGE_SERVING = "stage_serving"
-REPLAY = "replay"
-SHADOW = "shadow"
-"""Of rollouts that earlier releases started: it changes nothing, and is passed over."""
-CANARY = "canary"
-FLIP = "flip"
-BAKE = "bake"
-UNFLIP = "unflip"
-RETIRE_SERVING = "retire_serving"
-RETIRE_SHARDS = "retire_shards"
-ROLL = "roll:"
-UNDO_STEPS = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
+
+class Step:
+    """Names of the steps of rollouts."""
+
+    STAGE_SHARDS: Final = "stage_shards"
+    STAGE_SERVING: Final = "stage_serving"
+    REPLAY: Final = "replay"
+    SHADOW: Final = "shadow"  # of rollouts that earlier releases started: skipped
+    CANARY: Final = "canary"
+    FLIP: Final = "flip"
+    BAKE: Final = "bake"
+    UNFLIP: Final = "unflip"
+    RETIRE_SERVING: Final = "retire_serving"
+    RETIRE_SHARDS: Final = "retire_shards"
+    ROLL: Final = "roll:"  # and the number of a group
+    UNDO: Final = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
 
 
 class Event(Record):
@@ -81,15 +85,15 @@ class Rollout(Record):
         previous_version: what a rollback returns to if this rollout is not done; see `rollback_target`.
         from_followed: deltas were applied to `from_version` when it started.
         delta_base, last_delta: of `to_version`, as published.
-        strategy: `beside` holds both versions on each shard node for a while, `by-replica` never does.
+        strategy: `beside` loads both versions on each shard node for a while, `by-replica` never does.
         canary_share: share of requests that the new version gets first; None for no canary.
-        bake_s: how long it is held against the live one, in seconds; 0 for not at all.
+        bake_s: how long it is compared with the live one, in seconds; 0 for not at all.
         bake_timeout_s: longest that a bake waits for `guards.min_requests`, in seconds; None for `BAKE_TIMEOUT` bakes.
         steps: when it is undone, those of undoing, from `undo_index` on, come after the last one that was begun.
-        base_epoch: the epoch of the wanted record that the step's own write follows: up to it the step is still to be
-            done, above it it was. It is also what keeps a coordinator with an old copy of this record from writing.
+        base_epoch: of the wanted record that the step's write follows: up to it the step is still to be done. It also
+            keeps a coordinator with an old copy of this record from writing.
         groups: by-replica only: node ids that are rolled together, in order; `early_groups` of them before the flip.
-        from_shards, to_shards: over how many shards the rows of the two versions are divided; None if nobody said.
+        from_shards, to_shards: over how many shards the rows of the two versions are divided; None if unknown.
         replay_until: the last delta of that stream when the step `replay` began; None before.
         baseline: what serving processes had counted when the bake began, by node id.
         state: `running` towards `to_version`, `undoing` back to `from_version`, or how it ended.
@@ -167,7 +171,7 @@ class Rollout(Record):
     @property
     def committed(self) -> bool:
         """There is no way back but another rollout: the old version is being retired, or there is none to flip to."""
-        last = "flip" if self.from_version is None else "retire_serving"
+        last = Step.FLIP if self.from_version is None else Step.RETIRE_SERVING
         return self.forward and last in self.steps[: self.step_index + 1]
 
     @property
@@ -176,8 +180,7 @@ class Rollout(Record):
         return self.from_version if self.forward else self.previous_version
 
 
-@dataclass(frozen=True, slots=True)
-class OnRecord:
+class OnRecord(NamedTuple):
     """A rollout as it was read, with the revision that a write of it must follow."""
 
     rollout: Rollout
@@ -190,11 +193,6 @@ async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
     return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
 
 
-def encode_rollout(rollout: Rollout) -> bytes:
-    """Encode a rollout as it is kept in the registry: JSON."""
-    return rollout.model_dump_json().encode()
-
-
 def decode_rollout(model: str, value: bytes) -> Rollout:
     """Read a record. Raises RegistryRecordError, naming its key, if it is none of this model."""
     key = rollout_key(model)
@@ -204,6 +202,16 @@ def decode_rollout(model: str, value: bytes) -> Rollout:
     return rollout
 
 
+def checked_rollout(published: PublishedVersion, **fields: object) -> Rollout:
+    """Return a rollout to a published version. Raises RolloutError, naming the fields that are not allowed."""
+    known = {"delta_base": published.delta_base, "last_delta": published.last_delta}
+    try:
+        return Rollout.model_validate({"model": published.model, "to_version": published.version, **known, **fields})
+    except ValidationError as error:
+        reasons = "; ".join(map(str, schema_errors(error, [Rollout])))
+        raise RolloutError(f"{published.model}: {reasons}") from error
+
+
 def plan_steps(
     strategy: Strategy, *, canary: bool, bake: bool, early_groups: int = 0, groups: int = 0
 ) -> tuple[str, ...]:
@@ -211,22 +219,11 @@ def plan_steps(
 
     With a canary, the bake is part of that step. Of `groups` of shard nodes `early_groups` are rolled before the flip.
     """
-    early: tuple[str, ...] = (STAGE_SHARDS,)
-    late: tuple[str, ...] = ()
-    if strategy == "by-replica":
-        early = tuple(f"{ROLL}{group}" for group in range(early_groups))
-        late = tuple(f"{ROLL}{group}" for group in range(early_groups, groups))
-    return (
-        *early,
-        STAGE_SERVING,
-        REPLAY,
-        *((CANARY,) if canary else ()),
-        FLIP,
-        *((BAKE,) if bake and not canary else ()),
-        RETIRE_SERVING,
-        *late,
-        RETIRE_SHARDS,
-    )
+    rolls = [f"{Step.ROLL}{group}" for group in range(groups)]
+    before_flip = rolls[:early_groups] if strategy == "by-replica" else [Step.STAGE_SHARDS]
+    trial = [Step.CANARY, Step.FLIP] if canary else [Step.FLIP, Step.BAKE] if bake else [Step.FLIP]
+    retire = [Step.RETIRE_SERVING, *rolls[early_groups:], Step.RETIRE_SHARDS]
+    return (*before_flip, Step.STAGE_SERVING, Step.REPLAY, *trial, *retire)
 
 
 def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
@@ -235,75 +232,61 @@ def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[t
     Of each shard, half of its nodes (at least one, by id) are in the groups before the flip and the rest in those after
     it, so that both versions have a node of each shard in between.
     """
-    early = {shard: max(1, len(nodes) // 2) for shard, nodes in nodes_by_shard.items()}
-    num_early = max(early.values(), default=0)
-    num_late = max((len(nodes) - early[shard] for shard, nodes in nodes_by_shard.items()), default=0)
-    groups: list[list[str]] = [[] for _ in range(num_early + num_late)]
-    for shard, nodes in sorted(nodes_by_shard.items()):
-        for rank, node_id in enumerate(sorted(nodes)):
-            groups[rank if rank < early[shard] else num_early + rank - early[shard]].append(node_id)
-    return tuple(tuple(group) for group in groups), num_early
+    early: list[Sequence[str]] = []
+    remaining: list[Sequence[str]] = []
+    for _, nodes in sorted(nodes_by_shard.items()):
+        half = max(1, len(nodes) // 2)
+        early.append(sorted(nodes)[:half])
+        remaining.append(sorted(nodes)[half:])
+    groups = [
+        tuple(node_id for node_id in group if node_id is not None)
+        for halves in (early, remaining)
+        for group in zip_longest(*halves)
+    ]
+    return tuple(groups), max(map(len, early), default=0)
 
 
 def group_of(rollout: Rollout, step: str) -> tuple[str, ...]:
     """Return the node ids that a `roll:` step rolls; empty for other steps."""
-    return rollout.groups[int(step.removeprefix(ROLL))] if step.startswith(ROLL) else ()
+    return rollout.groups[int(step.removeprefix(Step.ROLL))] if step.startswith(Step.ROLL) else ()
 
 
 def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
     """Return what is wanted of the fleet in the step that a rollout is in."""
-    wanted = _versions_in_step(rollout, epoch)
-    told = {rollout.from_version: rollout.from_shards, rollout.to_version: rollout.to_shards}
-    shards = {version: number for version in sorted(wanted.named()) if (number := told[version]) is not None}
+    old, undo_index = _versions(rollout.from_version), rollout.undo_index
+    begun = rollout.steps[: rollout.step_index + 1 if undo_index is None else undo_index]
+    undone = () if undo_index is None else rollout.steps[undo_index : rollout.step_index + 1]
+    # Before serving processes were sent the new version, shard nodes can let go of it at once. They must: the last
+    # step that was begun may never have been written, because it would have taken away a shard's last node.
+    if Step.RETIRE_SHARDS in undone or (undone and Step.STAGE_SERVING not in begun):
+        follow = old if rollout.from_followed else ()
+        change: dict[str, object] = {"live": rollout.from_version, "hold": old, "serve": old, "follow": follow}
+    else:
+        change = _forward(rollout, begun)
+        if undone:
+            change |= {"live": rollout.from_version, "canary": None}
+        if Step.RETIRE_SERVING in undone:
+            change["serve"] = old
+    wanted = WantedModel.model_validate({"model": rollout.model, "epoch": epoch, **change})
+    divided = {rollout.from_version: rollout.from_shards, rollout.to_version: rollout.to_shards}
+    shards = {version: number for version in sorted(wanted.named()) if (number := divided[version]) is not None}
     return wanted.model_copy(update={"num_shards": shards})
 
 
-def _versions_in_step(rollout: Rollout, epoch: int) -> WantedModel:
-    if rollout.undo_index is None:
-        return _forward(rollout, rollout.step_index, epoch)
-    begun, undone = rollout.steps[: rollout.undo_index], rollout.steps[rollout.undo_index : rollout.step_index + 1]
-    old = _versions(rollout.from_version)
-    # Before serving processes were told of the new version, shard nodes can let go of it at once. They must: the last
-    # step that was begun may never have been written, because it would have taken away a shard's last node.
-    if RETIRE_SHARDS in undone or STAGE_SERVING not in begun:
-        return WantedModel(
-            model=rollout.model,
-            epoch=epoch,
-            live=rollout.from_version,
-            hold=old,
-            serve=old,
-            follow=old if rollout.from_followed else (),
-        )
-    wanted = _forward(rollout, rollout.undo_index - 1, epoch)
-    change: dict[str, object] = {"live": rollout.from_version, "canary": None}
-    if RETIRE_SERVING in undone:
-        change["serve"] = old
-    return wanted.model_copy(update=change)
-
-
-def same_wish(one: WantedModel, other: WantedModel) -> bool:
-    """Tells whether two records want the same, whatever their epochs."""
-    return one.model_copy(update={"epoch": other.epoch}) == other
-
-
-def _forward(rollout: Rollout, step_index: int, epoch: int) -> WantedModel:
-    begun = rollout.steps[: step_index + 1]
+def _forward(rollout: Rollout, begun: tuple[str, ...]) -> dict[str, object]:
     old, new = _versions(rollout.from_version), _versions(rollout.to_version)
     followed = old if rollout.from_followed else ()
-    ended = RETIRE_SHARDS in begun
+    is_last = Step.RETIRE_SHARDS in begun
     rolled = [node_id for step in begun for node_id in group_of(rollout, step)]
-    in_canary = begun[-1] == CANARY and rollout.canary_share is not None
-    hold = new if ended else (*old, *new) if STAGE_SHARDS in begun else old
-    return WantedModel(
-        model=rollout.model,
-        epoch=epoch,
-        live=rollout.to_version if FLIP in begun else rollout.from_version,
-        hold=hold,
-        serve=new if RETIRE_SERVING in begun else (*old, *new) if STAGE_SERVING in begun else old,
-        follow=new if ended else (*followed, *new) if REPLAY in begun else followed,
-        canary=Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
-        node_hold={} if ended else dict.fromkeys(rolled, new),
-    )
+    in_canary = begun[-1] == Step.CANARY and rollout.canary_share is not None
+    return {
+        "live": rollout.to_version if Step.FLIP in begun else rollout.from_version,
+        "hold": new if is_last else (*old, *new) if Step.STAGE_SHARDS in begun else old,
+        "serve": new if Step.RETIRE_SERVING in begun else (*old, *new) if Step.STAGE_SERVING in begun else old,
+        "follow": new if is_last else (*followed, *new) if Step.REPLAY in begun else followed,
+        "canary": Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
+        "node_hold": {} if is_last else dict.fromkeys(rolled, new),
+    }
 
 
 def _versions(version: int | None) -> tuple[int, ...]:
@@ -312,14 +295,14 @@ def _versions(version: int | None) -> tuple[int, ...]:
 
 def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Rollout:
     """Move to the next step, or end. Its write follows `wanted_epoch`; `text` says how this step was done."""
-    if rollout.step == RETIRE_SHARDS:
+    if rollout.step == Step.RETIRE_SHARDS:
         return changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
     change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
     return changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
 
 
 def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
-    """Turn back, to end as `outcome`. Its steps are those begun so far, then those of undoing.
+    """Return the rollout on its way back, to end as `outcome`: its steps begun so far, then those of undoing.
 
     Raises RolloutError if it has ended, is undone already, or there is no way back any more.
     """
@@ -333,7 +316,7 @@ def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollo
         why = "there is no version to go back to" if old is None else f"version {old} is being retired"
         raise RolloutError(f"{name} can't be undone in step {rollout.step!r}: {why}; once it is done, use rollback")
     begun = rollout.steps[: rollout.step_index + 1]
-    steps = {"steps": (*begun, *UNDO_STEPS), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
+    steps = {"steps": (*begun, *Step.UNDO), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
     change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason)}
     return changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
-
-from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RolloutError
 from loader.registry.fleet import (
@@ -20,7 +19,7 @@ from loader.registry.fleet import (
     NodeKind,
     NodeRecord,
     PublishedVersion,
-    VersionState,
+    VersionStatus,
     WantedModel,
     delta_stream,
     rollout_key,
@@ -34,16 +33,15 @@ from loader.rollout.plan import (
     Rollout,
     RolloutState,
     Strategy,
+    checked_rollout,
     decode_rollout,
-    encode_rollout,
     plan_steps,
     read_rollout,
     replica_groups,
-    same_wish,
     undone,
     wanted_in_step,
 )
-from loader.snapshot.tables import Frozen, schema_errors
+from loader.snapshot.tables import Frozen
 
 MAX_ATTEMPTS = 16
 
@@ -65,7 +63,7 @@ async def start_rollout(
     """Put a rollout on record; a coordinator carries it out.
 
     `canary_share` of the requests, above 0 and below 1, go to the version first; None for no canary. For `bake_s`
-    seconds it is held against the live version, if there is one; after `bake_timeout_s` a bake short of
+    seconds it is compared with the live version, if there is one; after `bake_timeout_s` a bake short of
     `guards.min_requests` is undone; None for 10 bakes. `strategy` is `beside`, or `by-replica` where no shard node can
     hold two versions. `clock` is seconds since the epoch, `rollout_id` 32 random hexadecimal digits. `after` is the
     model's last rollout as the caller decided on it; None to read it.
@@ -87,36 +85,47 @@ async def start_rollout(
     # Without shard nodes that only hold versions of an earlier number of shards.
     view = view.divided(view.num_shards)
     _check_nodes(view, model, wanted)
-    live = wanted.live if wanted is not None else None
+    live = None if wanted is None else wanted.live
     if live == version:
         raise RolloutError(f"{model}: version {version} is live already")
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
-    groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
-    has_bake = bake_s > 0 and live is not None
-    steps = plan_steps(strategy, canary=canary_share is not None, bake=has_bake, early_groups=early, groups=len(groups))
-    asked: dict[str, object] = {
-        "rollout_id": rollout_id,
-        "canary_share": canary_share,
-        "bake_s": bake_s,
-        "bake_timeout_s": bake_timeout_s,
-        "guards": guards or GuardLimits(),
-        "strategy": strategy,
-        "to_shards": view.num_shards if view.needs_shards() else None,
-        "groups": groups,
-        "early_groups": early,
-        "steps": steps,
-    }
-    rollout = _plan(published, wanted, last.rollout if last is not None else None, asked, clock())
+    groups, early = _replica_groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
+    has_bake, now = bake_s > 0 and live is not None, clock()
+    previous = None if last is None else last.rollout.rollback_target
+    rollout = checked_rollout(
+        published,
+        epoch=1 if last is None else last.rollout.epoch + 1,
+        rollout_id=rollout_id,
+        from_version=live,
+        from_shards=None if wanted is None or live is None else wanted.num_shards.get(live),
+        from_followed=wanted is not None and live in wanted.follow,
+        previous_version=None if previous == live else previous,
+        base_epoch=0 if wanted is None else wanted.epoch,
+        canary_share=canary_share,
+        bake_s=bake_s,
+        bake_timeout_s=bake_timeout_s,
+        guards=guards or GuardLimits(),
+        strategy=strategy,
+        to_shards=view.num_shards if view.needs_shards() else None,
+        groups=groups,
+        early_groups=early,
+        steps=plan_steps(
+            strategy, canary=canary_share is not None, bake=has_bake, early_groups=early, groups=len(groups)
+        ),
+        started_at=now,
+        step_began_at=now,
+        events=[Event(at=now, step="start", text=f"rollout of version {version} in place of {live}")],
+    )
     try:
-        await fleet.registry.put(rollout_key(model), encode_rollout(rollout), last.revision if last is not None else 0)
+        await fleet.registry.put(rollout_key(model), rollout.encode(), 0 if last is None else last.revision)
     except RegistryConflictError as error:
         raise RolloutError(f"{model}: another rollout was started at the same time") from error
     return rollout
 
 
 class SeenRollout(NamedTuple):
-    """A model's last rollout and live version, as a page showed them to who decides on them."""
+    """A model's last rollout and live version, as a page showed them to its user."""
 
     rollout_id: str
     is_active: bool
@@ -143,7 +152,7 @@ async def abort_rollout(
     clock: Callable[[], float] = time.time,
     seen: SeenRollout | None = None,
 ) -> Rollout:
-    """Turn a running rollout back.
+    """Undo a running rollout.
 
     Raises RolloutError if none is running, its old version is being retired, or it is not as it was `seen`.
     """
@@ -151,12 +160,10 @@ async def abort_rollout(
         last = await _read_seen(fleet, model, seen)
         if last is None:
             raise RolloutError(f"{model}: no rollout is running")
-        turned = undone(last.rollout, clock(), "aborted", reason or "no reason given")
-        try:
-            await fleet.registry.put(rollout_key(model), encode_rollout(turned), last.revision)
-        except RegistryConflictError:
-            continue
-        return turned
+        aborted = undone(last.rollout, clock(), "aborted", reason or "no reason given")
+        with suppress(RegistryConflictError):
+            await fleet.registry.put(rollout_key(model), aborted.encode(), last.revision)
+            return aborted
     raise RolloutError(f"{model}: its rollout changed {MAX_ATTEMPTS} times while it was to be aborted: try again")
 
 
@@ -174,27 +181,26 @@ async def roll_back(
     longer be aborted, or what was `seen` has changed.
     """
     last = await _read_seen(fleet, model, seen)
-    if last is not None and last.rollout.active:
-        return await abort_rollout(fleet, model, "rolled back by hand", clock=clock, seen=seen)
-    target = last.rollout.rollback_target if last is not None else None
-    if last is None or target is None:
+    if last is None or ((target := last.rollout.rollback_target) is None and not last.rollout.active):
         raise RolloutError(f"{model}: there is no earlier version to go back to")
+    if last.rollout.active or target is None:
+        return await abort_rollout(fleet, model, "rolled back by hand", clock=clock, seen=seen)
     strategy = last.rollout.strategy
     return await start_rollout(fleet, model, target, strategy=strategy, clock=clock, rollout_id=rollout_id, after=last)
 
 
 async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
-    """Have versions that are rolled out from now on divided over another number of shards.
+    """Divide versions that are rolled out from now on over another number of shards.
 
-    What is wanted now stays where it is. Nodes of both numbers may join: each holds the versions of its own. Raises
+    What is wanted now stays where it is. Nodes of both numbers may join: each holds the versions of its number. Raises
     RolloutError if no shard node has ever joined, or a rollout is running.
     """
     entry, record = await fleet.registry.get(FLEET), await fleet.fleet()
     if entry is None or record is None:
         raise RolloutError(f"registry {fleet.name}: no shard node has joined, so there is nothing to divide anew")
-    if record.num_shards == num_shards:
-        return
     before = record.num_shards
+    if before == num_shards:
+        return
 
     def divide_others(wanted: WantedModel | None) -> WantedModel | None:
         if wanted is None:
@@ -206,34 +212,34 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
         if last is not None and last.rollout.active:
             raise RolloutError(
                 f"{model}: the rollout of version {last.rollout.to_version} is {last.rollout.state}: the number of "
-                f"shards is {record.num_shards} until it has ended"
+                f"shards is {before} until it has ended"
             )
         # Before the new number is on record: its nodes would hold what nobody says is another one's.
         await fleet.update_wanted(model, divide_others)
     changed = record.model_copy(update={"num_shards": num_shards})
-    await fleet.registry.put(FLEET, changed.model_dump_json().encode(), entry.revision)
+    await fleet.registry.put(FLEET, changed.encode(), entry.revision)
 
 
 def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> None:
     if not view.serving():
         raise RolloutError(f"{model}: no serving process is announced")
     if view.needs_shards():
-        there = {node.shard_index for node in view.shard_nodes()}
-        bare = [shard for shard in range(view.num_shards or 0) if shard not in there]
-        if bare or not there:
-            raise RolloutError(f"{model}: no node is announced of shards {bare}" if bare else f"{model}: no shard node")
-    epoch = wanted.epoch if wanted is not None else 0
-    ahead = [node.node_id for node in view.nodes if node.applied.get(model, 0) > epoch]
-    if ahead:
+        announced = {node.shard_index for node in view.shard_nodes()}
+        if bare := [shard for shard in range(view.num_shards or 0) if shard not in announced]:
+            raise RolloutError(f"{model}: no node is announced of shards {bare}")
+        if not announced:
+            raise RolloutError(f"{model}: no shard node")
+    epoch = 0 if wanted is None else wanted.epoch
+    if ahead := [node.node_id for node in view.nodes if node.applied.get(model, 0) > epoch]:
         raise RolloutError(
             f"{model}: the registry has lost its last changes: {', '.join(ahead[:5])} knows of later ones than epoch "
             f"{epoch} and gives them back; try again in a moment"
         )
 
 
-def _groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tuple[tuple[str, ...], ...], int]:
-    live = None if wanted is None else wanted.live
-    if wanted is None or live is None:
+def _replica_groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """Return as `replica_groups`. Raises RolloutError where these nodes can't be rolled one by one."""
+    if wanted is None or (live := wanted.live) is None:
         raise RolloutError(f"{model}: no version is live that could be rolled by replica: use strategy 'beside'")
     if (shards := wanted.num_shards.get(live, view.num_shards)) != view.num_shards:
         raise RolloutError(
@@ -246,69 +252,20 @@ def _groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tu
             by_shard[node.shard_index].append(node.node_id)
     few = [f"shard {shard}: {len(nodes)}" for shard, nodes in by_shard.items() if len(nodes) < 2]
     if few or not by_shard:
-        told = ", ".join(few) or "no shard nodes"
-        raise RolloutError(f"{model}: by-replica needs two nodes of each shard with version {live} ready; {told}")
+        counts = ", ".join(few) or "no shard nodes"
+        raise RolloutError(f"{model}: by-replica needs two nodes of each shard with version {live} ready; {counts}")
     return replica_groups(by_shard)
 
 
-def _plan(
-    published: PublishedVersion, wanted: WantedModel | None, last: Rollout | None, asked: dict[str, object], now: float
-) -> Rollout:
-    live = wanted.live if wanted is not None else None
-    previous = last.rollback_target if last is not None else None
-    began = f"rollout of version {published.version} in place of {live}"
-    document = {
-        "model": published.model,
-        "epoch": last.epoch + 1 if last is not None else 1,
-        "from_version": live,
-        "from_shards": None if wanted is None or live is None else wanted.num_shards.get(live),
-        "to_version": published.version,
-        "previous_version": previous if previous != live else None,
-        "from_followed": wanted is not None and live in wanted.follow,
-        "delta_base": published.delta_base,
-        "last_delta": published.last_delta,
-        "base_epoch": wanted.epoch if wanted is not None else 0,
-        "started_at": now,
-        "step_began_at": now,
-        "events": [Event(at=now, step="start", text=began)],
-        **asked,
-    }
-    try:
-        return Rollout.model_validate(document)
-    except ValidationError as error:
-        reasons = "; ".join(map(str, schema_errors(error, [Rollout])))
-        raise RolloutError(f"{published.model}: {reasons}") from error
-
-
-class _Part(Frozen, from_attributes=True):
-    pass
-
-
-class StepStatus(_Part):
+class StepStatus(Frozen):
     """One step of a rollout."""
 
     name: str
     state: Literal["done", "running", "pending"]
 
 
-class VersionStatus(_Part):
-    """What a node tells of one version; see `VersionReport`."""
-
-    version: int
-    state: VersionState
-    progress: float
-    reason: str
-    leases: int
-    memory_bytes: int
-    delta_sequence: int
-    dense_step: int
-    dense_refused: str
-    golden_difference: float | None
-    golden_tolerance: float | None
-
-
-class NodeStatus(_Part):
-    """What a node tells of a model; see `NodeRecord`. `applied_epoch` is 0 for none."""
+class NodeStatus(Frozen):
+    """A node's report of a model; see `NodeRecord`. `applied_epoch` is 0 for none."""
 
     node_id: str
     kind: NodeKind
@@ -319,13 +276,27 @@ class NodeStatus(_Part):
     applied_epoch: int
     versions: tuple[VersionStatus, ...]
 
+    @classmethod
+    def from_record(cls, model: str, node: NodeRecord) -> NodeStatus:
+        """Return what a node announces, of one model."""
+        reports = sorted((item for item in node.versions if item.model == model), key=lambda item: item.version)
+        return cls(
+            node_id=node.node_id,
+            kind=node.kind,
+            address=node.address,
+            shard_index=node.shard_index,
+            draining=node.draining,
+            live=node.live.get(model),
+            applied_epoch=node.applied.get(model, 0),
+            versions=tuple(VersionStatus.model_validate(dict(report)) for report in reports),
+        )
 
-class RolloutStatus(_Part):
+
+class RolloutStatus(Frozen):
     """The state of one model's rollout; see `Rollout`. Its fields are None or empty if there was never one.
 
     Attributes:
-        live: the version that is wanted to answer; None before the first rollout.
-        wanted: what is wanted in full; None before the first rollout.
+        live: the version that is wanted to answer; None before the first rollout, as is `wanted`.
         step: the step it is in, or ended in.
         written: what the step wants is written; else it is on record and about to be.
         waiting_for: who lags behind the step, or how many requests a bake is short of.
@@ -368,13 +339,15 @@ def status_of(
     model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView, *, with_nodes: bool = True
 ) -> RolloutStatus:
     """Return the status that follows from what was read, `nodes` left empty if they are not asked for. Pure."""
-    live = wanted.live if wanted is not None else None
-    nodes = tuple(_node_status(model, node) for node in view.nodes) if with_nodes else ()
+    live = None if wanted is None else wanted.live
+    nodes = tuple(NodeStatus.from_record(model, node) for node in view.nodes) if with_nodes else ()
     if rollout is None:
         return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
     written = wanted is not None and wanted.epoch > rollout.base_epoch
-    written = written and wanted is not None and same_wish(wanted, wanted_in_step(rollout, wanted.epoch))
-    lagging = cannot_roll(rollout, view) if not written else step_blockers(rollout, view, wanted.epoch if wanted else 0)
+    if wanted is not None and written and wanted.wants_same(wanted_in_step(rollout, wanted.epoch)):
+        lagging = step_blockers(rollout, view, wanted.epoch)
+    else:
+        written, lagging = False, cannot_roll(rollout, view)
     waiting_for = [lag.text for lag in lagging]
     guards = None
     if rollout.bake_began_at is not None:
@@ -399,28 +372,13 @@ def status_of(
     )
 
 
-def _node_status(model: str, node: NodeRecord) -> NodeStatus:
-    versions = (VersionStatus.model_validate(report) for report in node.versions if report.model == model)
-    return NodeStatus(
-        node_id=node.node_id,
-        kind=node.kind,
-        address=node.address,
-        shard_index=node.shard_index,
-        draining=node.draining,
-        live=node.live.get(model),
-        applied_epoch=node.applied.get(model, 0),
-        versions=tuple(sorted(versions, key=lambda version: version.version)),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class FleetState:
     """What is wanted of a fleet, and what it is.
 
     Attributes:
-        nodes: what is announced, by node id.
         division: how the fleet divides rows; None before its first shard node.
-        wanted, rollouts: by model; of a rollout that has ended, the last one.
+        rollouts: by model, as is `wanted`; of a rollout that has ended, the last one.
         published: by model and version.
         stream_ends: the last delta by model and by the version that its stream began with, of versions in use.
         coordinator: who carries rollouts; None if nobody does.
@@ -436,18 +394,17 @@ class FleetState:
 
     def models(self) -> list[str]:
         """List the models that anything is known of."""
-        held = {report.model for node in self.nodes for report in node.versions}
-        return sorted({*self.wanted, *self.rollouts, *held, *(model for model, _ in self.published)})
+        reported = {report.model for node in self.nodes for report in node.versions}
+        return sorted({*self.wanted, *self.rollouts, *reported, *(model for model, _ in self.published)})
 
     def view(self, model: str) -> FleetView:
         """Return the nodes that are for a model."""
         return FleetView.of(self.nodes, self.division).for_model(model)
 
     def status(self, model: str, *, with_nodes: bool = True) -> RolloutStatus:
-        """Return how far a model's rollout is, as `status_of`."""
-        return status_of(
-            model, self.rollouts.get(model), self.wanted.get(model), self.view(model), with_nodes=with_nodes
-        )
+        """Return as `status_of`."""
+        rollout, wanted = self.rollouts.get(model), self.wanted.get(model)
+        return status_of(model, rollout, wanted, self.view(model), with_nodes=with_nodes)
 
     def last_delta(self, model: str, version: int) -> int | None:
         """Return the last delta of a version's stream; None if it is not published, or nothing is known of it."""
@@ -455,9 +412,9 @@ class FleetState:
         return None if published is None else self.stream_ends.get((model, published.delta_base))
 
     def last_deltas(self) -> dict[tuple[str, int], int]:
-        """Return the last delta that whoever holds a version should have applied, of versions that follow some."""
+        """Return the last delta that nodes should have applied, by model and version, of versions that follow some."""
         followed = ((model, version) for model, wanted in self.wanted.items() for version in wanted.follow)
-        return {one: last for one in followed if (last := self.last_delta(*one)) is not None}
+        return {key: last for key in followed if (last := self.last_delta(*key)) is not None}
 
 
 async def read_fleet(fleet: FleetRegistry) -> FleetState:
@@ -471,7 +428,7 @@ async def read_fleet(fleet: FleetRegistry) -> FleetState:
         fleet.registry.entries(ROLLOUTS),
         fleet.registry.holder(COORDINATOR_LOCK),
     )
-    versions = {(one.model, one.version): one for one in published}
+    versions = {(record.model, record.version): record for record in published}
     used = {(model, version) for model, record in wanted.items() for version in record.named()}
     bases = sorted({(model, versions[model, version].delta_base) for model, version in used & versions.keys()})
     ends = await asyncio.gather(*(fleet.registry.bounds(delta_stream(*base)) for base in bases))

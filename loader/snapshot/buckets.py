@@ -46,21 +46,15 @@ def mix(blocks: Int64Array, seed: int) -> Int64Array:
     return mixed.view(np.int64)
 
 
-def table_seed(table: str) -> int:
-    """Return the seed of a table's mix: the XXH3 (64 bits) of its name in UTF-8."""
-    return xxhash.xxh3_64_intdigest(table.encode())
-
-
 @dataclass(frozen=True, slots=True)
 class RowBuckets:
     """The buckets of one table's rows. Made by `RowBuckets.of`.
 
     Attributes:
-        num_rows: of the table.
         count: buckets; a power of two.
         bucket_shift: bucket = ((row ^ mix) >> bucket_shift) & (count - 1).
         slot_shift: (row >> slot_shift) counts the rows of a bucket, from `first_slots` on.
-        seed: of the mix; None of `range`, which has none.
+        seed: of the mix, the XXH3 (64 bits) of the table's name; None of `range`, which has none.
     """
 
     num_rows: int
@@ -72,17 +66,15 @@ class RowBuckets:
     @classmethod
     def of(cls, table: TableSpec) -> Self:
         """Return the buckets of a table."""
-        seed = table_seed(table.name) if table.bucketing == "mixed" else None
-        return cls.made(table.bucketing, table.num_embeddings, seed)
+        seed = xxhash.xxh3_64_intdigest(table.name.encode()) if table.bucketing == "mixed" else None
+        return cls._cached(table.bucketing, table.num_embeddings, seed)
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def made(cls, bucketing: Bucketing, num_rows: int, seed: int | None) -> Self:
-        """Return the buckets of so many rows."""
-        count = NUM_BUCKETS[bucketing]
+    def _cached(cls, bucketing: Bucketing, num_rows: int, seed: int | None) -> Self:
         if bucketing == "range":
-            return cls(num_rows, count, max(0, (num_rows - 1).bit_length() - RANGE_BITS), 0, None)
-        return cls(num_rows, count, 0, MIXED_BITS, seed)
+            return cls(num_rows, NUM_BUCKETS["range"], max(0, (num_rows - 1).bit_length() - RANGE_BITS), 0, None)
+        return cls(num_rows, NUM_BUCKETS[bucketing], 0, MIXED_BITS, seed)
 
     def of_rows(self, rows: Int64Array) -> Int64Array:
         """Return the bucket of each row, int64 [n]."""
@@ -102,14 +94,14 @@ class RowBuckets:
         return below
 
     def runs_below(self, edges: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Count, for each edge, the whole runs of buckets below it, int64 [m], and look into the run that it is in.
+        """Count, for each edge, the complete runs of buckets below it, int64 [m]. Not for `range`, which has no runs.
 
-        Of that, bool [m, count]: whether the row of each bucket is below the edge. Not for `range`, which has no runs.
+        Return also, of the run that each edge is in, whether the row of each bucket is below it: bool [m, count].
         """
         assert self.seed is not None
-        runs, part = edges >> self.slot_shift, (edges & (self.count - 1)).astype(np.int16)
+        runs, rows_in_run = edges >> self.slot_shift, (edges & (self.count - 1)).astype(np.int16)
         mixes = mix(runs, self.seed).astype(np.int16)
-        return runs, (np.arange(self.count, dtype=np.int16) ^ mixes[:, None]) < part[:, None]
+        return runs, (np.arange(self.count, dtype=np.int16) ^ mixes[:, None]) < rows_in_run[:, None]
 
     def rows_per_bucket(self) -> Int64Array:
         """Count the rows of each bucket, int64 [count]."""
@@ -134,12 +126,11 @@ class RowBuckets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileOrder:
-    """Where in one row file each row lies. Made by `RowBuckets.in_file`.
+    """The order of one row file. Made by `RowBuckets.in_file`.
 
     Attributes:
         buckets: of the table.
-        first_row: of the file, if rows are taken in order.
-        num_rows: of the file.
+        first_row, num_rows: of the file.
         starts: int64 [count + 1], the position of the first row of each bucket, then `num_rows`.
     """
 
@@ -176,23 +167,13 @@ class FileOrder:
         rows += bucket ^ mix(block, buckets.seed)
         return rows
 
-    def row_at(self, position: int) -> int:
-        """Find the row at one position."""
-        return int(self.rows_at(np.array([position]))[0])
-
-
-def rows_in_file(num_embeddings: int, rows_per_file: int, file_index: int) -> int:
-    """Return the rows of file `file_index`; all files but the last are full."""
-    return min(rows_per_file, num_embeddings - file_index * rows_per_file)
-
 
 def default_rows_per_file(table: TableSpec, row_bytes: int) -> int:
-    """Pick the largest power of two whose rows fit 256 MiB; at most what one file of all rows needs.
+    """Return the largest power of two whose rows fit 256 MiB; at most what one file of all rows needs.
 
-    Each file begins with a whole run of buckets, so it has at least as many rows as there are buckets.
+    Each file begins with a complete run of buckets, so it has at least as many rows as there are buckets.
     """
-    # Large enough for few files, small enough to hold one in memory and to redo after an interruption.
+    # Large enough for few files, small enough for one to be in memory, and to be redone after an interruption.
     least = NUM_BUCKETS[table.bucketing]
-    largest = max(least, 1 << ((FILE_BYTES // row_bytes).bit_length() - 1))
-    needed = max(least, 1 << (table.num_embeddings - 1).bit_length())
-    return min(largest, needed)
+    fitting = 1 << ((FILE_BYTES // row_bytes).bit_length() - 1)
+    return max(least, min(fitting, 1 << (table.num_embeddings - 1).bit_length()))

@@ -24,17 +24,15 @@ _BY_NAME = (*_BY_FEATURE, "outputs")
 class GoldenRequests:
     """R requests with N candidates in all, flat: candidate arrays are the requests' candidates one after the other.
 
-    A context feature has one bag per request (R bags), a candidate feature one per candidate (N bags). Ids are raw ids,
-    before id mapping; string ids are given by `fingerprint_strings`.
+    A context feature has one bag per request (R bags), a candidate feature one per candidate (N bags). Ids are raw
+    ids, before id mapping; string ids are given by `fingerprint_strings`.
 
     Attributes:
         num_candidates: int32 [R], candidates of each request, at least 1.
         values, lengths: per feature, int64 [nnz], the ids of its bags one after the other; int32 [bags], ids in each.
         weights: per weighted feature, float32 [nnz].
-        context_dense: float32 [R, dense_inputs.context].
-        candidate_dense: float32 [N, dense_inputs.candidate].
-        scores: float32 [N], the expected scores.
-        outputs: per output that the model names, float32 [N].
+        context_dense, candidate_dense: float32 [R, dense_inputs.context] and [N, dense_inputs.candidate].
+        scores: float32 [N], the expected scores; `outputs`: the same for each output that the model names.
     """
 
     num_candidates: npt.NDArray[np.int32]
@@ -81,21 +79,19 @@ class GoldenRequests:
             raise ExportError("golden requests: num_candidates: expected int32 [R] with R >= 1 and every count >= 1")
         names = {feature.name for feature in spec.features}
         weighted = {feature.name for feature in spec.features if feature.weighted}
-        for kind, expected in (("values", names), ("lengths", names), ("weights", weighted)):
-            if (given := set(getattr(self, kind))) != expected:
-                raise ExportError(
-                    f"golden requests: {kind}: expected the features {sorted(expected)}, got {sorted(given)}"
-                )
+        for kind, features in (("values", names), ("lengths", names), ("weights", weighted)):
+            if (given := set(getattr(self, kind))) != features:
+                problem = f"expected the features {sorted(features)}, got {sorted(given)}"
+                raise ExportError(f"golden requests: {kind}: {problem}")
         if (named := sorted(spec.dense_model.outputs)) != sorted(self.outputs):
             raise ExportError(f"golden requests: outputs: expected {named}, got {sorted(self.outputs)}")
         tensors = self.to_tensors()
         num_ids = {name: int(self.lengths[name].sum(dtype=np.int64)) for name in names}
         shapes = _expected(spec, len(counts), int(counts.sum(dtype=np.int64)), num_ids)
         for name, (dtype, shape) in shapes.items():
-            array, wanted = tensors[name], _DTYPES[dtype]
-            if array.dtype != wanted or array.shape != shape:
-                got = f"{array.dtype} {list(array.shape)}"
-                raise ExportError(f"golden requests: {name}: expected {wanted} {list(shape)}, got {got}")
+            array, expected = tensors[name], f"{_DTYPES[dtype]} {list(shape)}"
+            if (got := f"{array.dtype} {list(array.shape)}") != expected:
+                raise ExportError(f"golden requests: {name}: expected {expected}, got {got}")
             if dtype == "F32" and not np.isfinite(array).all():
                 raise ExportError(f"golden requests: {name}: holds NaN or inf")
             if dtype != "F32" and array.size and array.min() < 0:
@@ -114,12 +110,12 @@ class GoldenRequests:
         if not 0 <= index < self.num_requests:
             raise IndexError(f"golden request {index} of {self.num_requests}")
         first = int(self.num_candidates[:index].sum())
-        last = first + int(self.num_candidates[index])
+        candidates = slice(first, first + int(self.num_candidates[index]))
         values, lengths, weights = {}, {}, {}
         for name, feature_lengths in self.lengths.items():
             # R bags: one per request. Should N equal R, every request has one candidate and both slices are the same.
             per_request = len(feature_lengths) == self.num_requests
-            bags = slice(index, index + 1) if per_request else slice(first, last)
+            bags = slice(index, index + 1) if per_request else candidates
             lengths[name] = feature_lengths[bags]
             start = int(feature_lengths[: bags.start].sum())
             ids = slice(start, start + int(lengths[name].sum()))
@@ -132,13 +128,13 @@ class GoldenRequests:
             lengths=lengths,
             weights=weights,
             context_dense=self.context_dense[index : index + 1],
-            candidate_dense=self.candidate_dense[first:last],
-            scores=self.scores[first:last],
-            outputs={name: values[first:last] for name, values in self.outputs.items()},
+            candidate_dense=self.candidate_dense[candidates],
+            scores=self.scores[candidates],
+            outputs={name: values[candidates] for name, values in self.outputs.items()},
         )
 
 
-def check_golden_header(path: Path, spec: ModelSpec, stated: GoldenEntry, tensors: Mapping[str, TensorInfo]) -> None:
+def check_golden_header(spec: ModelSpec, stated: GoldenEntry, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise SnapshotCorruptError unless a golden file's tensors fit the spec and the manifest; read none of them."""
     expect_at_most(path, tensors, MAX_GOLDEN_BYTES)
     num_ids = {feature.name: length_of(tensors, f"values/{feature.name}") for feature in spec.features}

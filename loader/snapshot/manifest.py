@@ -95,9 +95,9 @@ class DenseModelSpec(Frozen):
 
 
 class SideInput(Frozen):
-    """All columns of a side: its pooled features in the spec's order, its dense inputs, zeros up to a multiple of 32.
+    """Float [N, columns], of the context with `per` request [R, columns]; what servers assemble: nothing is copied.
 
-    Float [N, columns]; of the context with `per` request [R, columns]. It is what servers assemble: nothing is copied.
+    The columns of a side: its pooled features in the spec's order, its dense inputs, zeros up to a multiple of 32.
     """
 
     source: Literal["side"] = "side"
@@ -106,10 +106,9 @@ class SideInput(Frozen):
 
 
 class PooledInput(Frozen):
-    """Pooled embeddings of features of one side, one behind the other: float [N, sum of their embedding_dim].
+    """Pooled embeddings of features of one side, concatenated: float [N, sum of their embedding_dim].
 
-    Of the context with `per` request: [R, sum], one row for each of R requests, which `request_of_candidate` counts;
-    with `per` candidate each candidate has its request's.
+    Of the context with `per` request: [R, sum], one row for each request, which `request_of_candidate` counts.
     """
 
     source: Literal["pooled"] = "pooled"
@@ -118,10 +117,10 @@ class PooledInput(Frozen):
 
 
 class SequenceSource(Frozen):
-    """A context feature with pooling none.
+    """A context feature with pooling none, whose longest sequence in the batch has L rows.
 
-    Its `part`: `rows`, float [N or R, L, embedding_dim], zeros behind the last; `lengths`, int64 [N or R]; or `mask`,
-    bool [N or R, L], False behind the last. L is the longest sequence of the batch.
+    Its `part`: `rows`, float [N or R, L, embedding_dim], zeros after the last; `lengths`, int64 [N or R]; or `mask`,
+    bool [N or R, L], False after the last.
     """
 
     source: Literal["sequence"] = "sequence"
@@ -166,9 +165,9 @@ class ExportedModelSpec(Frozen):
     """A `torch.export` program.
 
     Attributes:
-        inputs: by the name of the program's argument, what it gets.
-        outputs: by name, what each output means, in the order in which the program returns them; a program that returns
-            a dict has these keys. Each is a float [N] or [N, 1].
+        inputs: by the name of the program's argument.
+        outputs: by name, each a float [N] or [N, 1], in the order in which the program returns them, or by the keys of
+            the dict that it returns.
     """
 
     kind: Literal["exported"] = "exported"
@@ -178,9 +177,9 @@ class ExportedModelSpec(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if taken := sorted(RESERVED_OUTPUTS & self.outputs.keys()):
-            raise ValueError(f"outputs: {taken} are names of what every answer has; call them otherwise")
-        if not any(one.weight for one in self.outputs.values()):
+        if reserved := sorted(RESERVED_OUTPUTS & self.outputs.keys()):
+            raise ValueError(f"outputs: {reserved} are names of what every answer has; call them otherwise")
+        if not any(output.weight for output in self.outputs.values()):
             raise ValueError("outputs: every weight is 0, so that there is no score to order by")
         return self
 
@@ -223,14 +222,15 @@ class ModelSpec(Frozen):
                 raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")
             # A slice named like a sliced table would be told apart by nobody who reads a metric.
             _refuse_duplicates("table", [*stored, *sliced])
-        _refuse_duplicates("divided table", [one.name for one in self.divided])
-        _refuse_duplicates("part of a divided table", [part for one in self.divided for part in one.parts])
-        for one in self.divided:
-            if unknown_parts := sorted(set(one.parts) - self._tables.keys()):
-                raise ValueError(f"divided table {one.name!r}: parts {unknown_parts} are no tables")
-            if one.name in self._tables and one.parts != (one.name,):
-                raise ValueError(f"divided table {one.name!r}: its name is that of a table which is not its only part")
-            one.check_parts(self.parts(one))
+        _refuse_duplicates("divided table", [table.name for table in self.divided])
+        _refuse_duplicates("part of a divided table", [part for table in self.divided for part in table.parts])
+        for table in self.divided:
+            if unknown_parts := sorted(set(table.parts) - self._tables.keys()):
+                raise ValueError(f"divided table {table.name!r}: parts {unknown_parts} are no tables")
+            if table.name in self._tables and table.parts != (table.name,):
+                where = f"divided table {table.name!r}"
+                raise ValueError(f"{where}: its name is that of a table which is not its only part")
+            table.check_parts(self.parts(table))
         if isinstance(self.dense_model, ExportedModelSpec) and (projected := self.projections()):
             raise ValueError(f"projections of {sorted(projected)}: an exported program can't hold them")
         feature_names = [feature.name for feature in self.features]
@@ -261,16 +261,21 @@ class ModelSpec(Frozen):
     @property
     def logical_tables(self) -> tuple[AnyTable, ...]:
         """Return the tables as features see them: `tables`, with each divided one in the place of its first part."""
-        return self._logical_tables
+        return tuple(self._logical_by_first.values())
+
+    @property
+    def logical_by_first(self) -> Mapping[str, AnyTable]:
+        """Return `logical_tables` by the name of the first table that is stored for each."""
+        return self._logical_by_first
 
     # Private, since pydantic takes what is public in an instance's dict for its fields.
     @cached_property
-    def _logical_tables(self) -> tuple[AnyTable, ...]:
-        found: dict[str, AnyTable] = {}
+    def _logical_by_first(self) -> dict[str, AnyTable]:
+        tables: dict[str, AnyTable] = {}
         for table in self.tables:
-            one = self._divided_of.get(table.name, table)
-            found.setdefault(one.name, one)
-        return tuple(found.values())
+            logical = self._divided_of.get(table.name, table)
+            tables.setdefault(logical.name, logical)
+        return {self.parts(table)[0].slices[0].name: table for table in tables.values()}
 
     def parts(self, table: AnyTable) -> tuple[TableSpec, ...]:
         """Return the tables that are stored for one, each perhaps in slices: its parts, or itself."""
@@ -283,10 +288,10 @@ class ModelSpec(Frozen):
     def projections(self) -> dict[str, tuple[int, int]]:
         """Return the shape [columns, embedding_dim] of each projection, by the name of its part."""
         return {
-            part.name: (part.embedding_dim, one.embedding_dim)
-            for one in self.divided
-            for part in self.parts(one)
-            if part.embedding_dim < one.embedding_dim
+            part.name: (part.embedding_dim, table.embedding_dim)
+            for table in self.divided
+            for part in self.parts(table)
+            if part.embedding_dim < table.embedding_dim
         }
 
     @cached_property
@@ -295,7 +300,7 @@ class ModelSpec(Frozen):
 
     @cached_property
     def _divided_of(self) -> dict[str, DividedTable]:
-        return {part: one for one in self.divided for part in one.parts}
+        return {part: table for table in self.divided for part in table.parts}
 
     @cached_property
     def _table_by_feature(self) -> dict[str, AnyTable]:
@@ -327,11 +332,10 @@ class FileEntry(Frozen):
 
 
 class TableFiles(Frozen):
-    """Where a stored table's rows lie. File i holds rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order.
+    """The files of a stored table. File i has rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order.
 
-    `access_counts` says how often each row was looked up, if that is known. What a table has once, vocabulary and
-    access counts, stands with the first of its slices; vocabulary and `row_classes` of a divided table with its first
-    part.
+    `vocabulary` and `access_counts`, which a table has once, are with its first slice; `vocabulary` and `row_classes`
+    of a divided table with its first part.
     """
 
     table: Name
@@ -354,9 +358,8 @@ class GoldenEntry(Frozen):
 class Manifest(Frozen):
     """`manifest.json`: one immutable version of a model.
 
-    `last_delta` is the sequence number of the last delta whose rows are in the tables already; None if there is none.
-    It counts in the stream of deltas that began with the version `delta_base`; None stands for this version itself.
-    `plan` says which shard and card own which rows, for fleets of the number of shards that it is for.
+    `last_delta` is the last delta whose rows are in the tables already, of the stream that began with the version
+    `delta_base`; None stands for none, and for this version. `plan` says which shard and card own which rows.
     """
 
     format_version: Literal[1] = 1
@@ -377,16 +380,24 @@ class Manifest(Frozen):
         if [files.table for files in self.tables] != [table.name for table in stored]:
             raise ValueError("tables and spec.tables must name the same tables, or slices of them, in the same order")
         firsts = {table.slices[0].name for table in self.spec.tables}
-        logical = {self.spec.parts(one)[0].slices[0].name: one for one in self.spec.logical_tables}
         for files, table in zip(self.tables, stored, strict=True):
+            where, logical = f"table {table.name!r}:", self.spec.logical_by_first.get(table.name)
             expected = -(-table.num_embeddings // files.rows_per_file)
             if len(files.rows) != expected:
-                raise ValueError(f"table {table.name!r}: {len(files.rows)} row files, expected {expected}")
+                raise ValueError(f"{where} {len(files.rows)} row files, expected {expected}")
             if table.bucketing != "range" and files.rows_per_file % (least := NUM_BUCKETS[table.bucketing]):
-                raise ValueError(f"table {table.name!r}: rows_per_file must be a multiple of {least}")
+                raise ValueError(f"{where} rows_per_file must be a multiple of {least}")
             if files.rows_per_file & (files.rows_per_file - 1):
-                raise ValueError(f"table {table.name!r}: rows_per_file must be a power of two")
-            self._check_once(table.name, files, table.name in firsts, logical.get(table.name))
+                raise ValueError(f"{where} rows_per_file must be a power of two")
+            has_vocabulary = logical is not None and logical.id_mapping.kind == "vocabulary"
+            if has_vocabulary != (files.vocabulary is not None):
+                first = "" if logical is not None else ", and with the first slice or part"
+                raise ValueError(f"{where} a vocabulary file goes with the vocabulary mapping, and only with it{first}")
+            if files.access_counts is not None and table.name not in firsts:
+                raise ValueError(f"{where} access counts go with the table's first slice")
+            has_classes = isinstance(logical, DividedTable) and logical.num_classes > 1
+            if has_classes != (files.row_classes is not None):
+                raise ValueError(f"{where} row classes go with the first part of a table that is divided by popularity")
         is_program = isinstance(self.spec.dense_model, ExportedModelSpec)
         if is_program != (self.dense.path == PROGRAM_PATH):
             raise ValueError(f"dense: {self.dense.path!r}; {PROGRAM_PATH!r} goes with an exported model, only with it")
@@ -398,27 +409,9 @@ class Manifest(Frozen):
         _refuse_duplicates("file path", [entry.path for entry in self.files()])
         return self
 
-    def _check_once(self, name: str, files: TableFiles, is_first: bool, logical: AnyTable | None) -> None:
-        has_vocabulary = logical is not None and logical.id_mapping.kind == "vocabulary"
-        if has_vocabulary != (files.vocabulary is not None):
-            raise ValueError(
-                f"table {name!r}: a vocabulary file goes with the vocabulary mapping, and only with it"
-                f"{'' if logical is not None else ', and with the first slice or part'}"
-            )
-        if files.access_counts is not None and not is_first:
-            raise ValueError(f"table {name!r}: access counts go with the table's first slice")
-        has_classes = isinstance(logical, DividedTable) and logical.num_classes > 1
-        if has_classes != (files.row_classes is not None):
-            raise ValueError(
-                f"table {name!r}: row classes go with the first part of a table that is divided by popularity"
-            )
-
     @property
     def delta_start(self) -> tuple[int, int]:
-        """(delta_base, last_delta): the version whose stream of deltas this one follows, and after which of them.
-
-        A snapshot that does not say begins a stream of its own, with nothing of it contained.
-        """
+        """(delta_base, last_delta), with this version's number and 0 where the manifest does not say."""
         return self.delta_base or self.version, self.last_delta or 0
 
     def files(self) -> tuple[FileEntry, ...]:
@@ -426,7 +419,7 @@ class Manifest(Frozen):
         entries: list[FileEntry | None] = []
         for table in self.tables:
             entries += (*table.rows, table.vocabulary, table.access_counts, table.row_classes)
-        entries += (self.dense, self.golden.file if self.golden is not None else None, self.plan)
+        entries += (self.dense, None if self.golden is None else self.golden.file, self.plan)
         return tuple(entry for entry in entries if entry is not None)
 
     def to_json(self) -> str:
@@ -450,8 +443,8 @@ def check_relative_path(where: str, relative_path: str) -> list[str]:
 def snapshot_file(root: Path, relative_path: str) -> Path:
     """Return the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
 
-    Raises SnapshotCorruptError for an absolute path, an empty, '.' or '..' part, a backslash, a control character, or a
-    link that leaves the folder, SnapshotCorruptError if there is no such plain file.
+    Raises SnapshotCorruptError if there is none, for an absolute path, an empty, '.' or '..' part, a backslash, a
+    control character, or a link that leaves the folder.
     """
     path = root.joinpath(*check_relative_path(str(root), relative_path))
     try:
@@ -475,10 +468,10 @@ def manifest_texts(manifest: Manifest) -> dict[str, str]:
 
 
 def read_manifest(root: Path) -> tuple[Manifest, str]:
-    """Read the manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json`.
+    """Return the manifest of the snapshot in `root`, and its identity: the SHA-256 (hex) of `manifest.json`.
 
-    The checksum beside it is left to `check_manifest_checksum`. Raises SnapshotError as `snapshot_file`,
-    `parse_manifest`, or if it is too large.
+    Its checksum file is left to `check_manifest_checksum`. Raises SnapshotError as `snapshot_file` and
+    `parse_manifest`.
     """
     path = snapshot_file(root, MANIFEST_NAME)
     content = read_bounded(path, MAX_MANIFEST_BYTES)
@@ -496,9 +489,9 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
         raise SnapshotCorruptError(f"{where}: not JSON: {cut(error)}") from error
     if not isinstance(document, dict) or "format_version" not in document:
         raise SnapshotCorruptError(f"{where}: has no format_version")
-    found = document["format_version"]
-    if type(found) is not int or found != FORMAT_VERSION:
-        stated = cut(repr(found))
+    format_version = document["format_version"]
+    if type(format_version) is not int or format_version != FORMAT_VERSION:
+        stated = cut(repr(format_version))
         raise SnapshotCorruptError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
     try:
         return Manifest.model_validate_json(content, strict=True)

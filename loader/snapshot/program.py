@@ -57,12 +57,8 @@ _INSTRUCTION = "save it with loader.snapshot.program.program_bytes, or `shardran
 class ProgramArchive:
     """The members of a `dense.pt2`, checked, by their names below the archive's root folder.
 
-    Args:
-        where: names it in errors.
-        drop_sample_inputs: whether these may be there, unread: for what comes from training.
-
-    Raises:
-        SnapshotCorruptError: it has what no program needs, or lacks what one does.
+    `where` names it in errors; with `drop_sample_inputs`, for what comes from training, these may be there, unread.
+    Raises SnapshotCorruptError if it has what no program needs, or lacks what one does.
     """
 
     def __init__(self, content: bytes, where: str, *, drop_sample_inputs: bool = False) -> None:
@@ -72,7 +68,23 @@ class ProgramArchive:
         except _NOT_READ as error:
             raise self._refused(f"it is no zip archive: {error}") from error
         self._check_names(len(content))
-        self._check_members(drop_sample_inputs=drop_sample_inputs)
+        if any(name.startswith(_PACKAGE) for name in self.members):
+            problem = "it is a package that AOTInductor compiled, which is no longer served; export the program itself"
+            raise self._refused(f"{problem}: {_INSTRUCTION}")
+        program, sample = self._json(_PROGRAM), self.members.get(_SAMPLE_INPUTS)
+        if sample is not None and sample.file_size and not drop_sample_inputs:
+            raise self._refused(f"{_SAMPLE_INPUTS}: sample inputs are pickled; {_INSTRUCTION}, which leaves them out")
+        stated = set[str]()
+        for kind, config in _CONFIGS.items():
+            if f"data/{kind}/model.pt" in self.members:
+                raise self._refused(f"data/{kind}/model.pt: {kind} of the older format are pickled")
+            stated |= self._check_payloads(kind, self._json(config))
+        allowed = _FRAME | _FRAME_WRITTEN_BY_TORCH | stated | {_PROGRAM, _SAMPLE_INPUTS, *_CONFIGS.values()}
+        if unknown := sorted(self.members.keys() - allowed):
+            raise self._refused(f"member {cut(unknown[0], 200)} is none that a program has")
+        if missing := sorted(stated - self.members.keys()):
+            raise self._refused(f"{missing[0]} is missing")
+        self._check_graph(program)
 
     @classmethod
     def read(cls, path: Path, *, drop_sample_inputs: bool = False) -> ProgramArchive:
@@ -117,25 +129,6 @@ class ProgramArchive:
             self.members[name] = info
         if sum(info.file_size for info in infos) > archive_bytes:
             raise self._refused("its members overlap")
-
-    def _check_members(self, *, drop_sample_inputs: bool) -> None:
-        if any(name.startswith(_PACKAGE) for name in self.members):
-            problem = "it is a package that AOTInductor compiled, which is no longer served; export the program itself"
-            raise self._refused(f"{problem}: {_INSTRUCTION}")
-        program, sample = self._json(_PROGRAM), self.members.get(_SAMPLE_INPUTS)
-        if sample is not None and sample.file_size and not drop_sample_inputs:
-            raise self._refused(f"{_SAMPLE_INPUTS}: sample inputs are pickled; {_INSTRUCTION}, which leaves them out")
-        stated = set[str]()
-        for kind, config in _CONFIGS.items():
-            if f"data/{kind}/model.pt" in self.members:
-                raise self._refused(f"data/{kind}/model.pt: {kind} of the older format are pickled")
-            stated |= self._check_payloads(kind, self._json(config))
-        allowed = _FRAME | _FRAME_WRITTEN_BY_TORCH | stated | {_PROGRAM, _SAMPLE_INPUTS, *_CONFIGS.values()}
-        if unknown := sorted(self.members.keys() - allowed):
-            raise self._refused(f"member {cut(unknown[0], 200)} is none that a program has")
-        if missing := sorted(stated - self.members.keys()):
-            raise self._refused(f"{missing[0]} is missing")
-        self._check_graph(program)
 
     def _check_payloads(self, kind: str, config: Mapping[str, Any]) -> set[str]:
         """Return the members that a config names, none of which is pickled."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from loader.errors import (
     DeltaError,
@@ -37,9 +37,8 @@ _QUOTED_PROBLEMS = 5
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """What `publish` did: the record, the folder or URL of the version, whether it was copied there, and is new."""
+class Publication(NamedTuple):
+    """The record, the folder or URL of the version, whether it was copied there, and whether the record is new."""
 
     record: PublishedVersion
     where: str
@@ -56,7 +55,7 @@ async def publish(
     threads: int = 2,
     progress: Progress = no_progress,
 ) -> Publication:
-    """Check a snapshot in full, copy it into the store unless it lies there, and put it on record.
+    """Check a snapshot in full, copy it into the store unless it is there, and put it on record.
 
     May be repeated after any interruption, and for a version that is published already.
 
@@ -106,7 +105,8 @@ async def register(
 
 def rows_bytes_of(spec: ModelSpec) -> int:
     """Return the bytes of all rows of one copy."""
-    return sum(codec_for(one.dtype, one.embedding_dim).row_bytes * one.num_embeddings for one in spec.stored_tables)
+    stored = ((table, codec_for(table.dtype, table.embedding_dim)) for table in spec.stored_tables)
+    return sum(codec.row_bytes * table.num_embeddings for table, codec in stored)
 
 
 async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:
@@ -116,7 +116,7 @@ async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:
     """
     bounds = await fleet.registry.bounds(delta_stream(model, delta_base))
     known = await fleet.versions(model)
-    of_base = {one.version: one.last_delta for one in known if one.delta_base == delta_base}
+    of_base = {record.version: record.last_delta for record in known if record.delta_base == delta_base}
     applied = (
         report.delta_sequence
         for node in await fleet.nodes()
@@ -149,56 +149,56 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
     first = (await fleet.registry.bounds(delta_stream(model, base))).first
     if last_delta + 1 < first:
         raise DeltaError(f"{where}: the stream begins with {first}, what came between is gone", kind="delta_gap")
-    if base != manifest.version:
-        # Rows of divided tables must lie where the stream's deltas, which are of rows of the parts, were made for.
-        known = {one.version: one for one in await fleet.versions(model)}
-        # Each version of the stream was compared with one before it, so any will do.
-        others = [base, *sorted((one.version for one in known.values() if one.delta_base == base), reverse=True)]
+    if base == manifest.version:
+        return
+    # Rows of divided tables must be where the stream's deltas, which are of rows of the parts, were made for.
+    known = {record.version: record for record in await fleet.versions(model)}
+    # Each version of the stream was compared with one before it, so any will do.
+    others = [base, *sorted((record.version for record in known.values() if record.delta_base == base), reverse=True)]
 
-        def one_in_store() -> Manifest | None:
-            opened = open_store(store)
-            for version in others:
-                there = None if version == manifest.version else opened.manifest(model, version)
-                if there is not None and (version not in known or known[version].identity == there[1]):
-                    return there[0]
-            return None
+    def read_other() -> Manifest | None:
+        opened = open_store(store)
+        for version in others:
+            stored = None if version == manifest.version else opened.manifest(model, version)
+            if stored is not None and (version not in known or known[version].identity == stored[1]):
+                return stored[0]
+        return None
 
-        other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
-        if other is None and own:
-            raise DeltaError(
-                f"{where}: tables {sorted(own)} are divided, and {store} has no version of that stream any more that "
-                "tells where its deltas' rows lie: leave delta_base out to begin a stream",
-                kind="delta_base",
-            )
-        if other is not None and own != (theirs := _row_places(other)):
-            differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-            raise DeltaError(
-                f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so "
-                "that its deltas would be written to other rows: divide them alike, or leave delta_base out to begin "
-                "a stream",
-                kind="delta_base",
-            )
+    other, divided = await asyncio.to_thread(read_other), _row_addresses(manifest)
+    if other is None and divided:
+        raise DeltaError(
+            f"{where}: tables {sorted(divided)} are divided, and {store} has no version of that stream any more that "
+            "tells where its deltas' rows lie: leave delta_base out to begin a stream",
+            kind="delta_base",
+        )
+    if other is not None and divided != (before := _row_addresses(other)):
+        differ = sorted(name for name in divided.keys() | before.keys() if divided.get(name) != before.get(name))
+        raise DeltaError(
+            f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so that "
+            "its deltas would be written to other rows: divide them alike, or leave delta_base out to begin a stream",
+            kind="delta_base",
+        )
 
 
-def _row_places(manifest: Manifest) -> dict[str, tuple[object, ...]]:
+def _row_addresses(manifest: Manifest) -> dict[str, tuple[object, ...]]:
+    """Return, by divided table, all that says in which part, and where there, its rows are."""
     classes = {files.table: files.row_classes and files.row_classes.sha256 for files in manifest.tables}
     return {
-        one.name: (one.num_embeddings, one.by, one.buckets, one.pruned, one.parts, classes[one.parts[0]])
-        for one in manifest.spec.divided
+        table.name: (table.num_embeddings, table.by, table.buckets, table.pruned, table.parts, classes[table.parts[0]])
+        for table in manifest.spec.divided
     }
 
 
-def _put_in_store(snapshot: Snapshot, place: StorePlace, threads: int, progress: Progress) -> tuple[str, bool]:
-    source, store = snapshot.path, open_store(place)
-    there = store.manifest(snapshot.spec.model, snapshot.version)
-    if there is None or not isinstance(place, Path):
+def _put_in_store(snapshot: Snapshot, address: StorePlace, threads: int, progress: Progress) -> tuple[str, bool]:
+    source, store = snapshot.path, open_store(address)
+    stored = store.manifest(snapshot.spec.model, snapshot.version)
+    if stored is None or not isinstance(address, Path):
         _verify(source, threads, progress)
         return store.put(source, snapshot.identity, progress)
-    target = place.resolve() / snapshot.spec.model / str(snapshot.version)
-    if there[1] != snapshot.identity:
-        raise SnapshotExistsError(
-            f"{target} has identity {there[1]}, {source} has {snapshot.identity}: a version is immutable"
-        )
+    target = address.resolve() / snapshot.spec.model / str(snapshot.version)
+    if stored[1] != snapshot.identity:
+        problem = f"has identity {stored[1]}, {source} has {snapshot.identity}: a version is immutable"
+        raise SnapshotExistsError(f"{target} {problem}")
     _verify(target, threads, progress)
     return str(target), False
 
@@ -207,13 +207,12 @@ def _verify(folder: Path, threads: int, progress: Progress) -> None:
     report = verify_snapshot(folder, threads=threads, progress=progress)
     if not report.ok:
         more = len(report.problems) - _QUOTED_PROBLEMS
-        told = "; ".join(report.problems[:_QUOTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
-        raise SnapshotCorruptError(f"{folder} must not be served: {told}")
+        quoted = "; ".join(report.problems[:_QUOTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        raise SnapshotCorruptError(f"{folder} must not be served: {quoted}")
 
 
-@dataclass(frozen=True, slots=True)
-class Retained:
-    """What retention left, and what it dropped; versions ascending."""
+class Retained(NamedTuple):
+    """Versions that retention left and dropped, ascending."""
 
     kept: tuple[int, ...]
     dropped: tuple[int, ...]
@@ -225,10 +224,8 @@ async def retain(fleet: FleetRegistry, store: StorePlace, model: str, keep: int)
     Snapshots in the store that were never published are left alone. Deltas that every kept version contains are
     trimmed from their streams.
 
-    Raises:
-        ValueError: `keep` is below 1.
-        RegistryError: it does not answer, or a record in it can't be read. Nothing more is dropped then.
-        OSError: a folder can't be renamed or deleted.
+    Raises ValueError for a `keep` below 1; RegistryError if the registry does not answer, or a record in it can't be
+    read, and then drops nothing more; OSError if a folder can't be renamed or deleted.
     """
     if keep < 1:
         raise ValueError(f"keep: {keep}, but at least 1 version is kept")
@@ -236,9 +233,10 @@ async def retain(fleet: FleetRegistry, store: StorePlace, model: str, keep: int)
     with ExitStack() as stack:
         await asyncio.to_thread(stack.enter_context, opened.retaining(model))
         published = await fleet.versions(model)
-        began = await _staying(fleet, model, published, keep)
-        await asyncio.to_thread(opened.delete_set_aside, model, began)
-        staying = await _staying(fleet, model, published, keep)
+        highest = set(sorted(record.version for record in published)[-keep:])
+        staying = highest | await versions_in_use(fleet, model)
+        await asyncio.to_thread(opened.delete_set_aside, model, staying)
+        staying = highest | await versions_in_use(fleet, model)
         for record in published:
             if record.version not in staying:
                 # Out of sight and off the record; put back if somebody began to use it meanwhile.
@@ -283,10 +281,9 @@ async def versions_in_use(fleet: FleetRegistry, model: str, nodes: Sequence[Node
 
 
 async def identities_in_use(fleet: FleetRegistry, store: StorePlace) -> set[str]:
-    """Return the identities of all models' versions as `versions_in_use`: live, staged or previous ones.
+    """Return the identities of all models' versions as `versions_in_use`, which a store's cache keeps longer.
 
-    They are kept longer in a store's cache, and no more than that: none are returned for a folder, which has no cache,
-    and if a record of whichever model can't be read.
+    None for a folder, which has no cache, and if a record of whichever model can't be read.
     """
     if isinstance(store, Path):
         return set()
@@ -296,8 +293,3 @@ async def identities_in_use(fleet: FleetRegistry, store: StorePlace) -> set[str]
         return {record.identity for record in await fleet.versions() if record.version in in_use.get(record.model, ())}
     except RegistryRecordError:
         return set()
-
-
-async def _staying(fleet: FleetRegistry, model: str, published: Iterable[PublishedVersion], keep: int) -> set[int]:
-    highest = sorted(record.version for record in published)[-keep:]
-    return {*highest, *await versions_in_use(fleet, model)}

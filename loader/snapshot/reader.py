@@ -25,7 +25,7 @@ from loader.errors import (
     file_error,
 )
 from loader.progress import Progress, no_progress
-from loader.snapshot.buckets import RowBuckets, rows_in_file
+from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
 from loader.snapshot.manifest import (
@@ -73,7 +73,7 @@ _BLOCK_BYTES = 16 << 20
 class Snapshot:
     """One immutable version of a model on disk, opened for reading. Made by `Snapshot.open`.
 
-    `identity` is the SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files.
+    `identity` is the SHA-256 (hex) of `manifest.json`, which has the checksums of all other files.
     """
 
     def __init__(
@@ -90,13 +90,14 @@ class Snapshot:
         self._first_slice: dict[str, str] = {}
         self._logical: dict[str, AnyTable] = {}
         self._first_of: dict[str, str] = {}
-        for table in manifest.spec.logical_tables:
-            parts = manifest.spec.parts(table)
-            self._logical[table.name], self._first_of[table.name] = table, parts[0].slices[0].name
-            for part in parts:
-                for name in (part.name, *(one.name for one in part.slices)):
-                    self._logical[name], self._first_of[name] = table, parts[0].slices[0].name
-                    self._first_slice[name] = part.slices[0].name
+        for first, table in manifest.spec.logical_by_first.items():
+            names = {table.name}
+            for part in manifest.spec.parts(table):
+                of_part = {part.name, *(stored.name for stored in part.slices)}
+                self._first_slice |= dict.fromkeys(of_part, part.slices[0].name)
+                names |= of_part
+            self._logical |= dict.fromkeys(names, table)
+            self._first_of |= dict.fromkeys(names, first)
 
     @classmethod
     def open(
@@ -113,13 +114,12 @@ class Snapshot:
 
         Args:
             path: the folder.
-            verify: also compare every file's SHA-256, and check that a vocabulary's ids are not negative, that none is
-                there twice, and that they are those of its strings. May be left out for a local store that is trusted.
-            files: whose content is checked: `rows` (and access counts) for who only pools them, `other` (dense model,
-                vocabularies, golden requests) for who leaves that to shard nodes.
-            rows_here: without, row files need not be there, and none is looked at; not with `files` all or rows.
+            verify: also do `check_content`. May be left out for a local store that is trusted.
+            files: whose content is checked: `rows` (and access counts) for a shard node, `other` (dense model,
+                vocabularies, golden requests) for a process that leaves rows to shard nodes.
+            rows_here: without, row files need not be there, and none is read; not with `files` all or rows.
             threads: how many files are hashed at a time.
-            progress: told the bytes hashed.
+            progress: gets the bytes hashed.
 
         Raises:
             SnapshotNotFoundError: no such folder.
@@ -162,14 +162,13 @@ class Snapshot:
     def check_content(
         self, files: VerifiedFiles = "all", *, threads: int = 2, progress: Progress = no_progress
     ) -> None:
-        """Check what `open` does with `verify`, for who opened it without. Raises SnapshotCorruptError, as `open`."""
-        rows = {
-            entry.path for tables in self.manifest.tables for entry in (*tables.rows, tables.access_counts) if entry
-        }
-        entries = [one for one in self.manifest.files() if files == "all" or (one.path in rows) == (files == "rows")]
-        paths = {entry.path: snapshot_file(self.path, entry.path) for entry in entries}
-        total = sum(entry.size_bytes for entry in entries)
-        done = 0
+        """Compare every file's SHA-256, and check vocabularies and row classes. Raises SnapshotCorruptError as `open`.
+
+        Ids of a vocabulary must not be negative or there twice, and be those of its strings.
+        """
+        rows = {entry.path for table in self.manifest.tables for entry in (*table.rows, table.access_counts) if entry}
+        entries = [file for file in self.manifest.files() if files == "all" or (file.path in rows) == (files == "rows")]
+        done, total = 0, sum(entry.size_bytes for entry in entries)
         lock = threading.Lock()
 
         def on_bytes(count: int) -> None:
@@ -178,30 +177,27 @@ class Snapshot:
                 done += count
                 progress("checking SHA-256", done, total)
 
-        def check(entry: FileEntry) -> None:
-            path = paths[entry.path]
+        def check(entry: FileEntry, path: Path) -> None:
             try:
-                found = hash_file(path, on_bytes)
+                sha256 = hash_file(path, on_bytes)
             except OSError as error:
                 raise file_error(path, "read", error) from error
-            if found != entry.sha256:
-                raise SnapshotCorruptError(f"{path}: SHA-256 is {found}, the manifest says {entry.sha256}")
+            if sha256 != entry.sha256:
+                raise SnapshotCorruptError(f"{path}: SHA-256 is {sha256}, the manifest says {entry.sha256}")
 
+        paths = [snapshot_file(self.path, entry.path) for entry in entries]
         with ThreadPoolExecutor(max_workers=threads) as pool:
             try:
-                for _ in pool.map(check, entries):
-                    pass
+                list(pool.map(check, entries, paths))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        if files == "rows":
-            return
-        for of_table in self.manifest.tables:
-            if of_table.vocabulary is not None:
-                check_vocabulary_ids(self.path / of_table.vocabulary.path, self.vocabulary(of_table.table))
-                self.vocabulary_strings(of_table.table)
-            if of_table.row_classes is not None:
-                self.row_classes(of_table.table)
+        for table in self.manifest.tables if files != "rows" else ():
+            if table.vocabulary is not None:
+                check_vocabulary_ids(self.path / table.vocabulary.path, self.vocabulary(table.table))
+                self.vocabulary_strings(table.table)
+            if table.row_classes is not None:
+                self.row_classes(table.table)
 
     @property
     def size_bytes(self) -> int:
@@ -214,21 +210,16 @@ class Snapshot:
         return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.logical_tables)
 
     def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
-        """Return the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
+        """Map the stored rows of a row file of a stored table, uint8 [rows, row_bytes] in bucket order.
 
-        `table` is a stored one: of a sliced table, a slice. Keeps no file descriptor; unmapped when the last array over
-        it is gone. Read-only; with `copy_on_write` it can be written to, pages that are written become memory of this
-        process, and the file is never changed. Raises as `map_tensor`.
+        Keeps no file descriptor; unmapped when the last array over it is gone. With `copy_on_write` it can be written
+        to: pages that are written become memory of this process, and the file is never changed. Raises as `map_tensor`.
         """
-        entry = self._files[table].rows[file_index]
-        info = self._headers[entry.path]["rows"]
-        return map_tensor(self.path / entry.path, info, np.uint8, copy_on_write=copy_on_write)
+        path, header = self._header(self._files[table].rows[file_index])
+        return map_tensor(path, header["rows"], np.uint8, copy_on_write=copy_on_write)
 
     def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
-        """Return a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].
-
-        `table` is a stored one: of a sliced table, a slice.
-        """
+        """Copy rows [first_row, first_row + num_rows) of a stored table in row order, uint8 [num_rows, row_bytes]."""
         table_spec, rows_per_file = self._tables[table], self._files[table].rows_per_file
         last_row = first_row + num_rows
         if not 0 <= first_row <= last_row <= table_spec.num_embeddings:
@@ -245,55 +236,45 @@ class Snapshot:
         return rows
 
     def vocabulary(self, table: str) -> npt.NDArray[np.int64]:
-        """Map the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none.
-
-        `table` is one as features see it.
-        """
-        entry = self._vocabulary_entry(table)
-        return map_tensor(self.path / entry.path, self._headers[entry.path]["ids"], np.int64)
+        """Map the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none."""
+        path, header = self._header(self._vocabulary_entry(table))
+        return map_tensor(path, header["ids"], np.int64)
 
     def vocabulary_strings(self, table: str) -> list[str] | None:
         """Read the strings of a vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
-        entry = self._vocabulary_entry(table)
+        path, header = self._header(self._vocabulary_entry(table))
         if not id_type_is_string(self._logical[table]):
             return None
-        path = self.path / entry.path
-        tensors = load_numpy(path, self._headers[entry.path])
+        tensors = load_numpy(path, header)
         return decode_strings(path, tensors["ids"], tensors)
 
     def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
-        """Map how often each row was looked up, read-only uint32 [num_embeddings]; None if not known.
-
-        `table` may also be a slice: each is looked up as often as its table.
-        """
-        entry = self._files[self._first_slice[table]].access_counts
-        if entry is None:
+        """Map how often each row of a table, or slice, was looked up, read-only uint32 [num_embeddings], if known."""
+        if (entry := self._files[self._first_slice[table]].access_counts) is None:
             return None
-        return map_tensor(self.path / entry.path, self._headers[entry.path][COUNTS_TENSOR], np.uint32)
+        path, header = self._header(entry)
+        return map_tensor(path, header[COUNTS_TENSOR], np.uint32)
 
     def row_classes(self, table: str) -> RowClasses:
-        """Map in which part of a divided table each row lies. Raises KeyError if it has no classes.
+        """Map in which part of a divided table each row is. Raises KeyError if it has no classes.
 
-        Raises SnapshotCorruptError if they do not count what they should; reading them in full is what that takes.
+        Raises SnapshotCorruptError if they do not count what they should, for which they are read in full.
         """
         entry, divided = self._files[self._first_of[table]].row_classes, self._logical[table]
         if entry is None or not isinstance(divided, DividedTable):
             raise KeyError(f"table {table!r} has no row classes")
-        path, header = self.path / entry.path, self._headers[entry.path]
-        tensors = {
-            name: map_tensor(path, info, np.uint8 if info.dtype == "U8" else np.uint32) for name, info in header.items()
-        }
+        path, header = self._header(entry)
+        dtypes = {"U8": np.uint8, "U32": np.uint32}
+        tensors = {name: map_tensor(path, info, dtypes[info.dtype]) for name, info in header.items()}
         return RowClasses.of_tensors(path, divided, self.spec.parts(divided), tensors)
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """Return the dense model's tensors by name, in memory; none of an exported program, which has them itself."""
-        import torch  # which takes a second: who supervises processes, or places rows, reads no dense model
+        import torch  # which takes a second: processes that supervise, or place rows, read no dense model
 
-        path = self.manifest.dense.path
-        if path == PROGRAM_PATH:
+        if self.manifest.dense.path == PROGRAM_PATH:
             return {}
-        arrays = load_numpy(self.path / path, self._headers[path])
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {name: torch.from_numpy(array) for name, array in load_numpy(*self._header(self.manifest.dense)).items()}
 
     @property
     def program_path(self) -> Path:
@@ -304,10 +285,9 @@ class Snapshot:
         """Read the golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit."""
         if self.manifest.golden is None:
             return None
-        relative = self.manifest.golden.file.path
-        path = self.path / relative
+        path, header = self._header(self.manifest.golden.file)
         try:
-            golden = GoldenRequests.from_tensors(load_numpy(path, self._headers[relative]))
+            golden = GoldenRequests.from_tensors(load_numpy(path, header))
             golden.check(self.spec)
         except ExportError as error:
             raise SnapshotCorruptError(f"{path}: {cut(error, 1000)}") from error
@@ -317,7 +297,7 @@ class Snapshot:
         """Read the text of the plan file that the snapshot carries, if it does; the router knows what it says."""
         if (entry := self.manifest.plan) is None:
             return None
-        return load_numpy(self.path / entry.path, self._headers[entry.path])[PLAN_TENSOR].tobytes()
+        return load_numpy(*self._header(entry))[PLAN_TENSOR].tobytes()
 
     def _vocabulary_entry(self, table: str) -> FileEntry:
         entry = self._files[self._first_of[table]].vocabulary
@@ -330,52 +310,46 @@ class Snapshot:
             logical = self._logical[table.name]
             row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
             for file_index, entry in enumerate(files.rows):
-                rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
+                rows = min(files.rows_per_file, table.num_embeddings - file_index * files.rows_per_file)
                 if entry.path in self._headers:
-                    expected = {"rows": ("U8", (rows, row_bytes))}
-                    expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
+                    expect_tensors(*self._header(entry), {"rows": ("U8", (rows, row_bytes))})
             if files.vocabulary is not None:
-                path = self.path / files.vocabulary.path
-                check_vocabulary_header(path, logical, self._headers[files.vocabulary.path])
+                check_vocabulary_header(logical, *self._header(files.vocabulary))
             if files.row_classes is not None and isinstance(logical, DividedTable):
-                path, parts = self.path / files.row_classes.path, self.spec.parts(logical)
-                check_classes_header(path, logical, parts, self._headers[files.row_classes.path])
+                check_classes_header(logical, self.spec.parts(logical), *self._header(files.row_classes))
             if files.access_counts is not None:
-                path = self.path / files.access_counts.path
-                counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
-                expect_tensors(path, self._headers[files.access_counts.path], counts)
-        self._check_dense_header()
+                expect_tensors(*self._header(files.access_counts), {COUNTS_TENSOR: ("U32", (table.num_embeddings,))})
         if (plan := self.manifest.plan) is not None:
-            header, path = self._headers[plan.path], self.path / plan.path
+            path, header = self._header(plan)
             expect_at_most(path, header, MAX_PLAN_BYTES)
             expect_tensors(path, header, {PLAN_TENSOR: ("U8", (length_of(header, PLAN_TENSOR),))})
         if (golden := self.manifest.golden) is not None:
-            path = self.path / golden.file.path
-            check_golden_header(path, self.spec, golden, self._headers[golden.file.path])
-
-    def _check_dense_header(self) -> None:
-        entry = self.manifest.dense
-        path = self.path / entry.path
-        if entry.path == PROGRAM_PATH:
-            if entry.size_bytes > MAX_DENSE_BYTES:
-                raise SnapshotCorruptError(f"{path}: {entry.size_bytes} bytes; at most {MAX_DENSE_BYTES} are allowed")
+            check_golden_header(self.spec, golden, *self._header(golden.file))
+        dense = self.manifest.dense
+        if dense.path == PROGRAM_PATH:
+            if dense.size_bytes > MAX_DENSE_BYTES:
+                limit = f"at most {MAX_DENSE_BYTES} are allowed"
+                raise SnapshotCorruptError(f"{self.program_path}: {dense.size_bytes} bytes; {limit}")
             return
-        dense = self._headers[entry.path]
-        expect_at_most(path, dense, MAX_DENSE_BYTES)
-        for name, info in dense.items():
+        path, header = self._header(dense)
+        expect_at_most(path, header, MAX_DENSE_BYTES)
+        for name, info in header.items():
             if info.dtype not in _DENSE_DTYPES:
                 where = f"{path}: tensor {cut(repr(name))}"
                 raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
 
+    def _header(self, entry: FileEntry) -> tuple[Path, Mapping[str, TensorInfo]]:
+        return self.path / entry.path, self._headers[entry.path]
+
 
 class VerifyReport(Frozen):
-    """What `verify_snapshot` found.
+    """The result of `verify_snapshot`.
 
     Attributes:
-        problems: each names the file, or the table and row, and the reason. Damage that keeps the snapshot from being
-            opened ends the check, so it is then the only one.
-        checks: what was checked and found right.
-        files: the files that the manifest names, right or not; empty if it can't be read.
+        problems: each names the file, or the table and row, and the reason. A snapshot that can't be opened has only
+            one.
+        checks: what was checked and right.
+        files: all that the manifest names; empty if it can't be read.
         model, version: what the manifest says; None if it can't be read.
     """
 
@@ -407,14 +381,15 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
     checks = ["manifest, paths, sizes, SHA-256, dtypes, shapes, vocabularies and golden requests of every file"]
     problems: list[str] = []
     for table, files in zip(snapshot.spec.stored_tables, snapshot.manifest.tables, strict=True):
-        found = _check_rows(snapshot, table, files, progress)
-        problems.extend(found)
-        if not found:
+        bad_rows = _check_rows(snapshot, table, files, progress)
+        problems += bad_rows
+        if not bad_rows:
             checks.append(f"table {table.name!r}: all {table.num_embeddings} rows decode to finite values")
+    dense = snapshot.manifest.dense.path
     for name, tensor in snapshot.dense_tensors().items():
         if not bool(tensor.isfinite().all()):
-            problems.append(f"{snapshot.manifest.dense.path}: tensor {name!r} holds NaN or inf")
-    if snapshot.manifest.dense.path == PROGRAM_PATH:
+            problems.append(f"{dense}: tensor {name!r} holds NaN or inf")
+    if dense == PROGRAM_PATH:
         try:
             ProgramArchive.read(snapshot.program_path)
             checks.append("exported program: nothing in it is pickled")
@@ -443,7 +418,8 @@ def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progres
         for start in range(0, len(stored), block_rows):
             bad = codec.first_non_finite(stored[start : start + block_rows])
             if bad is not None:
-                row = RowBuckets.of(table).in_file(files.rows_per_file, file_index).row_at(start + bad)
+                order = RowBuckets.of(table).in_file(files.rows_per_file, file_index)
+                (row,) = order.rows_at(np.array([start + bad])).tolist()
                 problems.append(f"{entry.path}: table {table.name!r}, row {row}: decodes to NaN or inf")
                 break
         done += len(stored)

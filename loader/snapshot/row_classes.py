@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ BLOCK_BITS = 512
 _BLOCK_BYTES = BLOCK_BITS // 8
 _BLOCK_SHIFT = BLOCK_BITS.bit_length() - 1
 _WORDS = BLOCK_BITS // 64
+_CHUNK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +55,6 @@ class RankedBits:
         packed[: -(-bits.size // 8)] = np.packbits(bits, bitorder="little")
         words = packed.view(np.uint64).reshape(-1, _WORDS)
         return cls(words, *_counts(words), bits.size)
-
-    def to_bool(self) -> npt.NDArray[np.bool_]:
-        """Unpack: bool [size]."""
-        flat = np.unpackbits(self.words.view(np.uint8).reshape(-1), count=self.size, bitorder="little")
-        return flat.view(np.bool_)
 
     @property
     def num_ones(self) -> int:
@@ -114,13 +111,9 @@ class RowClasses:
 
     def classes(self) -> npt.NDArray[np.uint8]:
         """Return the class of each row, uint8 [num_embeddings]."""
-        found = np.full(self.bitmaps[0].size, len(self.bitmaps), np.uint8)
-        left = np.arange(found.size)
-        for number, bitmap in enumerate(self.bitmaps):
-            is_of = bitmap.to_bool()
-            found[left[is_of]] = number
-            left = left[~is_of]
-        return found
+        size = self.bitmaps[0].size
+        chunks = (np.arange(first, min(first + _CHUNK_ROWS, size)) for first in range(0, size, _CHUNK_ROWS))
+        return np.concatenate([self.find(rows)[0] for rows in chunks])
 
     def find(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         """Return of rows [n], all within the table, the class, uint8 [n], and the place within it, int64 [n]."""
@@ -134,20 +127,20 @@ class RowClasses:
 
     def check(self, table: DividedTable, parts: Sequence[TableSpec]) -> None:
         """Raise ExportError unless there are as many rows of each class as the parts have."""
-        sizes = [self.bitmaps[0].size if self.bitmaps else table.num_embeddings]
         ones = [bitmap.num_ones for bitmap in self.bitmaps]
-        for count in ones:
-            sizes.append(sizes[-1] - count)
-        found, expected = (*ones, sizes[-1]), table.class_rows(parts)
-        if [one.size for one in self.bitmaps] != sizes[:-1] or sizes[0] != table.num_embeddings or found != expected:
-            raise ExportError(f"divided table {table.name!r}: classes of {found} rows; its parts have {expected}")
+        # What is left after each bitmap, of all rows that the first has.
+        size = self.bitmaps[0].size if self.bitmaps else table.num_embeddings
+        sizes = [size - count for count in accumulate(ones, initial=0)]
+        rows, expected = (*ones, sizes[-1]), table.class_rows(parts)
+        if [bitmap.size for bitmap in self.bitmaps] != sizes[:-1] or size != table.num_embeddings or rows != expected:
+            raise ExportError(f"divided table {table.name!r}: classes of {rows} rows; its parts have {expected}")
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Make the tensors of `row-classes.safetensors`."""
-        found: dict[str, npt.NDArray[Any]] = {}
-        for number, one in enumerate(self.bitmaps):
-            found |= {f"bits.{number}": one.words.reshape(-1).view(np.uint8), f"ranks.{number}": one.ranks}
-        return found
+        tensors: dict[str, npt.NDArray[Any]] = {}
+        for number, bitmap in enumerate(self.bitmaps):
+            tensors |= {f"bits.{number}": bitmap.words.reshape(-1).view(np.uint8), f"ranks.{number}": bitmap.ranks}
+        return tensors
 
     @classmethod
     def of_tensors(
@@ -177,7 +170,7 @@ def classes_bytes(table: DividedTable, parts: Sequence[TableSpec]) -> int:
 
 
 def check_classes_header(
-    path: Path, table: DividedTable, parts: Sequence[TableSpec], tensors: Mapping[str, TensorInfo]
+    table: DividedTable, parts: Sequence[TableSpec], path: Path, tensors: Mapping[str, TensorInfo]
 ) -> None:
     """Raise SnapshotCorruptError if dtypes or shapes in a file of row classes do not fit the table."""
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}

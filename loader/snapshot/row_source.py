@@ -23,21 +23,18 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def file_fingerprint(path: Path, name: str) -> str:
-    """Fingerprints rows called `name` in a file: its resolved path, size and time of change. Raises ExportError."""
+    """Return path, size and time of change of a file, and `name` of rows in it. Raises ExportError."""
     try:
-        found = path.stat()
-        return json.dumps([str(path.resolve()), name, found.st_size, found.st_mtime_ns])
+        status = path.stat()
+        return json.dumps([str(path.resolve()), name, status.st_size, status.st_mtime_ns])
     except OSError as error:
         raise ExportError(f"rows: {path}: {error}") from error
 
 
-def sample_fingerprint(num_rows: int, take: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]) -> str:
-    """Fingerprints rows in memory: SHA-256 of up to 1024 of them, first, last and evenly spaced ones between.
-
-    `take` gives the rows of these numbers, int64 [k], as an array [k, dim].
-    """
+def sample_fingerprint(num_rows: int, read: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]) -> str:
+    """Return the SHA-256 of up to 1024 rows, first, last and evenly spaced between: [k, dim], by int64 [k]."""
     numbers = np.linspace(0, num_rows - 1, min(num_rows, _SAMPLED_ROWS)).astype(np.int64)
-    rows = np.ascontiguousarray(take(numbers))
+    rows = np.ascontiguousarray(read(numbers))
     digest = hashlib.sha256(json.dumps([num_rows, rows.dtype.str, rows.shape]).encode())
     digest.update(rows.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -58,9 +55,9 @@ class RowSource(ABC):
         """
 
     def fingerprint(self) -> str:
-        """Return a text that is equal for the same rows and differ, as far as can be told cheaply, for others.
+        """Return a text that is equal for the same rows and differs, as far as can be cheaply known, for others.
 
-        By it an interrupted export notices that it is run again with other rows; "" for a source that can't tell.
+        By it an interrupted export notices that it is run again with other rows; "" for a source that can't know.
         """
         return ""
 
@@ -115,12 +112,12 @@ class TensorRows(RowSource):
     def fingerprint(self) -> str:
         """Of a sample of the rows, and of the file of a mapped tensor."""
 
-        def take(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-            taken = self._tensor[torch.from_numpy(rows).to(self._tensor.device)]
-            values: npt.NDArray[Any] = taken.to("cpu", torch.float64).numpy()  # NumPy has no bfloat16
+        def read(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+            sampled = self._tensor[torch.from_numpy(rows).to(self._tensor.device)]
+            values: npt.NDArray[Any] = sampled.to("cpu", torch.float64).numpy()  # NumPy has no bfloat16
             return values
 
-        sample = sample_fingerprint(self.num_embeddings, take)
+        sample = sample_fingerprint(self.num_embeddings, read)
         return sample if self._file is None else f"{sample} {file_fingerprint(self._file, self._name)}"
 
 
@@ -131,11 +128,9 @@ class SafetensorsRows(TensorRows):
         """Raise ExportError if the file can't be read, has no such tensor, or it is not a matrix of floats."""
         try:
             file: Any = safe_open(str(path), framework="pt")
-            tensor: torch.Tensor = file.get_tensor(name)
+            super().__init__(file.get_tensor(name), Path(path), name)
         except (SafetensorError, OSError) as error:
             raise ExportError(f"rows: {path}, tensor {name!r}: {error}") from error
-        try:
-            super().__init__(tensor, Path(path), name)
         except ExportError as error:
             raise ExportError(f"{path}, tensor {name!r}: {error}") from error
 
@@ -153,7 +148,7 @@ class RowsFromBlocks(RowSource):
         self._block_first_row = 0
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yield the asked rows as they come; rows before `first_row` that were not read yet are read and dropped.
+        """Yield these rows as they come; rows before `first_row` that were not read yet are read and dropped.
 
         Raises ExportError if they were already read, a block has the wrong dim, or there are too few or too many rows.
         """

@@ -71,11 +71,9 @@ def fsync_path(path: Path) -> None:
 def replace_file(path: Path, content: bytes, work: Path, *, durable: bool = True) -> None:
     """Put a file in place at once, by way of `work`, which no other writer may use meanwhile."""
     make_folders(path.parent)
-    with work.open("wb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
+    work.write_bytes(content)
+    if durable:
+        fsync_path(work)
     rename(work, path, durable=durable)
 
 
@@ -87,7 +85,7 @@ def rename(source: Path, target: Path, *, durable: bool = True) -> None:
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Return whether a file's lock was free, and is now held until the file is closed."""
+    """Lock a file until it is closed, unless it is locked; return whether it was free."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -107,26 +105,16 @@ class HeldSnapshot:
     is_checked: bool = False
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let it go."""
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A small file of a store: its path in it, and how long ago it was written, in seconds."""
-
-    path: str
-    age_s: float
-
-
 class Store:
-    """Finds snapshots by model and version. Holds nothing open and caches nothing: each call looks at the folder.
+    """Finds snapshots by model and version. Caches nothing: each call reads the folder.
 
-    A store at a URL has the same methods (`loader.stores`). `name` is how people call it.
+    A store at a URL has the same methods (`loader.stores`). `name` is for people.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -139,15 +127,12 @@ class Store:
         if not self.path.is_dir():
             raise SnapshotNotFoundError(f"store {self.path}: there is no such folder")
         if not self.models():
-            raise SnapshotNotFoundError(f"store {self.name} has no model{self._told_unfinished()}")
+            raise SnapshotNotFoundError(f"store {self.name} has no model{self._unfinished_text()}")
 
     def unfinished(self) -> list[tuple[str, int]]:
         """Return (model, version) of each export that was interrupted, or is still running."""
-        return [
-            (model, version)
-            for model in self._model_names()
-            for version in version_numbers(self._version_names(model), WORK_FOLDER_PREFIX)
-        ]
+        numbers = {name: version_numbers(self._version_names(name), WORK_FOLDER_PREFIX) for name in self._model_names()}
+        return [(model, version) for model, versions in numbers.items() for version in versions]
 
     def models(self) -> list[str]:
         """Return the names of the models that have at least one version, sorted."""
@@ -163,15 +148,12 @@ class Store:
         if not versions:
             self.check_exists()
             raise SnapshotNotFoundError(
-                f"store {self.name} has no model {model!r}; it has {self.models()}{self._told_unfinished(model)}"
+                f"store {self.name} has no model {model!r}; it has {self.models()}{self._unfinished_text(model)}"
             )
         return versions[-1]
 
     def next_version(self, model: str) -> int:
-        """Return the first free version above all present ones, also those that are set aside; 1 for a new model.
-
-        An interrupted export's is free: it goes on when it is run again.
-        """
+        """Return the first version above all that exist or are set aside; an interrupted export's is free."""
         return max(self.versions(model) + self._set_aside_versions(model), default=0) + 1
 
     def snapshot_path(self, model: str, version: int | None = None) -> Path:
@@ -200,14 +182,12 @@ class Store:
         keep: Collection[str] = (),
         progress: Progress = no_progress,
     ) -> HeldSnapshot:
-        """Find a version, by default the latest, and have it stay until it is let go.
+        """Return a version, by default the latest, that stays until it is closed. Raises SnapshotError.
 
-        A folder's versions just lie there; other arguments are of stores at URLs: `identity` is what it must have, as
-        far as that is known; without `with_rows` row files are not fetched; `verify` compares files that were fetched
-        before with their SHA-256; `progress` is given bytes, and what it raises calls off the fetch.
-
-        Versions whose identities are in `keep` make room for it after all others. Raises SnapshotError if there is no
-        such version, or it is not what its manifest says.
+        For a folder that is all; other arguments are of stores at URLs: `identity` is what it must have, as far as
+        that is known; without `with_rows` row files are not fetched; `verify` compares files that were fetched before
+        with their SHA-256; `progress` gets bytes, and ends the fetch by raising. Versions whose identities are in
+        `keep` make room for it after all others.
         """
         return HeldSnapshot(self.snapshot_path(model, version))
 
@@ -219,15 +199,14 @@ class Store:
     def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
         """Copy a snapshot of that identity into the store. Return where it is, and whether it was not there before.
 
-        What was copied when this is interrupted is kept for the next try. Raises SnapshotError if a file is not what
-        the manifest says, or the store has another snapshot of that version, ExportError if somebody else writes that
-        version, or the disk fails or is full.
+        An interrupted copy goes on at the next try. Raises SnapshotError if a file is not what the manifest says, or
+        the store has another snapshot of that version, ExportError if another process writes that version, or the disk
+        fails.
         """
         texts, manifest = manifest_texts_of(source, identity), read_manifest(source)[0]
         target = self.path.resolve() / manifest.spec.model / str(manifest.version)
         entries = manifest.files()
         done, total = 0, sum(entry.size_bytes for entry in entries)
-
         try:
             with open_export_folder(target, identity, progress) as work:
                 for entry in entries:
@@ -289,16 +268,16 @@ class Store:
                 unfinished.unlink()
             raise file_error(target, "written", error) from error
 
-    def list_files(self, folder: str) -> list[StoredFile]:
-        """List the finished small files of a folder. Raises SnapshotError if it can't be read."""
+    def list_files(self, folder: str) -> dict[str, float]:
+        """Return the age, in seconds, of a folder's finished small files by path. Raises SnapshotError."""
         now = time.time()
         try:
-            found = [one for one in (self.path / folder).glob("[!.]*") if one.is_file()]
-            return [StoredFile(f"{folder}/{one.name}", now - one.stat().st_mtime_ns / 1e9) for one in found]
+            files = [file for file in (self.path / folder).glob("[!.]*") if file.is_file()]
+            return {f"{folder}/{file.name}": now - file.stat().st_mtime_ns / 1e9 for file in files}
         except OSError as error:
             raise file_error(self.path / folder, "read", error) from error
 
-    def delete_files(self, paths: Sequence[str]) -> None:
+    def delete_files(self, paths: Iterable[str]) -> None:
         """Delete small files; what is gone already is no error. Raises SnapshotError if the store can't be written."""
         for path in paths:
             try:
@@ -314,20 +293,17 @@ class Store:
         return _folders(self.path)
 
     def _version_names(self, model: str) -> list[str]:
-        """List what is in a model's folder; nothing for what can't be a model."""
         return _folders(self.path / model) if MODEL_NAME.fullmatch(model) else []
 
-    def _told_unfinished(self, model: str | None = None) -> str:
+    def _unfinished_text(self, model: str | None = None) -> str:
         names = [f"{name}/{version}" for name, version in self.unfinished() if model in (None, name)]
-        if not names:
-            return ""
-        return f"; not finished: the export of {', '.join(names)}, which goes on when it is run again"
+        return f"; not finished: the export of {', '.join(names)}, which goes on when it is run again" if names else ""
 
 
 def version_numbers(names: Iterable[str], prefix: str = "") -> list[int]:
     """Return the versions, ascending, of the names that are one with that prefix."""
-    found = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    return sorted(int(one) for one in found if _VERSION_NUMBER.fullmatch(one) and int(one) < 2**63)
+    texts = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return sorted(int(text) for text in texts if _VERSION_NUMBER.fullmatch(text) and int(text) < 2**63)
 
 
 def _folders(path: Path) -> list[str]:
@@ -348,7 +324,7 @@ def manifest_texts_of(source: Path, identity: str) -> dict[str, str]:
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """Return the SHA-256 (hex) of a file, in bounded memory; `on_bytes` is told the bytes done since its last call."""
+    """Return the SHA-256 (hex) of a file, in bounded memory; `on_bytes` gets the bytes done since its last call."""
     digest = hashlib.sha256()
     buffer = bytearray(_HASH_CHUNK_BYTES)
     view = memoryview(buffer)
@@ -369,7 +345,7 @@ class ExportFolder:
         self._finished = finished
 
     def is_finished(self, relative_path: str) -> bool:
-        """Tells whether an earlier run wrote that file."""
+        """Return whether an earlier run wrote that file."""
         return relative_path in self._finished
 
     def write(self, relative_path: str, produce: Callable[[Path], None], stated: FileEntry | None = None) -> FileEntry:
@@ -412,7 +388,7 @@ class ExportFolder:
 
 @contextmanager
 def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> Iterator[ExportFolder]:
-    """Locks the folder in which `target` (`<store>/<model>/<version>`) is made; a failure leaves it for a later run.
+    """Lock the folder in which `target` (`<store>/<model>/<version>`) is made; a failure leaves it for a later run.
 
     `inputs_digest` is the SHA-256 (hex) of all inputs that shape the files; a folder of other inputs is started over.
     Raises SnapshotExistsError if the version exists, ExportError if another export of it is running.
@@ -429,9 +405,14 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
             raise SnapshotExistsError(f"{target} exists, and a version is immutable")
         finished = _recover(work, inputs_digest, progress)
         (work / "snapshot").mkdir(exist_ok=True)
-        with _new_journal(work, inputs_digest, finished) as journal:
+        # A journal of what is known replaces the old one in one step.
+        fresh = work / "export-state.jsonl.new"
+        with fresh.open("w", encoding="utf-8") as journal:
+            lines = [json.dumps({"inputs_sha256": inputs_digest})]
+            _append_line(journal, "\n".join([*lines, *(entry.model_dump_json() for entry in finished.values())]))
+            rename(fresh, work / "export-state.jsonl")
             yield ExportFolder(target, work, journal, finished)
-        # Errors are ignored because the version is already in place, and another export may just look for our lock.
+        # Errors are ignored because the version is already in place, and another export may just check for our lock.
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -462,6 +443,7 @@ def _lock(work: Path) -> Iterator[None]:
 
 
 def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, FileEntry]:
+    """Return the files that an earlier run of the same export has finished, by path."""
     journal = work / "export-state.jsonl"
     lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else []
     recorded = None
@@ -472,36 +454,39 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
             _log.warning("%s was left by an export of other inputs: starting over", work)
         shutil.rmtree(work / "snapshot", ignore_errors=True)
         return {}
-    entries: list[FileEntry] = []
+    finished: dict[str, FileEntry] = {}
     for line in lines[1:-1]:  # what follows the last newline is empty, or a line that was not written to its end
         try:
-            entries.append(FileEntry.model_validate_json(line))
+            entry = FileEntry.model_validate_json(line)
+            finished[entry.path] = entry
         except ValidationError:
             _log.warning("%s: a damaged line is ignored", journal)
-    finished: dict[str, FileEntry] = {}
-    done, total = 0, sum(entry.size_bytes for entry in entries)
-    for entry in entries:
-        path = work / "snapshot" / entry.path
-        if path.is_file() and path.stat().st_size == entry.size_bytes and hash_file(path) == entry.sha256:
-            finished[entry.path] = entry
-        else:
-            _log.warning("%s is not what was recorded: it is written again", path)
-        done += entry.size_bytes
-        progress("checking finished files", done, total)
+    for entry in missing_files(work / "snapshot", list(finished.values()), verify=True, progress=progress):
+        del finished[entry.path]
     _log.info("%s: resuming, %d files are finished", work, len(finished))
     return finished
 
 
-@contextmanager
-def _new_journal(work: Path, inputs_digest: str, finished: dict[str, FileEntry]) -> Iterator[IO[str]]:
-    """Yield a journal that starts with what is known, put in place of the old one in one step."""
-    fresh = work / "export-state.jsonl.new"
-    with fresh.open("w", encoding="utf-8") as journal:
-        header = json.dumps({"inputs_sha256": inputs_digest})
-        _append_line(journal, "\n".join([header, *(entry.model_dump_json() for entry in finished.values())]))
-        fresh.replace(work / "export-state.jsonl")
-        fsync_path(work)
-        yield journal
+def missing_files(
+    folder: Path, entries: Sequence[FileEntry], verify: bool = False, progress: Progress = no_progress
+) -> list[FileEntry]:
+    """Return the files that a folder does not have in the stated size; with `verify`, and SHA-256."""
+    missing, done, total = [], 0, sum(entry.size_bytes for entry in entries)
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("checking SHA-256", done, total)
+
+    for entry in entries:
+        path = folder / entry.path
+        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+            missing.append(entry)
+        elif verify and hash_file(path, on_bytes) != entry.sha256:
+            _log.warning("%s is not what was written: it is written again", path)
+            path.unlink(missing_ok=True)  # another process may have read the same
+            missing.append(entry)
+    return missing
 
 
 def _append_line(journal: IO[str], line: str) -> None:

@@ -87,10 +87,11 @@ class TableSpec(Frozen):
     """One embedding table.
 
     `feature_names` are the features looked up in it (several may share it). `pooling` is the default of its features.
-    `unknown_id` says what an id without a row gets: an error, `default_row`'s vector, or nothing (left out of its bag).
+    `unknown_id` says what an id without a row gets: an error, `default_row`'s vector, or nothing (left out of its
+    bag).
 
     `column_dims` cuts a wide table into slices of so many columns each, which are stored, quantised and placed like
-    tables of their own (`slices`); features still see one table of `embedding_dim`. Empty: it is stored whole.
+    separate tables (`slices`); features still see one table of `embedding_dim`.
     """
 
     name: Name
@@ -136,7 +137,7 @@ class TableSpec(Frozen):
 
     @property
     def slices(self) -> tuple[TableSpec, ...]:
-        """Return the tables that it is stored as, in column order: `<name>.c0`, `<name>.c1`, ...; or itself, if whole.
+        """Return the tables that it is stored as, in column order: `<name>.c0`, `<name>.c1`, ...; unsliced, itself.
 
         Each has all rows, in the same order of ids, and `slice_dims` of the columns.
         """
@@ -150,15 +151,15 @@ class TableSpec(Frozen):
 
 
 class DividedTable(Frozen):
-    """A table whose rows lie in several stored tables, its `parts`: what these give for an id is added.
+    """A table whose rows are in several stored tables, its `parts`: what these give for an id is added.
 
-    Divided by `popularity` each row lies in one part: the hottest rows in the first, the next in the second, and so on,
-    as the snapshot's row classes say. `pruned` rows lie nowhere: they read the last row of the last part. By
+    Divided by `popularity` each row is in one part: the hottest rows in the first, the next in the second, and so on,
+    as the snapshot's row classes say. `pruned` rows are nowhere: they read the last row of the last part. By
     `quotient_remainder` (Shi et al., "Compositional Embeddings Using Complementary Partitions", 2019) an id has a row
     in each of two parts, id // buckets and id % buckets, which are added (`combine`).
 
     Features see rows of `embedding_dim`; a part of fewer columns has a projection, a tensor of the dense model called
-    `projection_name(part)`: float32 [columns, embedding_dim]. A part's own mapping is from rows to rows.
+    `projection_name(part)`: float32 [columns, embedding_dim]. A part's mapping is from rows to rows.
     """
 
     name: Name
@@ -256,26 +257,24 @@ class SchemaError(NamedTuple):
 def schema_errors(
     error: ValidationError, schemas: Iterable[type[BaseModel]], elsewhere: Iterable[str] = ()
 ) -> Iterator[SchemaError]:
-    """Return the mistakes in a document; an unknown key comes with those that are allowed there.
+    """Yield the mistakes in a document; an unknown key comes with those that are allowed there.
 
-    `schemas` are the model that was validated, or those of a union told apart by `kind`; `elsewhere` are fields of them
-    that are no keys of the document.
+    `schemas` are the model that was validated, or those of a union by `kind`; `elsewhere` are fields of them that are
+    no keys of the document.
     """
-    found = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False, include_context=False)
     roots, hidden = tuple(schemas), frozenset(elsewhere)
-    for one in found:
+    for mistake in errors:
         # A list is also said to be too short if validation stopped at one of its bad items.
-        place = one["loc"]
-        if one["type"] in ("too_short", "too_long") and any(
-            len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
-        ):
+        path = mistake["loc"]
+        has_inner = any(len(other["loc"]) > len(path) and other["loc"][: len(path)] == path for other in errors)
+        if mistake["type"] in ("too_short", "too_long") and has_inner:
             continue
-        problem = one["msg"]
-        if one["type"] == "extra_forbidden":
-            *above, key = place
-            allowed = [name for name in _allowed_keys(above, roots) if name not in hidden]
-            problem = f"unknown key {key!r:.80}; allowed are {allowed}"
-        yield SchemaError(place, problem, one["input"])
+        problem = mistake["msg"]
+        if mistake["type"] == "extra_forbidden":
+            allowed = [name for name in _allowed_keys(path[:-1], roots) if name not in hidden]
+            problem = f"unknown key {path[-1]!r:.80}; allowed are {allowed}"
+        yield SchemaError(path, problem, mistake["input"])
 
 
 def _tags_of(schema: type[BaseModel]) -> tuple[Any, ...]:
@@ -283,18 +282,17 @@ def _tags_of(schema: type[BaseModel]) -> tuple[Any, ...]:
     return tuple(tag for field in fields if field is not None for tag in get_args(field.annotation))
 
 
-def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
-    for part in place:
+def _allowed_keys(path: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
+    for part in path:
         if isinstance(part, int):
             continue
-        fields = [schema.model_fields[part].annotation for schema in schemas if part in schema.model_fields]
-        if fields:
+        if fields := [schema.model_fields[part].annotation for schema in schemas if part in schema.model_fields]:
             schemas = tuple(inner for annotation in fields for inner in _models_in(annotation))
             continue
         # A part that is no field is the tag by which pydantic names the member of a union, or a key of a mapping.
-        tags = {one: _tags_of(one) for one in schemas}
-        schemas = tuple(one for one in schemas if part in tags[one]) or tuple(
-            one for one in schemas if not tags[one] or all(tags.values())
+        tags = {schema: _tags_of(schema) for schema in schemas}
+        schemas = tuple(schema for schema in schemas if part in tags[schema]) or tuple(
+            schema for schema in schemas if not tags[schema] or all(tags.values())
         )
     return list(dict.fromkeys(name for schema in schemas for name in schema.model_fields))
 
@@ -307,10 +305,11 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def quoted_errors(error: ValidationError) -> str:
-    """Return the first errors of a document that does not fit its schema, each with its place, in bounded length."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
+    """Return the first errors of a document that does not fit its schema, each with its path, in bounded length."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
     quoted = [
-        f"{cut('.'.join(map(str, one['loc'])) or 'document')}: {cut(one['msg'], 300)}" for one in found[:_QUOTED_ERRORS]
+        f"{cut('.'.join(map(str, mistake['loc'])) or 'document')}: {cut(mistake['msg'], 300)}"
+        for mistake in errors[:_QUOTED_ERRORS]
     ]
-    more = f"; and {len(found) - _QUOTED_ERRORS} more" if len(found) > _QUOTED_ERRORS else ""
+    more = f"; and {len(errors) - _QUOTED_ERRORS} more" if len(errors) > _QUOTED_ERRORS else ""
     return "; ".join(quoted) + more

@@ -1,8 +1,8 @@
 """Read safetensors files by a header that is not trusted.
 
-Rows are mapped in place, which needs the offset of the tensor's bytes; the library does not tell it, so the header is
-parsed here, and checked in full (format: https://github.com/huggingface/safetensors#format). Small files are read by
-that same header: the library would set aside memory for whatever a header claims, and panics where there is none.
+Rows are mapped in place, which needs the offset of the tensor's bytes; the library does not return it, so the header
+is parsed here, and checked in full (format: https://github.com/huggingface/safetensors#format). Small files are read
+by that header too: the library would set aside memory for whatever a header claims, and panics where there is none.
 """
 
 from __future__ import annotations
@@ -63,17 +63,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise SnapshotCorruptError(f"{path}: the header is not a JSON object")
     position = data_offset = 8 + header_bytes
-    tensors: dict[str, TensorInfo] = {}
-    spans: list[tuple[int, int]] = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        tensors[name] = info = _check_entry(path, name, entry, data_offset)
-        spans.append((info.offset, info.offset + info.size_bytes))
-    for begin, end in sorted(spans):
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    tensors = {name: _check_entry(path, name, entry, data_offset) for name, entry in entries.items()}
+    for begin, size_bytes in sorted((info.offset, info.size_bytes) for info in tensors.values()):
         if begin != position:
             raise SnapshotCorruptError(f"{path}: the tensors overlap or leave a gap at byte {position}")
-        position = end
+        position += size_bytes
     if position != file_bytes:
         raise SnapshotCorruptError(f"{path}: the header describes {position} bytes, the file has {file_bytes}")
     return tensors

@@ -34,26 +34,25 @@ def vocabulary_tensors(table: AnyTable, vocabulary: Vocabulary) -> dict[str, npt
     Raises ExportError for a wrong type, a negative or too large an id, too many ids, a duplicate, or two strings whose
     fingerprints collide.
     """
+    where = f"table {table.name!r}: vocabulary"
     if not 1 <= len(vocabulary) <= table.num_embeddings:
-        allowed = f"1 to num_embeddings {table.num_embeddings}"
-        raise ExportError(f"table {table.name!r}: vocabulary of {len(vocabulary)} ids; allowed: {allowed}")
+        raise ExportError(f"{where} of {len(vocabulary)} ids; allowed: 1 to num_embeddings {table.num_embeddings}")
     if not id_type_is_string(table):
-        ids = _integer_ids(table, vocabulary)
-        _refuse_duplicates(table, ids, ids)
+        ids = _integer_ids(where, vocabulary)
+        _refuse_duplicates(where, ids, ids)
         return {"ids": ids}
     given = vocabulary.tolist() if isinstance(vocabulary, np.ndarray) else vocabulary
     strings = [text for text in given if isinstance(text, str)]
     if len(strings) != len(given):
-        raise ExportError(f"table {table.name!r}: vocabulary: expected strings (id_type string)")
+        raise ExportError(f"{where}: expected strings (id_type string)")
     try:
         encoded = [text.encode() for text in strings]
     except UnicodeEncodeError as error:
-        raise ExportError(f"table {table.name!r}: vocabulary: {error.object!r} is not valid Unicode") from error
+        raise ExportError(f"{where}: {error.object!r} is not valid Unicode") from error
     if (longest := max(map(len, encoded))) > MAX_STRING_ID_BYTES:
-        limit = f"at most {MAX_STRING_ID_BYTES} are allowed"
-        raise ExportError(f"table {table.name!r}: vocabulary: an id of {longest} bytes of UTF-8; {limit}")
+        raise ExportError(f"{where}: an id of {longest} bytes of UTF-8; at most {MAX_STRING_ID_BYTES} are allowed")
     ids = fingerprint_strings(strings)
-    _refuse_duplicates(table, ids, strings)
+    _refuse_duplicates(where, ids, strings)
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum([len(text) for text in encoded], out=offsets[1:])
     return {"ids": ids, "strings": np.frombuffer(b"".join(encoded), np.uint8), "offsets": offsets}
@@ -64,17 +63,17 @@ def id_type_is_string(table: AnyTable) -> bool:
     return isinstance(table.id_mapping, VocabularyMapping) and table.id_mapping.id_type == "string"
 
 
-def check_vocabulary_header(path: Path, table: AnyTable, tensors: Mapping[str, TensorInfo]) -> None:
+def check_vocabulary_header(table: AnyTable, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise SnapshotCorruptError if dtypes or shapes in a vocabulary file do not fit the table."""
-    length = length_of(tensors, "ids")
+    length, is_string = length_of(tensors, "ids"), id_type_is_string(table)
     if "ids" in tensors and not 1 <= length <= table.num_embeddings:
         raise SnapshotCorruptError(f"{path}: {length} ids; allowed: 1 to num_embeddings {table.num_embeddings}")
     expected: dict[str, tuple[str, tuple[int, ...]]] = {"ids": ("I64", (length,))}
-    if id_type_is_string(table):
+    if is_string:
         expected |= {"strings": ("U8", (length_of(tensors, "strings"),)), "offsets": ("I64", (length + 1,))}
     expect_tensors(path, tensors, expected)
-    if id_type_is_string(table):
-        # A file of strings is read as a whole.
+    if is_string:
+        # A file of strings is read into memory.
         expect_at_most(path, tensors, 8 * length + 8 * (length + 1) + MAX_STRING_ID_BYTES * length)
 
 
@@ -101,28 +100,25 @@ def decode_strings(path: Path, ids: npt.NDArray[np.int64], tensors: Mapping[str,
     return strings
 
 
-def _integer_ids(table: AnyTable, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
+def _integer_ids(where: str, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
     try:
         array = np.asarray(vocabulary)
     except (ValueError, OverflowError) as error:
-        raise ExportError(f"table {table.name!r}: vocabulary: {error}") from error
+        raise ExportError(f"{where}: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ExportError(
-            f"table {table.name!r}: vocabulary: expected integers [V] below 2^63, got {array.dtype} {list(array.shape)}"
-        )
+        raise ExportError(f"{where}: expected integers [V] below 2^63, got {array.dtype} {list(array.shape)}")
     if array.min() < 0 or array.max() > np.iinfo(np.int64).max:
         bad = array.min() if array.min() < 0 else array.max()
-        raise ExportError(f"table {table.name!r}: vocabulary: id {bad} is not in [0, 2^63)")
+        raise ExportError(f"{where}: id {bad} is not in [0, 2^63)")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def _refuse_duplicates(table: AnyTable, ids: npt.NDArray[np.int64], names: Sequence[str] | npt.NDArray[Any]) -> None:
-    pair = _first_duplicate(ids)
-    if pair is None:
+def _refuse_duplicates(where: str, ids: npt.NDArray[np.int64], names: Sequence[str] | npt.NDArray[Any]) -> None:
+    if (pair := _first_duplicate(ids)) is None:
         return
     first, second = (str(names[row]) if isinstance(names, np.ndarray) else repr(names[row]) for row in pair)
     what = f"have the same id {first}" if first == second else f"({first} and {second}) have the same fingerprint"
-    raise ExportError(f"table {table.name!r}: vocabulary: rows {pair[0]} and {pair[1]} {what}")
+    raise ExportError(f"{where}: rows {pair[0]} and {pair[1]} {what}")
 
 
 def _first_duplicate(ids: npt.NDArray[np.int64]) -> tuple[int, int] | None:
@@ -133,17 +129,15 @@ def _first_duplicate(ids: npt.NDArray[np.int64]) -> tuple[int, int] | None:
 
 def access_count_tensors(table: AnyTable, counts: npt.NDArray[Any]) -> dict[str, npt.NDArray[np.uint32]]:
     """Make the tensors of a file of access counts: whole numbers [num_embeddings] in [0, 2^32). Raises ExportError."""
-    array = np.asarray(counts)
+    array, where = np.asarray(counts), f"table {table.name!r}: access counts"
     if array.dtype.kind not in "iu" or array.shape != (table.num_embeddings,):
+        expected = f"expected integers [{table.num_embeddings}], got {array.dtype} {list(array.shape)}"
+        raise ExportError(f"{where}: {expected}")
+    outside = (array < 0) | (array > MAX_ACCESS_COUNT)
+    if outside.any():
+        row = int(outside.argmax())
         raise ExportError(
-            f"table {table.name!r}: access counts: expected integers [{table.num_embeddings}], "
-            f"got {array.dtype} {list(array.shape)}"
-        )
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high > MAX_ACCESS_COUNT:
-        row, bad = (int(array.argmin()), low) if low < 0 else (int(array.argmax()), high)
-        raise ExportError(
-            f"table {table.name!r}: access counts: row {row} has {bad}, which is not in [0, 2^32); "
-            "only the ratios matter, so all counts may be divided by the same number"
+            f"{where}: row {row} has {array[row]}, which is not in [0, 2^32); only the ratios matter, so all counts "
+            "may be divided by the same number"
         )
     return {COUNTS_TENSOR: np.ascontiguousarray(array, dtype=np.uint32)}

@@ -51,7 +51,7 @@ from loader.snapshot.program import Program, program_bytes
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
-from loader.snapshot.tables import NUM_BUCKETS, TableSpec, quoted_errors
+from loader.snapshot.tables import NUM_BUCKETS, AnyTable, TableSpec, quoted_errors
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 from loader.snapshot.vocabularies_and_counts import Vocabulary, access_count_tensors, vocabulary_tensors
 
@@ -64,7 +64,7 @@ _ROW_CLASSES_PATH = "tables/{}/row-classes.safetensors"
 # A safetensors file's tensors by name: all of torch, or all of NumPy.
 Tensors = Mapping[str, Any]
 
-_WHOLE_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # float32 bytes asked of a source at a time.
 BLOCK_BYTES = 16 << 20
@@ -72,7 +72,7 @@ BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class _Export:
-    """What an export was given, checked. `files` are the tensors of all files but row files, by path."""
+    """Checked arguments of an export. `files` are the tensors of all files but row files, by path."""
 
     spec: ModelSpec
     version: int
@@ -89,7 +89,7 @@ class _Export:
         return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
 
     def digest(self, rows: Mapping[str, RowSource]) -> str:
-        """Hashes (SHA-256, hex) what shapes the files, rows by their fingerprint: that is "the same export"."""
+        """Return the SHA-256 (hex) of all that shapes the files, rows by their fingerprint."""
         arguments = {
             "last_delta": self.last_delta,
             "delta_base": self.delta_base,
@@ -108,13 +108,12 @@ class _Export:
         return digest.hexdigest()
 
     def manifest(self, created_at: datetime, entries: Mapping[str, FileEntry]) -> Manifest:
-        # What a table has once lies in the table's own folder, and stands in the manifest with its first slice, or with
-        # that of its first part.
-        own = {table.slices[0].name: table.name for table in self.spec.tables}
-        logical = {self.spec.parts(one)[0].slices[0].name: one.name for one in self.spec.logical_tables}
+        # What a table has once is in the folder by its name, and in the manifest with its first stored table.
+        firsts = {table.slices[0].name: table for table in self.spec.tables}
+        logical = self.spec.logical_by_first
 
-        def once(path: str, stored: TableSpec, named: Mapping[str, str]) -> FileEntry | None:
-            return entries.get(path.format(named[stored.name])) if stored.name in named else None
+        def once(path: str, stored: TableSpec, tables: Mapping[str, AnyTable]) -> FileEntry | None:
+            return entries.get(path.format(tables[stored.name].name)) if stored.name in tables else None
 
         tables = tuple(
             TableFiles(
@@ -122,7 +121,7 @@ class _Export:
                 rows_per_file=self.rows_per_file[table.name],
                 rows=tuple(entries[path] for path in self.rows_paths(table)),
                 vocabulary=once(_VOCABULARY_PATH, table, logical),
-                access_counts=once(_ACCESS_COUNTS_PATH, table, own),
+                access_counts=once(_ACCESS_COUNTS_PATH, table, firsts),
                 row_classes=once(_ROW_CLASSES_PATH, table, logical),
             )
             for table in self.spec.stored_tables
@@ -147,7 +146,7 @@ class _Export:
         )
 
     def check_manifest(self) -> None:
-        """Raise ExportError if no reader would take the manifest, before rows are written."""
+        """Raise ExportError if no reader would accept the manifest, before rows are written."""
         paths = [*self.files, *(path for table in self.spec.stored_tables for path in self.rows_paths(table))]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
@@ -160,16 +159,27 @@ class _Export:
         if len(text) > MAX_MANIFEST_BYTES:
             raise ExportError(f"manifest: {len(text)} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
 
-
-def _check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
-    _check_names("rows", set(rows), {table.name for table in spec.tables})
-    for table in spec.tables:
-        source = rows[table.name]
-        if (source.num_embeddings, source.embedding_dim) != (table.num_embeddings, table.embedding_dim):
-            raise ExportError(
-                f"table {table.name!r}: rows are [{source.num_embeddings}, {source.embedding_dim}], "
-                f"the spec says [{table.num_embeddings}, {table.embedding_dim}]"
-            )
+    def write_rows(
+        self, folder: ExportFolder, rows: Mapping[str, RowSource], progress: Progress
+    ) -> dict[str, FileEntry]:
+        """Write the row files that are not finished; memory is bounded by one file, of all slices, and some blocks."""
+        entries = {}
+        for table in self.spec.tables:
+            ends = zip(table.slices, accumulate(table.slice_dims), strict=True)
+            slices = [(part, slice(end - part.embedding_dim, end)) for part, end in ends]
+            rows_per_file = self.rows_per_file[table.slices[0].name]
+            for file_index, paths in enumerate(zip(*(self.rows_paths(stored) for stored in table.slices), strict=True)):
+                missing = [part for part, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]
+                if missing:
+                    encoded = _encode_file(table, missing, rows[table.name], rows_per_file, file_index, progress)
+                else:
+                    encoded = {}
+                    done = min((file_index + 1) * rows_per_file, table.num_embeddings)
+                    progress(f"table {table.name}", done, table.num_embeddings)
+                for stored, path in zip(table.slices, paths, strict=True):
+                    # Popped, so that each slice is freed once it is written.
+                    entries[path] = folder.write(path, partial(_save, {"rows": encoded.pop(stored.name, None)}))
+        return entries
 
 
 def _small_files(
@@ -222,7 +232,7 @@ def _small_files(
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
     if rows_per_file is None:
-        row_bytes = sum(codec_for(one.dtype, one.embedding_dim).row_bytes for one in table.slices)
+        row_bytes = sum(codec_for(part.dtype, part.embedding_dim).row_bytes for part in table.slices)
         rows_per_file = default_rows_per_file(table, row_bytes)
     if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")
@@ -244,7 +254,7 @@ def _dense_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not bool(torch.isfinite(copied).all()):
             raise ExportError(f"dense tensor {name!r}: holds NaN or inf, or a value beyond float32")
         return copied
-    if tensor.dtype in _WHOLE_DTYPES:
+    if tensor.dtype in _INTEGER_DTYPES:
         return tensor.detach().to("cpu", copy=True).contiguous()
     raise ExportError(f"dense tensor {name!r}: {tensor.dtype} is neither a float nor a whole number")
 
@@ -265,10 +275,6 @@ def _check_names(what: str, given: set[str], expected: set[str]) -> None:
         raise ExportError(f"{what}: missing for tables {sorted(expected - given)}, unknown {sorted(given - expected)}")
 
 
-def _save_rows(encoded: dict[str, ByteArray], table: str, path: Path) -> None:
-    safetensors.numpy.save_file({"rows": encoded.pop(table)}, path)
-
-
 def _encode_file(
     table: TableSpec,
     slices: Sequence[tuple[TableSpec, slice]],
@@ -279,13 +285,12 @@ def _encode_file(
 ) -> dict[str, ByteArray]:
     """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order."""
     first_row = file_index * rows_per_file
-    # By name: slices of a `mixed` table have seeds of their own.
-    orders = [RowBuckets.of(stored_table).in_file(rows_per_file, file_index) for stored_table, _ in slices]
     num_rows = min(rows_per_file, table.num_embeddings - first_row)
     block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
-    stored = {
-        one.name: np.empty((num_rows, codec_for(one.dtype, one.embedding_dim).row_bytes), np.uint8) for one, _ in slices
-    }
+    codecs = [codec_for(part.dtype, part.embedding_dim) for part, _ in slices]
+    # By name: slices of a `mixed` table have different seeds.
+    orders = [RowBuckets.of(part).in_file(rows_per_file, file_index) for part, _ in slices]
+    stored = [np.empty((num_rows, codec.row_bytes), np.uint8) for codec in codecs]
     for start in range(0, num_rows, block_rows):
         position, stop = start, min(start + block_rows, num_rows)
         for block in source.blocks(first_row + start, stop - start):
@@ -300,20 +305,20 @@ def _encode_file(
                 row = first_row + position + int(np.argmin(finite.all(axis=1)))
                 raise ExportError(f"table {table.name!r}, row {row}: holds NaN or inf")
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
-            for (one, columns), order in zip(slices, orders, strict=True):
-                codec, part = codec_for(one.dtype, one.embedding_dim), block[:, columns]
-                encoded = codec.encode(part)
+            for (part, columns), codec, order, rows in zip(slices, codecs, orders, stored, strict=True):
+                values = block[:, columns]
+                encoded = codec.encode(values)
                 if (bad := codec.first_non_finite(encoded)) is not None:
                     raise ExportError(
-                        f"table {one.name!r}, row {first_row + position + bad}: values from {part[bad].min()} to "
-                        f"{part[bad].max()} overflow as {one.dtype}"
+                        f"table {part.name!r}, row {first_row + position + bad}: values from {values[bad].min()} to "
+                        f"{values[bad].max()} overflow as {part.dtype}"
                     )
-                stored[one.name][order.positions(local_rows)] = encoded
+                rows[order.positions(local_rows)] = encoded
             position += len(block)
         if position != stop:
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
         progress(f"table {table.name}", first_row + stop, table.num_embeddings)
-    return stored
+    return {part.name: rows for (part, _), rows in zip(slices, stored, strict=True)}
 
 
 def export_snapshot(
@@ -344,26 +349,24 @@ def export_snapshot(
         store_path: the store's folder; made if it is not there.
         spec: what the model is made of.
         rows: a source for every table, by name.
-        dense: the dense model's tensors. Floats are stored as float32, whole numbers and bools as they are. For the
-            kind `exported` a program, or the file or bytes of one; its sample
-            inputs are left out. `serving.models.exported.check_program` says beforehand whether it would serve.
+        dense: the dense model's tensors: floats are stored as float32, whole numbers and bools as they are. For the
+            kind `exported` a program, or the file or bytes of one, without its sample inputs.
         vocabularies: for every table with vocabulary mapping, its ids in row order.
         access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
-        row_classes: for every table divided by popularity, or pruned, the part that each row lies in.
+        row_classes: for every table divided by popularity, or pruned, the part that each row is in.
         golden: requests with the scores that training computed.
         golden_tolerance: largest |served - expected| that a server may accept.
         plan: the text of a plan file, for fleets that it fits.
-        version: the version's number; by default the next free one.
+        version: by default the next free one.
         metadata: free text about the training run, kept in the manifest.
-        last_delta: sequence number of the last delta whose rows are in `rows` already, kept in the manifest.
+        last_delta: sequence number of the last delta whose rows are in `rows` already.
         delta_base: the version that began the stream in which `last_delta` counts; by default this one.
         rows_per_file: a power of two of at least 256, 4,096 of `mixed` tables; by default files have up to 256 MiB.
-        clock: gives the time of creation.
-        progress: told the rows written per table.
+        clock: returns the time of creation.
+        progress: gets the rows written per table.
 
     Raises:
-        ExportError: an input does not fit the spec, or the disk fails; a row holds NaN, inf, or values that its dtype
-            can't hold.
+        ExportError: an input does not fit the spec, or the disk fails; a row is not finite in its dtype.
         SnapshotExistsError: the version exists.
     """
     store = Store(store_path)
@@ -372,47 +375,32 @@ def export_snapshot(
         raise ExportError(f"version: {version} is not in [1, 2^63)")
     if not 0 < golden_tolerance < math.inf:
         raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
-    _check_rows(spec, rows)
-    file_rows = {one.name: _rows_per_file(table, rows_per_file) for table in spec.tables for one in table.slices}
+    _check_names("rows", set(rows), {table.name for table in spec.tables})
+    for table in spec.tables:
+        source = rows[table.name]
+        if (source.num_embeddings, source.embedding_dim) != (table.num_embeddings, table.embedding_dim):
+            raise ExportError(
+                f"table {table.name!r}: rows are [{source.num_embeddings}, {source.embedding_dim}], "
+                f"the spec says [{table.num_embeddings}, {table.embedding_dim}]"
+            )
+    file_rows = {part.name: _rows_per_file(table, rows_per_file) for table in spec.tables for part in table.slices}
     files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
-    one = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
-    one.check_manifest()
+    export = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
+    export.check_manifest()
     target = store.path / spec.model / str(version)
     try:
-        with open_export_folder(target, one.digest(rows), progress) as folder:
-            entries = _write_row_files(one, folder, rows, progress)
+        with open_export_folder(target, export.digest(rows), progress) as folder:
+            entries = export.write_rows(folder, rows, progress)
             entries |= {path: folder.write(path, partial(_save, tensors)) for path, tensors in files.items()}
-            folder.publish(manifest_texts(one.manifest(clock(), entries)))
+            folder.publish(manifest_texts(export.manifest(clock(), entries)))
     except (OSError, SafetensorError) as error:
         raise ExportError(f"export of {spec.model!r} version {version}: {error}") from error
     return target
 
 
-def _write_row_files(
-    export: _Export, folder: ExportFolder, rows: Mapping[str, RowSource], progress: Progress
-) -> dict[str, FileEntry]:
-    """Write the row files that are not finished yet; memory is bounded by one file, of all slices, and some blocks."""
-    entries = {}
-    for table in export.spec.tables:
-        ends = accumulate(table.slice_dims)
-        slices = [(one, slice(end - one.embedding_dim, end)) for one, end in zip(table.slices, ends, strict=True)]
-        source, rows_per_file = rows[table.name], export.rows_per_file[table.slices[0].name]
-        for file_index, paths in enumerate(zip(*(export.rows_paths(one) for one in table.slices), strict=True)):
-            missing = [one for one, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]
-            if missing:
-                encoded = _encode_file(table, missing, source, rows_per_file, file_index, progress)
-            else:
-                encoded = {}
-                done = min((file_index + 1) * rows_per_file, table.num_embeddings)
-                progress(f"table {table.name}", done, table.num_embeddings)
-            for stored, path in zip(table.slices, paths, strict=True):
-                entries[path] = folder.write(path, partial(_save_rows, encoded, stored.name))
-    return entries
-
-
 def _save(tensors: Tensors, path: Path) -> None:
     values: dict[str, Any] = dict(tensors)
-    if PROGRAM_PATH in values and path.name == PROGRAM_PATH:
+    if path.name == PROGRAM_PATH:
         path.write_bytes(values[PROGRAM_PATH].tobytes())
     elif all(isinstance(value, torch.Tensor) for value in values.values()):
         safetensors.torch.save_file(values, path)

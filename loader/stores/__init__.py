@@ -8,12 +8,12 @@ from loader.snapshot.store import Store
 from loader.stores.cache import StoreUrl, store_place
 
 
-def open_store(place: str | Path | StoreUrl) -> Store:
+def open_store(address: str | Path | StoreUrl) -> Store:
     """Open a store; nothing is asked or written yet. Raises StoreError as `store_place`, and for a missing package."""
-    place = store_place(place)
-    if isinstance(place, Path):
-        return Store(place)
+    address = store_place(address)
+    if isinstance(address, Path):
+        return Store(address)
     # Only processes that use it import the client.
     from loader.stores.remote import RemoteStore
 
-    return RemoteStore(place)
+    return RemoteStore(address)

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -28,10 +28,9 @@ import xxhash
 from pydantic import Field, ValidationError, field_validator
 
 from loader.errors import StoreError, cut
-from loader.progress import Progress, no_progress
+from loader.progress import Progress
 from loader.registry.registry import local_path, without_password
-from loader.snapshot.manifest import FileEntry
-from loader.snapshot.store import HeldSnapshot, fsync_path, hash_file, make_folders, rename, try_lock
+from loader.snapshot.store import HeldSnapshot, make_folders, try_lock
 from loader.snapshot.tables import Frozen, schema_errors
 
 DEFAULT_CACHE_BYTES: Final = 100 * 10**9
@@ -49,9 +48,9 @@ class StoreUrl(Frozen):
 
     Attributes:
         url: `s3://BUCKET[/PREFIX]`, `gs://BUCKET[/PREFIX]` or `az://CONTAINER[/PREFIX]`.
-        cache: the folder that versions are synced into. Processes of one machine may share it.
-        cache_bytes: what it may hold.
-        timeout_s: how long one request may take, its retries included.
+        cache: the folder that versions are synced into; processes of one machine may share it.
+        cache_bytes: its limit.
+        timeout_s: of one request, its retries included.
     """
 
     url: str
@@ -91,7 +90,7 @@ StorePlace: TypeAlias = Path | StoreUrl
 def store_place(text: str | Path | StoreUrl, **cache: object) -> StorePlace:
     """Read where a store is: a path, `file:///PATH`, or a URL as `StoreUrl` has it, with its other fields.
 
-    Raises StoreError of the kind `store_url` if it is none of these; a path is taken as it is.
+    Raises StoreError of the kind `store_url` if it is none of these.
     """
     if not isinstance(text, str):
         return text
@@ -139,11 +138,10 @@ class SnapshotCache:
             yield
 
     def make_room(self, needed_bytes: int, folder: Path, keep: Collection[str]) -> None:
-        """Delete versions that no process holds until so many bytes of the version at `folder` fit.
+        """Delete versions that are not locked until so many bytes of the version at `folder` fit, within `locked`.
 
-        The order is: those whose identity is not in `keep`, then by their last use. Only within `locked`.
-
-        Raises StoreError of the kind `store_cache` if the bytes do not fit.
+        Those whose identity is not in `keep` go first, then by their last use. Raises StoreError (`store_cache`) if
+        the bytes do not fit.
         """
         roots = [path for path in self.folder.iterdir() if IDENTITY.fullmatch(path.name) and (path / "lock").exists()]
         sizes = {root: sum(path.lstat().st_size for path in root.rglob("*") if path.is_file()) for root in roots}
@@ -162,32 +160,3 @@ class SnapshotCache:
                 f"needed, {used_bytes} bytes are in use, and it may hold {self.max_bytes} (--store-cache-gb)",
                 kind="store_cache",
             )
-
-
-def missing_files(
-    folder: Path, entries: Sequence[FileEntry], verify: bool = False, progress: Progress = no_progress
-) -> list[FileEntry]:
-    """Return the files that a version's folder does not have in the manifest's size; with `verify`, and SHA-256."""
-    missing, done, total = [], 0, sum(entry.size_bytes for entry in entries)
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("checking SHA-256", done, total)
-
-    for entry in entries:
-        path = folder / entry.path
-        if not path.exists() or path.stat().st_size != entry.size_bytes:
-            missing.append(entry)
-        elif verify and hash_file(path, on_bytes) != entry.sha256:
-            _log.warning("%s is not what was fetched: it is fetched again", path)
-            path.unlink(missing_ok=True)  # another process may have found the same
-            missing.append(entry)
-    return missing
-
-
-def put_in_place(path: Path, target: Path) -> None:
-    """Make a complete file durable, and rename it into its place."""
-    fsync_path(path)
-    make_folders(target.parent)
-    rename(path, target)

@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import starmap
@@ -57,8 +57,11 @@ from loader.snapshot.store import (
     WORK_FOLDER_PREFIX,
     HeldSnapshot,
     Store,
-    StoredFile,
+    fsync_path,
+    make_folders,
     manifest_texts_of,
+    missing_files,
+    rename,
     version_numbers,
 )
 from loader.stores.cache import (
@@ -66,8 +69,6 @@ from loader.stores.cache import (
     IDENTITY,
     SnapshotCache,
     StoreUrl,
-    missing_files,
-    put_in_place,
 )
 
 try:
@@ -92,41 +93,41 @@ _REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d|NoSuchBucket")
 _log = logging.getLogger(__name__)
 
 
-def _open_client(place: StoreUrl) -> Any:
+def _open_client(address: StoreUrl) -> Any:
     """Open obstore's client of a URL; nothing is asked yet. Raises StoreError if what the URL needs is not set."""
     # A request is tried three times at least, unless the store holds each as long as it may.
-    request_s, variables = place.timeout_s / 3, _VARIABLES[place.url.partition("://")[0]]
+    request_s, variables = address.timeout_s / 3, _VARIABLES[address.url.partition("://")[0]]
     given = {key: os.environ.get(f"{variables}_{key.upper()}") for key in _CLIENT_KEYS.split()}
     client: dict[str, Any] = {key: value for key, value in given.items() if value is not None} | {
         "timeout": timedelta(seconds=request_s),
         "connect_timeout": timedelta(seconds=min(request_s, 5.0)),
     }
-    retries: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=place.timeout_s - request_s)}
+    retries: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=address.timeout_s - request_s)}
     try:
-        return from_url(place.url, client_options=client, retry_config=retries)  # type: ignore[call-overload]
+        return from_url(address.url, client_options=client, retry_config=retries)  # type: ignore[call-overload]
     except (refusals.BaseError, ValueError) as error:
-        raise StoreError(f"store {place.url}: {_first_line(error)}", kind="store_url") from error
+        raise StoreError(f"store {address.url}: {_first_line(error)}", kind="store_url") from error
 
 
 class RemoteStore(Store):
-    """Finds, fetches and writes snapshots at a URL. Each call asks the store; thread-safe, and blocks.
+    """Snapshots at a URL. Each call asks the store; thread-safe, and blocks.
 
-    Besides what `Store` raises, every call raises StoreError if the store refuses, or does not answer in time.
+    In addition to what `Store` raises, every call raises StoreError if the store refuses, or does not answer in time.
     """
 
-    def __init__(self, place: StoreUrl) -> None:
-        """Open a store; nothing is asked yet. Raises StoreError if what the URL needs is not set."""
-        super().__init__(place.cache)
-        self.name = place.url
-        self.cache = SnapshotCache(place.cache, place.cache_bytes)
-        self._timeout_s = place.timeout_s
-        self._client = _open_client(place)
+    def __init__(self, address: StoreUrl) -> None:
+        """Open a store; nothing is requested yet. Raises StoreError if what the URL needs is not set."""
+        super().__init__(address.cache)
+        self.name = address.url
+        self.cache = SnapshotCache(address.cache, address.cache_bytes)
+        self._timeout_s = address.timeout_s
+        self._client = _open_client(address)
         self._aside: dict[str, set[int]] = {}
 
     def check_exists(self) -> None:
         """Raise SnapshotNotFoundError if there is no version of any model."""
         if not self.models():
-            raise SnapshotNotFoundError(f"store {self.name} has no model{self._told_unfinished()}")
+            raise SnapshotNotFoundError(f"store {self.name} has no model{self._unfinished_text()}")
 
     def versions(self, model: str) -> list[int]:
         """As `Store.versions`: those with a manifest."""
@@ -151,11 +152,10 @@ class RemoteStore(Store):
         keep: Collection[str] = (),
         progress: Progress = no_progress,
     ) -> HeldSnapshot:
-        """As `Store.hold`: fetches what is missing in the cache. Every file was checked against the manifest.
+        """As `Store.hold`: fetch what is missing in the cache, and check it. Not to be called on an event loop.
 
-        With an `identity` of which all is in the cache, the store is not asked. Not to be called on an event loop.
-
-        Raises also StoreError of the kind `store_cache`: the cache has no room, or its disk fails.
+        With an `identity` of which all is in the cache, the store is not asked. Raises also StoreError of the kind
+        `store_cache`: the cache has no room, or its disk fails.
         """
         version = self.latest(model) if version is None else version
         content = self._cached_manifest(model, version, identity) or self._read_manifest(model, version)
@@ -164,33 +164,33 @@ class RemoteStore(Store):
         url, digest = f"{self.name}/{model}/{version}", hashlib.sha256(content).hexdigest()
         manifest = parse_manifest(f"{url}/{MANIFEST_NAME}", content)
         if identity not in (None, digest):
-            raise SnapshotCorruptError(
-                f"{url}: identity (SHA-256 of its manifest) is {digest}, published was {identity}"
-            )
+            problem = f"identity (SHA-256 of its manifest) is {digest}, published was {identity}"
+            raise SnapshotCorruptError(f"{url}: {problem}")
         rows = {entry.path for files in manifest.tables for entry in files.rows}
-        texts = (MANIFEST_NAME, content), (CHECKSUM_NAME, checksum_line(digest).encode())
-        entries = [
-            FileEntry(path=path, size_bytes=len(text), sha256=hashlib.sha256(text).hexdigest()) for path, text in texts
+        texts = {MANIFEST_NAME: content, CHECKSUM_NAME: checksum_line(digest).encode()}
+        small = [
+            FileEntry(path=path, size_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
+            for path, text in texts.items()
         ]
-        entries += [entry for entry in manifest.files() if with_rows or entry.path not in rows]
+        entries = [*small, *(entry for entry in manifest.files() if with_rows or entry.path not in rows)]
         # Before anything is written at such a path.
         for entry in entries:
             check_relative_path(url, entry.path)
         try:
-            held = self.cache.hold(digest, model, version, is_checked=verify)
+            snapshot = self.cache.hold(digest, model, version, is_checked=verify)
             try:
-                missing_files(held.path, entries[: len(texts)], verify=True)
-                if missing_files(held.path, entries, verify, progress):
+                missing_files(snapshot.path, small, verify=True)
+                if missing_files(snapshot.path, entries, verify, progress):
                     # Another process may fetch them meanwhile.
                     with self.cache.locked(progress):
-                        if missing := missing_files(held.path, entries):
-                            self._fetch(held.path, missing, keep, progress)
+                        if missing := missing_files(snapshot.path, entries):
+                            self._fetch(snapshot.path, missing, keep, progress)
             except BaseException:
-                held.close()
+                snapshot.close()
                 raise
         except OSError as error:
             raise StoreError(f"store cache {self.cache.folder}: {error}", kind="store_cache") from error
-        return held
+        return snapshot
 
     def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
         """As `Store.put`: files first, the manifest last. Who writes another snapshot of that version is refused."""
@@ -245,13 +245,12 @@ class RemoteStore(Store):
         yield
 
     def delete_set_aside(self, model: str, staying: Collection[int]) -> None:
-        """As `Store.delete_set_aside`. What another process has set aside of late is left to it."""
-        old = [file.path for file in self.list_files(model) if file.age_s >= _OTHERS_TRASH_S]
+        """As `Store.delete_set_aside`. What another process has set aside recently is left to it."""
+        old = [path for path, age_s in self.list_files(model).items() if age_s >= _OTHERS_TRASH_S]
         for version in {*version_numbers(old, f"{model}/{TRASH_PREFIX}"), *self._aside.pop(model, set())}:
             if version not in staying:
-                # The manifest goes first: without it the rest is no version.
-                self.delete_files([f"{model}/{version}/{MANIFEST_NAME}"])
-                self.delete_files([file.path for file in self.list_files(f"{model}/{version}")])
+                # The manifest goes first: without it the others are no version.
+                self.delete_files([f"{model}/{version}/{MANIFEST_NAME}", *self.list_files(f"{model}/{version}")])
             self.bring_back(model, version)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
@@ -265,15 +264,14 @@ class RemoteStore(Store):
         with self._translated("written", path):
             obstore.put(self._client, path, content, max_concurrency=4)
 
-    def list_files(self, folder: str) -> list[StoredFile]:
+    def list_files(self, folder: str) -> dict[str, float]:
         now = time.time()
-        return [StoredFile(meta["path"], now - meta["last_modified"].timestamp()) for meta in self._list(folder)]
+        return {meta["path"]: now - meta["last_modified"].timestamp() for meta in self._list(folder)}
 
-    def delete_files(self, paths: Sequence[str]) -> None:
-        with self._translated("deleted", paths[0] if paths else ""):
-            for path in paths:
-                with suppress(FileNotFoundError):
-                    obstore.delete(self._client, path)
+    def delete_files(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            with self._translated("deleted", path), suppress(FileNotFoundError):
+                obstore.delete(self._client, path)
 
     def _model_names(self) -> list[str]:
         with self._translated("listed", ""):
@@ -281,9 +279,8 @@ class RemoteStore(Store):
         return sorted(prefix.rstrip("/") for prefix in prefixes)
 
     def _version_names(self, model: str) -> list[str]:
-        if not MODEL_NAME.fullmatch(model):
-            return []
-        return [meta["path"].removeprefix(f"{model}/") for meta in self._list(model)]
+        paths = self._list(model) if MODEL_NAME.fullmatch(model) else []
+        return [meta["path"].removeprefix(f"{model}/") for meta in paths]
 
     def _list(self, folder: str) -> list[Any]:
         with self._translated("listed", folder):
@@ -325,12 +322,10 @@ class RemoteStore(Store):
         """Return a manifest of that identity from the cache; None if it is not there."""
         if identity is None or not IDENTITY.fullmatch(identity) or not MODEL_NAME.fullmatch(model):
             return None
-        path = self.cache.folder / identity / model / str(version) / MANIFEST_NAME
-        try:
-            content = path.read_bytes()
-        except OSError:
-            return None
-        return content if hashlib.sha256(content).hexdigest() == identity else None
+        with suppress(OSError):
+            content = (self.cache.folder / identity / model / str(version) / MANIFEST_NAME).read_bytes()
+            return content if hashlib.sha256(content).hexdigest() == identity else None
+        return None
 
     def _has(self, model: str, version: int, identity: str, source: Path) -> bool:
         """Return whether the store has that snapshot. Raises SnapshotExistsError if it has another one."""
@@ -361,6 +356,11 @@ class RemoteStore(Store):
         work.mkdir()
         _log.info("fetching %d files, %d bytes, from %s/%s into %s", len(entries), total, self.name, source, folder)
 
+        def move_into_cache(path: Path, target: Path) -> None:
+            fsync_path(path)
+            make_folders(target.parent)
+            rename(path, target)
+
         async def fetch_file(number: int, entry: FileEntry) -> None:
             nonlocal done
             path, digest, url = work / str(number), hashlib.sha256(), f"{source}/{entry.path}"
@@ -371,16 +371,15 @@ class RemoteStore(Store):
                         # obstore bounds each try: a store may drip a body, or answer each one at the last moment.
                         with self._translated("read", url):
                             async with asyncio.timeout(self._timeout_s):
-                                found = await obstore.get_range_async(self._client, url, start=begin, end=end)
-                        content = memoryview(found)
+                                part = await obstore.get_range_async(self._client, url, start=begin, end=end)
+                        content = memoryview(part)
                         await asyncio.to_thread(digest.update, content)
                         file.write(content)
                         done += len(content)
                 if (sha256 := digest.hexdigest()) != entry.sha256:
-                    raise SnapshotCorruptError(
-                        f"{self.name}/{url}: SHA-256 is {sha256}, the manifest says {entry.sha256}"
-                    )
-                await asyncio.to_thread(put_in_place, path, folder / entry.path)
+                    stated = f"the manifest says {entry.sha256}"
+                    raise SnapshotCorruptError(f"{self.name}/{url}: SHA-256 is {sha256}, {stated}")
+                await asyncio.to_thread(move_into_cache, path, folder / entry.path)
 
         async def report() -> None:
             while done < total:
@@ -396,10 +395,10 @@ class RemoteStore(Store):
         try:
             yield
         except (refusals.BaseError, OSError) as error:
-            late = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+            timeout = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else ""
             is_refused = isinstance(error, refusals.PermissionDeniedError | refusals.UnauthenticatedError)
             raise StoreError(
-                f"{self.name}/{path}".rstrip("/") + f": can't be {action}: {late or _first_line(error)}",
+                f"{self.name}/{path}".rstrip("/") + f": can't be {action}: {timeout or _first_line(error)}",
                 kind="store_access" if is_refused or _REFUSED.search(str(error)) else "store_unavailable",
             ) from error
 

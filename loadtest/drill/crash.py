@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from loader.progress import Progress
 from loader.rollout.guards import GuardLimits
-from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
+from loader.rollout.plan import Rollout, Step, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, TimeSpan, count_kinds, oracle_fleet, overlaps, polled
@@ -34,7 +34,7 @@ WATCH_S = 0.5
 STEPS: dict[Course, tuple[str, ...]] = {
     "idle": ("",),
     "beside": plan_steps("beside", canary=True, bake=True),
-    "undo": UNDO_STEPS,
+    "undo": Step.UNDO,
     "by-replica": plan_steps("by-replica", canary=False, bake=False, early_groups=1, groups=2),
 }
 """Those of `undo` are of a rollout that is aborted in its canary."""
@@ -94,7 +94,7 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict
         options = by_replica if case.course == "by-replica" else {**canary, "guards": GuardLimits(min_requests=0)}
         await fleet.start_rollout(version, **options)
         if case.course == "undo":
-            await _until_step(fleet, case, CANARY)
+            await _until_step(fleet, case, Step.CANARY)
             await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")
         await _until_step(fleet, case, case.step)
     seen_at = time.monotonic()

@@ -183,7 +183,7 @@ def test_rows_may_be_tensors_and_values_any_floats():
         ([1.0], np.zeros((1, 4), np.float32), "rows must be flat whole numbers"),
         ([True], np.zeros((1, 4), np.float32), "rows must be flat whole numbers"),
         ([1], np.zeros((1, 4), np.int64), "values must be floats, got int64"),
-        ([1], torch.zeros(1, 4, dtype=torch.int64), "values must be floats, got torch.int64"),
+        ([1], torch.zeros(1, 4, dtype=torch.int64), "values must be floats, got int64"),
         ([4, 9], np.array([[0] * 4, [0, np.nan, 0, 0]], np.float32), "row 9 holds NaN, inf"),
         ([4, 9], np.array([[0, 0, np.inf, 0], [0] * 4], np.float32), "row 4 holds NaN, inf"),
         ([4], np.full((1, 4), 1e300), "row 4 holds NaN, inf"),

@@ -16,7 +16,15 @@ from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError, SnapshotNotFoundError, StreamFullError
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel, delta_stream, spec_key
+from loader.registry.fleet import (
+    SPECS,
+    FleetRegistry,
+    NodeRecord,
+    VersionReport,
+    WantedModel,
+    delta_stream,
+    version_key,
+)
 from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.interrupted_registry import InterruptedRegistry
@@ -186,8 +194,8 @@ async def test_lost_deltas_are_not_restored_with_a_gap(
 
 async def test_the_spec_is_read_from_the_store_if_nowhere_else(directory, snapshot, store, tmp_path):
     await register_version(directory, snapshot)
-    entry = await directory.get(spec_key(MODEL, 1))
-    await directory.delete(spec_key(MODEL, 1), entry.revision)
+    entry = await directory.get(version_key(MODEL, 1, SPECS))
+    await directory.delete(version_key(MODEL, 1, SPECS), entry.revision)
     other = export_state(tmp_path / "other", SPEC, random_tables(SPEC, 1), 1).path.parent.parent
     for given, error, message in (
         (None, DeltaError, f"no spec of '{MODEL}' version 1: publish it again, or give the store"),

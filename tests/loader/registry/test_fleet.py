@@ -9,13 +9,13 @@ import pytest
 from loader.errors import RegistryConflictError, RegistryRecordError
 from loader.registry.fleet import (
     FLEET,
+    NODES,
     DenseStep,
     NodeRecord,
     PublishedVersion,
     VersionReport,
     VersionStats,
     WantedModel,
-    node_key,
     version_key,
     wanted_key,
 )
@@ -128,7 +128,7 @@ async def test_another_record_of_what_is_published_is_a_conflict(fleet):
 @pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"node_id": "bad"}', b"\xff"])
 async def test_an_unreadable_node_hides_no_other_and_is_logged_once(fleet, caplog, value):
     await fleet.announce_node(NODE, 60.0)
-    await fleet.registry.announce(node_key("bad"), value, 60.0)
+    await fleet.registry.announce(f"{NODES}bad", value, 60.0)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert await fleet.nodes() == [NODE]

@@ -143,6 +143,6 @@ def test_a_node_just_lost_is_waited_for_and_then_forgotten():
     assert [missing.node_id for missing in view.missing] == ["b"]
     assert texts(in_step("retire_shards"), *view.nodes, missing=view.missing)[0] == "b: not heard of for a moment"
     assert roster.observe(SHARDS[:1], fleet, 15.0).missing == ()
-    roster.lose_sight()
+    roster.restart()
     assert not roster.observe(SHARDS, fleet, 16.0).settled
     assert texts(in_step("retire_shards"), *SHARDS, settled=False) == ["nodes are listened to first"]

@@ -34,8 +34,8 @@ def test_with_too_few_requests_nothing_is_compared():
         assert (verdict.breached, verdict.compared) == (False, False)
         assert verdict.missing == max(0, 50 - new.requests)
         assert compare(live, new, GuardLimits(min_requests=0)) == verdict.model_copy(update={"missing": 0})
-        assert "too little traffic to compare: 50 requests of each version are needed" in verdict.told()
-        assert f"live: {live.requests} requests" in verdict.told()
+        assert "too little traffic to compare: 50 requests of each version are needed" in verdict.text()
+        assert f"live: {live.requests} requests" in verdict.text()
 
 
 @pytest.mark.parametrize(

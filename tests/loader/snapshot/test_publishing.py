@@ -31,7 +31,6 @@ from loader.registry.fleet import (
     rollout_key,
 )
 from loader.registry.registry import StreamBounds
-from loader.rollout.plan import encode_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import Publication, Retained, identities_in_use, publish, retain
 from loader.snapshot.reader import Snapshot, verify_snapshot
@@ -242,7 +241,7 @@ async def test_versions_of_the_last_rollout_stay(stocked: Shop) -> None:
     rollout = rollout_record(
         model=MODEL, from_version=2, to_version=3, previous_version=1, state="done", steps=("flip",), delta_base=3
     )
-    await stocked.fleet.registry.put(rollout_key(MODEL), encode_rollout(rollout), 0)
+    await stocked.fleet.registry.put(rollout_key(MODEL), rollout.encode(), 0)
     assert await stocked.retain(1) == Retained(kept=(1, 2, 3, 5), dropped=(4,))
 
 

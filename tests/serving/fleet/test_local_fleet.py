@@ -21,7 +21,7 @@ from loader.registry.fleet import (
     WantedModel,
     rollout_key,
 )
-from loader.rollout.plan import Rollout, encode_rollout
+from loader.rollout.plan import Rollout
 from router.errors import PlanError
 from router.plan import Plan
 from serving.errors import FleetError
@@ -107,7 +107,7 @@ def test_a_rollout_that_was_interrupted_is_not_overruled(store: Path) -> None:
         model="small", epoch=1, rollout_id="0" * 32, from_version=3, to_version=2, steps=("flip",), started_at=0,
         step_began_at=0, delta_base=2, last_delta=0, from_shards=2, to_shards=2,
     )  # fmt: skip
-    on(store, lambda fleet: fleet.registry.put(rollout_key("small"), encode_rollout(rollout), 0))
+    on(store, lambda fleet: fleet.registry.put(rollout_key("small"), rollout.encode(), 0))
     with pytest.raises(FleetError, match="a rollout from version 3 has not ended"):
         begun(store, versions={"small": 1})
     with pytest.raises(FleetError, match="the rollout of version 2 has not ended and is over 2 shards"):
