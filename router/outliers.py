@@ -103,8 +103,8 @@ class RetryBudget:
         """Count a lookup."""
         self._tokens = min(self._policy.budget_reserve, self._tokens + self._policy.budget_share)
 
-    def take(self) -> bool:
-        """Take one hedge or retry; False if there is none left."""
+    def spend(self) -> bool:
+        """Return whether a hedge or retry is allowed, and count it."""
         now = self._clock()
         earned = self._policy.budget_per_s * max(0.0, now - self._filled_at)
         self._tokens, self._filled_at = min(self._policy.budget_reserve, self._tokens + earned), now

@@ -26,7 +26,7 @@ from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
 
 # For how long a shard that was down is not asked for rows that others have too.
-REST_S = 1.0
+BACKOFF_S = 1.0
 # Far below the wire's own limits (64 MiB a frame, 4 Mi values a request), so that a node can work on one piece while
 # the next one travels, and no single request takes much of its memory.
 PIECE_BYTES = 16 << 20
@@ -152,13 +152,6 @@ class LookedUp(NamedTuple):
     rows: KeyedBags
 
 
-class _ShardDownError(Exception):
-    def __init__(self, shard: int, error: ShardrankError) -> None:
-        super().__init__(shard)
-        self.shard = shard
-        self.error = error
-
-
 class Cutter:
     """Cuts parts of one model's bags into pieces that fit the wire: contiguous runs of bags, parts themselves.
 
@@ -239,7 +232,7 @@ class Router:
         self._tables = lookups.table[self._firsts]
         self._turn = itertools.count()
         self._clock = clock
-        self._rests_until = [float("-inf")] * len(self._shards)
+        self._down_until = [float("-inf")] * len(self._shards)
 
     @property
     def waits(self) -> bool:
@@ -320,37 +313,52 @@ class Router:
         """Return the blocks, and a delta that all rows have."""
         num_shards, down = len(self._shards), dict[int, ShardrankError]()
         with nullcontext() if self._hot is None else self._hot.used() as used:
-            began = self._clock()
+            started_at = self._clock()
             lookup = None if used is None else used[0].find(bags)
             while True:
                 parts = self._parts(bags, lookup)
-                sent = self._clock()
-                times.split_s += sent - began
-                # A shard that is down is split to again only if nobody else has the rows that it was asked for.
-                for part in parts:
+                sent_at = self._clock()
+                times.split_s += sent_at - started_at
+                hits = parts[-1] if parts and parts[-1].owner == num_shards else None
+                remote = parts if hits is None else parts[:-1]
+                # A shard that is down is split to again only if no other has the rows that it was needed for.
+                for part in remote:
                     if part.owner in down:
                         raise down[part.owner]
+                calls: list[asyncio.Future[Answer]] = []
                 try:
-                    answers = await self._ask(lookup, model, version, parts, deadline, forms)
-                except _ShardDownError as failure:
-                    began = self._clock()
-                    times.shard_wait_s += began - sent
-                    down[failure.shard] = failure.error
-                    self._rests_until[failure.shard] = began + REST_S
+                    for part in remote:
+                        calls.append(self._shards[part.owner].pool(model, version, part.bags, deadline, forms))
+                    local: list[Answer] = []
+                    if hits is not None and lookup is not None:
+                        local.append(lookup.hot.answer(hits, lookup.at.take(hits.positions), forms))
+                    replies = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+                except UnavailableError as error:
+                    failed = [call.done() and not call.cancelled() and call.exception() is error for call in calls]
+                    if True not in failed:
+                        raise
+                    started_at, shard = self._clock(), remote[failed.index(True)].owner
+                    times.shard_wait_s += started_at - sent_at
+                    down[shard] = error
+                    self._down_until[shard] = started_at + BACKOFF_S
                     continue
+                finally:
+                    # One shard's failure is the batch's.
+                    for call in calls:
+                        call.cancel()
                 break
-            answered = self._clock()
-            times.shard_wait_s += answered - sent
+            answered_at = self._clock()
+            times.shard_wait_s += answered_at - sent_at
+            answers = [*replies, *local]
             for answer in answers:
                 times.count(answer)
             blocks = add_answers(self.plan.layout, bags, parts, answers)
-            times.add_s += self._clock() - answered
-            hits = next((part for part in parts if part.owner == num_shards), None)
-            reached = [answer.sequence for answer, part in zip(answers, parts, strict=True) if part is not hits]
+            times.add_s += self._clock() - answered_at
+            sequences = [answer.sequence for answer in replies]
             if self._hot is not None and used is not None and lookup is not None:
                 self._hot.looked_up(bags, lookup, hits)
-                reached += [] if hits is None else [used[1]]
-            return blocks, min(reached, default=NEWEST_SEQUENCE)
+                sequences += [] if hits is None else [used[1]]
+            return blocks, min(sequences, default=NEWEST_SEQUENCE)
 
     def _parts(self, bags: KeyedBags, found: HotLookup | None) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""
@@ -370,42 +378,10 @@ class Router:
         parts.sort(key=lambda part: -part.positions.size)
         return [piece for part in parts for piece in self._cutter.cut(part)] + hot
 
-    async def _ask(
-        self,
-        found: HotLookup | None,
-        model: str,
-        version: int,
-        parts: list[Part],
-        deadline: float,
-        forms: ReplyEncoding,
-    ) -> list[Answer]:
-        async def ask(part: Part) -> Answer:
-            if found is not None and part.owner == len(self._shards):
-                if part is not parts[0]:
-                    # Shards are at work meanwhile: a call to one of several replicas begins in the loop's next turn.
-                    await asyncio.sleep(0)
-                return found.hot.answer(part, found.at.take(part.positions), forms)
-            try:
-                return await self._shards[part.owner].pool(model, version, part.bags, deadline, forms)
-            except UnavailableError as error:
-                raise _ShardDownError(part.owner, error) from error
-
-        if not parts:
-            return []
-        try:
-            # One part needs no task of its own: its request is on its way before the others are begun.
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(ask(part)) for part in parts[1:]]
-                first = await ask(parts[0])
-        except BaseExceptionGroup as errors:
-            # One shard's failure is the batch's; the others' calls were cancelled by the group.
-            raise errors.exceptions[0] from errors
-        return [first, *(task.result() for task in tasks)]
-
     def _up(self) -> npt.NDArray[np.int16]:
         """Return the shards that were not down a moment ago, int16; all if none was up."""
         now = self._clock()
-        up = [shard for shard, until in enumerate(self._rests_until) if until <= now] or range(len(self._shards))
+        up = [shard for shard, until in enumerate(self._down_until) if until <= now] or range(len(self._shards))
         return np.array(up, np.int16)
 
     def _by_table(self, bags: KeyedBags) -> CheckedBags:

@@ -19,8 +19,8 @@ import torch
 from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.golden import GoldenRequests
 from router.id_mapping import RejectedIds
-from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
+from router.shard import ReplicatedShard
 from serving.errors import InternalError, InvalidRequestError
 from serving.formats.bags import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
@@ -36,7 +36,6 @@ from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
 
-LOCAL_REPLICA = "local"
 _REQUEST, _DEADLINE, _IS_PINNED = map(attrgetter, ("request", "deadline", "call.pinned"))
 
 Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
@@ -325,12 +324,8 @@ class Ranking:
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """Return what all shards' nodes report, by address (or `local`). Raises ShardrankError."""
-
-        async def ask(shard: Shard) -> list[tuple[str, NodeInfo]]:
-            return await shard.infos() if isinstance(shard, ReplicatedShard) else [(LOCAL_REPLICA, await shard.info())]
-
-        told = await asyncio.gather(*map(ask, self._shards))
-        return [one for of_shard in told for one in of_shard]
+        infos = await asyncio.gather(*(shard.infos() for shard in self._shards))
+        return [node for shard_nodes in infos for node in shard_nodes]
 
     async def connect(self, deadline: float) -> None:
         """Connect to every node of every shard. Raises UnavailableError if a shard has none that can be used."""

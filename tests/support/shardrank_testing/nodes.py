@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from loader.snapshot.manifest import ModelSpec
+from router.shard_client import ShardClient
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import HEADER, Buffer, Frame, FrameReceiver, unpack_header
 from shard_node.wire.requests import ServerLimits
 from shard_node.wire.server import NodeServer
@@ -77,13 +77,16 @@ class NearShard:
     def __init__(self, node: ShardNode) -> None:
         self._node = node
 
-    async def pool(
+    def pool(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
-    ) -> Answer:
+    ) -> asyncio.Future[Answer]:
+        return asyncio.ensure_future(self.answer(model, version, bags, forms))
+
+    async def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
         return self._node.answer(model, version, bags, forms)
 
-    async def info(self) -> NodeInfo:
-        return self._node.info()
+    async def infos(self) -> list[tuple[str, NodeInfo]]:
+        return [("local", self._node.info())]
 
     async def close(self) -> None:
         pass
