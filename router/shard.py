@@ -6,15 +6,17 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from loader.snapshot.reader import Snapshot
 from router.errors import UnfitReplicaError
 from router.outliers import Outliers, ReplicaEvents, ReplicaHealth, ReplicaPolicy, RetryBudget
 from router.plan import Plan
-from router.shard_client import INFO_TIMEOUT_S, Reply, ShardClient, ShardConnection, within
+from router.shard_client import Reply, ShardClient, ShardConnection, within
 from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError
@@ -25,8 +27,9 @@ from shard_node.wire.frame import MAX_BUDGET_US, FrameType
 from shard_node.wire.messages import decode_answer, encode_pool
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
-POLL_TIMEOUT_S = 1.0
+INFO_TIMEOUT_S = 1.0
 # A lookup changes nothing, so after any of these it may be sent to another replica.
 _RETRIABLE = (
     NodeUnavailableError,
@@ -65,16 +68,12 @@ class ReplicaSource:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
+    """A node; its client is closed when it has left and its calls have ended."""
+
     client: ShardClient
     health: ReplicaHealth
-    # The connection by which its node reported that it serves the right rows.
-    checked: ShardConnection | None = None
-    takes_traces: bool = False
-    # Connects and checks, for all lookups that wait for it.
-    preparation: asyncio.Task[None] | None = None
     calls: int = 0
-    # Closed when its calls have ended.
-    is_leaving: bool = False
+    has_left: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +91,7 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """A lookup under way: the replicas that are left to try, attempts in flight, and replies of replicas that lag."""
+    """A lookup under way: the replicas that are left to try, attempts in flight, and answers of replicas that lag."""
 
     model: str
     version: int
@@ -105,7 +104,6 @@ class _Lookup:
     in_flight: list[_Attempt] = field(default_factory=list)
     lagging: list[Answer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    error: ShardrankError | None = None
     may_hedge: bool = True
     timer: asyncio.TimerHandle | None = None
 
@@ -118,12 +116,10 @@ class ReplicatedShard:
     reply counts. Such hedges and retries have one budget; when it is spent, a reply is waited for and a failure is
     final. A retry after which nothing had been sent is free. Ejected replicas (`router.outliers`) come last.
 
-    A node reports what it serves once a connection, before the first lookup is sent: a node of another shard, plan or
-    snapshot is refused. Newcomers are prepared alongside the lookups, which go to them when they are ready; a replica
-    that leaves is closed when its calls have ended.
+    A node reports what it serves when a connection is made: one of another shard, plan or snapshot is refused.
+    Newcomers connect alongside the lookups, which go to them when they are ready.
 
     Args:
-        manifest_identity: of the snapshot that the router serves.
         clock: monotonic seconds; deadlines are on it.
 
     Attributes:
@@ -135,7 +131,7 @@ class ReplicatedShard:
         self,
         plan: Plan,
         shard_index: int,
-        manifest_identity: str,
+        snapshot: Snapshot,
         source: ReplicaSource,
         events: ReplicaEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -149,9 +145,10 @@ class ReplicatedShard:
         self._replicas: list[_Replica] = []
         self._epoch = -1
         self._identity = plan.identity(shard_index)
+        self._name = f"shard {shard_index} of {plan.num_shards}"
         self._plan_digest = plan.digest
-        self._manifest_identity = manifest_identity
         self._layout = plan.layout
+        self._model, self._version, self._snapshot = snapshot.spec.model, snapshot.version, snapshot.identity
         self._round = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
         self._clock = clock
@@ -168,12 +165,6 @@ class ReplicatedShard:
             ShardrankError: if a replica refused the request itself; WireError if it is longer than a frame may be.
         """
         self._follow()
-        for replica in self._replicas:
-            connection = replica.client.connection
-            if connection is not None and connection is replica.checked:
-                continue
-            if replica.client.is_available and not self._outliers.is_ejected(replica.health):
-                self._prepare(replica, model, version)
         self._budget.earn()
         return self._start(self._ordered(), model, version, bags, deadline, forms)
 
@@ -188,60 +179,37 @@ class ReplicatedShard:
         self._follow()
         failures: list[str] = []
         for replica in self._ordered():
-            no_reply = f"{replica.client.address}: no reply to INFO"
+            address = replica.client.address
             try:
-                async with within(min(deadline - self._clock(), INFO_TIMEOUT_S), no_reply):
+                async with within(deadline - self._clock(), f"{address}: no answer"):
                     connection = await replica.client.ready()
-                    applied = _served(await connection.info(), model, version).delta_sequence
-                if applied < sequence:
-                    failures.append(f"{replica.client.address} has applied delta {applied}, needed is {sequence}")
-                    continue
-                answer = await self._start([replica], model, version, bags, deadline, EXACT)
-                async with within(min(deadline - self._clock(), INFO_TIMEOUT_S), no_reply):
-                    applied = _served(await connection.info(), model, version).delta_sequence
-                if replica.checked is connection:
+                    applied = self._served(await connection.info()).delta_sequence
+                    if applied < sequence:
+                        failures.append(f"{address} has applied delta {applied}, needed is {sequence}")
+                        continue
+                    answer = await self._start([replica], model, version, bags, deadline, EXACT)
+                    applied = self._served(await connection.info()).delta_sequence
+                if replica.client.connection is connection:
                     return answer, applied
-                failures.append(f"{replica.client.address} reconnected meanwhile")
+                failures.append(f"{address} reconnected meanwhile")
             except (*_RETRIABLE, UnavailableError) as error:
                 failures.append(f"{error.kind}: {error}")
         raise self._unavailable(failures)
 
-    async def connect(self, model: str, version: int, deadline: float) -> None:
-        """Connect to every replica and check what it serves, so that no lookup has to wait for that.
+    async def connect(self, deadline: float) -> None:
+        """Connect to every replica, so that no lookup has to wait for that.
 
         Raises UnavailableError if none can be used; the message has each failure.
         """
-        self._follow()
-        preparations = {self._prepare(replica, model, version): replica for replica in self._replicas}
-        if preparations:
-            await asyncio.wait(preparations, timeout=max(0.0, deadline - self._clock()))
-        failures: list[str] = []
-        for task, replica in preparations.items():
-            late = DeadlineExceededError(f"{replica.client.address}: not connected before the deadline")
-            error = task.exception() if task.done() else late
-            if isinstance(error, _RETRIABLE):
-                failures.append(f"{error.kind}: {error}")
-            elif error is not None:
-                raise error
-        if len(failures) == len(preparations):
+        ready, failures = await self._each(ShardClient.ready, deadline - self._clock())
+        if not ready:
             raise self._unavailable(failures)
         for failure in failures:
-            logger.warning("shard %d of %s %d: %s", self._identity.shard_index, model, version, failure)
+            logger.warning("%s of %s %d: %s", self._name, self._model, self._version, failure)
 
     async def infos(self) -> list[tuple[str, NodeInfo]]:
         """Return what every replica that replies serves, by its address. Raises UnavailableError if none replies."""
-        self._follow()
-        clients = [replica.client for replica in self._replicas]
-        outcomes = await asyncio.gather(*(client.info(POLL_TIMEOUT_S) for client in clients), return_exceptions=True)
-        infos: list[tuple[str, NodeInfo]] = []
-        failures: list[str] = []
-        for client, outcome in zip(clients, outcomes, strict=True):
-            if isinstance(outcome, ShardrankError):
-                failures.append(f"{outcome.kind}: {outcome}")
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                infos.append((str(client.address), outcome))
+        infos, failures = await self._each(ShardClient.info, INFO_TIMEOUT_S)
         if not infos:
             raise self._unavailable(failures)
         return infos
@@ -249,11 +217,28 @@ class ReplicatedShard:
     async def close(self) -> None:
         """Close the connections to all replicas, to those that are leaving as well."""
         self._outliers.close()
-        replicas, self._replicas = self._replicas, []
-        for replica in replicas:
-            await _close(replica)
+        for replica in self._replicas:
+            await replica.client.close()
         if self._closing:
             await asyncio.wait(self._closing)
+
+    async def _each(
+        self, call: Callable[[ShardClient], Awaitable[Result]], timeout_s: float
+    ) -> tuple[list[tuple[str, Result]], list[str]]:
+        """Call all replicas at once. Return the results by address, and the failures."""
+        self._follow()
+        results: list[tuple[str, Result]] = []
+        failures: list[str] = []
+
+        async def limited(client: ShardClient) -> None:
+            try:
+                async with within(timeout_s, f"{client.address}: no reply"):
+                    results.append((str(client.address), await call(client)))
+            except ShardrankError as error:
+                failures.append(f"{error.kind}: {error}")
+
+        await asyncio.gather(*(limited(replica.client) for replica in self._replicas))
+        return results, failures
 
     def _follow(self) -> None:
         """Let replicas join and leave as the source says."""
@@ -264,12 +249,15 @@ class ReplicatedShard:
         for replica in [replica for replica in self._replicas if replica.client.address not in addresses]:
             self._replicas.remove(replica)
             self._outliers.leave(replica.health)
-            replica.is_leaving = True
-            self._close_if_left(replica)
+            replica.has_left = True
+            self._close_unused(replica)
         known = {replica.client.address for replica in self._replicas}
         for address in dict.fromkeys(addresses):
             if address not in known:
-                self._replicas.append(_Replica(self._source.connect(address), self._outliers.join()))
+                replica = _Replica(self._source.connect(address), self._outliers.join())
+                self._replicas.append(replica)
+                replica.client.check = partial(self._check, replica)
+                replica.client.connect()
 
     def _ordered(self) -> list[_Replica]:
         """Return the replicas in the order in which they are tried."""
@@ -277,11 +265,10 @@ class ReplicatedShard:
         if len(replicas) < 2:
             return replicas.copy()
 
-        def rank(replica: _Replica) -> tuple[bool, bool, bool, int]:
-            health, connection = replica.health, replica.client.connection
+        def rank(replica: _Replica) -> tuple[bool, bool, int]:
+            health = replica.health
             comes_last = health.reason is not None and self._outliers.comes_last(health, replica.calls)
-            is_new = connection is None or connection is not replica.checked
-            return is_new and not replica.client.is_available, comes_last, is_new, replica.calls
+            return comes_last, replica.client.connection is None, replica.calls
 
         # Rotating the start spreads lookups over replicas that are equally busy.
         start = next(self._round) % len(replicas)
@@ -316,21 +303,18 @@ class ReplicatedShard:
         if not lookup.answer.done():
             self._set_timer(lookup)
 
-    def _send(self, lookup: _Lookup, attempt: _Attempt, prepared: asyncio.Task[None] | None = None) -> None:
-        """Send a lookup to a replica; if it is not ready, once it is prepared."""
+    def _send(self, lookup: _Lookup, attempt: _Attempt, _: object = None) -> None:
+        """Send a lookup to a replica, now or when it is ready."""
         if lookup.answer.done():
             return
-        replica = attempt.replica
+        client = attempt.replica.client
         try:
-            if prepared is not None and prepared.cancelled():
-                raise NodeUnavailableError(f"{replica.client.address}: closed before the request was sent")
-            if prepared is not None:
-                prepared.result()
-            connection = replica.client.connection
-            if connection is None or connection is not replica.checked or connection.blocked is not None:
-                preparation = self._prepare(replica, lookup.model, lookup.version)
-                preparation.add_done_callback(partial(self._send, lookup, attempt))
+            event = client.pending()
+            if event is not None:
+                event.add_done_callback(partial(self._send, lookup, attempt))
                 return
+            connection = client.connection
+            assert connection is not None
             attempt.started_at = self._clock()
             left_us = min((lookup.deadline - attempt.started_at) * 1e6, MAX_BUDGET_US)
             if left_us <= 0:
@@ -343,7 +327,7 @@ class ReplicatedShard:
                 lookup.version,
                 lookup.bags,
                 lookup.forms,
-                attempt.span if replica.takes_traces else None,
+                attempt.span if connection.takes_traces else None,
             )
             attempt.connection = connection
         except Exception as error:
@@ -353,26 +337,24 @@ class ReplicatedShard:
         """End a lookup with a reply, or try another replica."""
         if lookup.answer.done():
             return
-        connection, health = attempt.connection, attempt.replica.health
         try:
-            assert connection is not None
+            assert attempt.connection is not None
             expected = _SUMS_OR_ROWS if lookup.forms.stored else _SUMS
-            answer = connection.decoded(reply, expected, decode_answer, attempt.request_bytes)
+            answer = attempt.connection.decoded(reply, expected, decode_answer, attempt.request_bytes)
             answer.check(self._layout, lookup.bags)
             now = self._clock()
-            self._outliers.answered(health, now - attempt.started_at)
+            self._outliers.answered(attempt.replica.health, now - attempt.started_at)
             if answer.sequence < self.min_sequence:
                 lookup.lagging.append(answer)
+                address, applied = attempt.replica.client.address, answer.sequence
                 raise UnfitReplicaError(
-                    f"{attempt.replica.client.address} has applied delta {answer.sequence}, "
-                    f"needed is {self.min_sequence}",
-                    kind="replica_lags",
+                    f"{address} has applied delta {applied}, needed is {self.min_sequence}", kind="replica_lags"
                 )
         except Exception as error:
             self._fail(lookup, attempt, error)
             return
-        lookup.answer.set_result(answer)
         self._release(lookup, attempt, "")
+        lookup.answer.set_result(answer)
         for other in lookup.in_flight:
             if other.started_at < attempt.started_at:
                 self._outliers.overtaken(other.replica.health, now - other.started_at)
@@ -383,21 +365,20 @@ class ReplicatedShard:
         if not isinstance(error, _RETRIABLE):
             lookup.answer.set_exception(error)
             return
-        lookup.error = error
         lookup.failures.append(f"{error.kind}: {error}")
-        replica, was_sent = attempt.replica, attempt.connection is not None
-        if isinstance(error, GenerationNotFoundError):
+        connection, health = attempt.connection, attempt.replica.health
+        if connection is not None and isinstance(error, GenerationNotFoundError):
             # What comes back under this number may be another snapshot.
-            replica.checked = None
+            connection.leave("the node has to report again what it serves")
         if isinstance(error, _UNFIT):
-            self._outliers.unfit(replica.health)
-        elif was_sent and not isinstance(error, OverloadedError):
-            # Ejecting an overloaded replica would give its load to the others; the time may have been too short.
-            is_blameless = isinstance(error, DeadlineExceededError)
-            if not is_blameless or self._clock() - attempt.started_at >= self._outliers.patience_s:
-                self._outliers.failed(replica.health)
+            self._outliers.unfit(health)
+        elif connection is not None and not isinstance(error, OverloadedError):
+            # Ejecting an overloaded replica would give its load to the others; a deadline may have been too short.
+            waited_s = self._clock() - attempt.started_at
+            if not isinstance(error, DeadlineExceededError) or waited_s >= self._outliers.patience_s:
+                self._outliers.failed(health)
         if lookup.untried:
-            self._retry(lookup, error.kind, is_free=not was_sent)
+            self._retry(lookup, error.kind, is_free=connection is None)
         if lookup.in_flight or lookup.answer.done():
             return
         if lookup.lagging:
@@ -405,7 +386,9 @@ class ReplicatedShard:
         elif isinstance(error, DeadlineExceededError):
             lookup.answer.set_exception(error)
         else:
-            lookup.answer.set_exception(self._unavailable(lookup.failures, lookup.error))
+            unavailable = self._unavailable(lookup.failures)
+            unavailable.__cause__ = error
+            lookup.answer.set_exception(unavailable)
 
     def _retry(self, lookup: _Lookup, reason: str, *, is_free: bool = False) -> None:
         """Try another replica, in addition to those in flight, if the budget allows it."""
@@ -425,29 +408,29 @@ class ReplicatedShard:
         if lookup.timer is not None:
             lookup.timer.cancel()
         left_s = min(max(0.0, lookup.deadline - self._clock()), MAX_BUDGET_US / 1e6)
-        call_later = lookup.answer.get_loop().call_later
-        if lookup.untried and lookup.may_hedge:
-            lookup.timer = call_later(min(self._outliers.patience_s, left_s / 2), self._hedge, lookup)
-        else:
-            lookup.timer = call_later(left_s, self._expire, lookup)
+        may_hedge = bool(lookup.untried) and lookup.may_hedge
+        if may_hedge:
+            left_s = min(self._outliers.patience_s, left_s / 2)
+        lookup.timer = lookup.answer.get_loop().call_later(left_s, self._time_out, lookup, may_hedge)
 
-    def _hedge(self, lookup: _Lookup) -> None:
-        if not lookup.answer.done():
-            self._retry(lookup, "late")
-
-    def _expire(self, lookup: _Lookup) -> None:
+    def _time_out(self, lookup: _Lookup, may_hedge: bool) -> None:
+        """Hedge, or end a lookup at its deadline."""
         if lookup.answer.done():
             return
-        now = self._clock()
+        if may_hedge:
+            self._retry(lookup, "late")
+            return
+        now, patience_s = self._clock(), self._outliers.patience_s
         for attempt in lookup.in_flight:
             waited_s, address = now - attempt.started_at, attempt.replica.client.address
-            if waited_s >= self._outliers.patience_s:
+            if waited_s >= patience_s:
                 self._outliers.failed(attempt.replica.health)
-            state = "not ready" if attempt.connection is None else "no reply"
+            state = "not connected" if attempt.connection is None else "no reply"
             lookup.failures.append(f"{address}: {state} after {waited_s:.3f} s")
-        shard = f"shard {self._identity.shard_index} of {self._identity.num_shards}"
-        failures = "; ".join(lookup.failures)
-        lookup.answer.set_exception(DeadlineExceededError(f"{shard}: deadline passed before the answer ({failures})"))
+        reasons = "; ".join(lookup.failures)
+        lookup.answer.set_exception(
+            DeadlineExceededError(f"{self._name}: deadline passed before the answer ({reasons})")
+        )
 
     def _end(self, lookup: _Lookup, answer: asyncio.Future[Answer]) -> None:
         """Drop the attempts that are left when a lookup was answered, failed or was cancelled."""
@@ -462,88 +445,54 @@ class ReplicatedShard:
     def _release(self, lookup: _Lookup, attempt: _Attempt, error: str) -> None:
         """End an attempt; `error` is for its span, "" if it was answered."""
         lookup.in_flight.remove(attempt)
-        replica, connection = attempt.replica, attempt.connection
-        if connection is not None:
-            connection.forget(attempt.request_id)
+        replica = attempt.replica
+        if attempt.connection is not None:
+            attempt.connection.forget(attempt.request_id)
         if lookup.trace is not None and attempt.span is not None:
-            attributes = {
-                "server.address": str(replica.client.address),
-                "shardrank.shard": self._identity.shard_index,
-            }
+            address, shard = str(replica.client.address), self._identity.shard_index
+            attributes: dict[str, str | int] = {"server.address": address, "shardrank.shard": shard}
             lookup.trace.put_call(attempt.span, attempt.span_started_at, attributes, error)
         replica.calls -= 1
-        if replica.is_leaving:
-            self._close_if_left(replica)
+        if replica.has_left:
+            self._close_unused(replica)
 
-    def _close_if_left(self, replica: _Replica) -> None:
+    def _close_unused(self, replica: _Replica) -> None:
         if not replica.calls:
-            task = asyncio.get_running_loop().create_task(_close(replica))
+            task = asyncio.get_running_loop().create_task(replica.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    def _prepare(self, replica: _Replica, model: str, version: int) -> asyncio.Task[None]:
-        """Return the task that connects to a replica and checks, once a connection, what its node serves."""
-
-        async def prepare() -> None:
-            while (connection := await replica.client.ready()) is not replica.checked:
-                async with within(INFO_TIMEOUT_S, f"{replica.client.address}: no reply to INFO"):
-                    info = await connection.info()
-                self._check(info, model, version)
-                replica.checked, replica.takes_traces = connection, info.takes_traces
-
-        def end(task: asyncio.Task[None]) -> None:
-            replica.preparation = None
-            error = None if task.cancelled() else task.exception()
-            # It is prepared again later. Without a connection the client reports itself that it is not available.
-            if error is not None and not isinstance(error, NodeUnavailableError):
-                self._outliers.unfit(replica.health)
-                logger.info("%s can't be used yet: %s", replica.client.address, error)
-
-        if replica.preparation is None:
-            replica.preparation = asyncio.get_running_loop().create_task(prepare())
-            replica.preparation.add_done_callback(end)
-        return replica.preparation
-
-    def _check(self, info: NodeInfo, model: str, version: int) -> None:
+    def _check(self, replica: _Replica, info: NodeInfo) -> None:
         """Raise UnfitReplicaError if a node is of another shard, plan or snapshot; GenerationNotFoundError."""
-        identity = self._identity
-        expected = (identity.shard_index, identity.num_shards, identity.sharding)
-        actual = (info.identity.shard_index, info.identity.num_shards, info.identity.sharding)
-        served = _served(info, model, version) if actual == expected else None
-        if served is None:
-            error = "the node is shard {} of {} ({}), ".format(*actual) + "needed is {} of {} ({})".format(*expected)
-        elif served.manifest_identity != self._manifest_identity:
-            error = (
-                f"the node's version {version} of model {model!r} is another snapshot: its manifest has SHA-256 "
-                f"{served.manifest_identity[:12]}…, needed is {self._manifest_identity[:12]}…"
-            )
-        elif served.plan_digest != self._plan_digest:
-            error = (
-                f"the node divides model {model!r} by another plan: {served.plan_digest[:12]}…, needed is "
-                f"{self._plan_digest[:12]}…"
-            )
-        else:
-            return
-        raise UnfitReplicaError(error, kind="plan_mismatch")
+        node, needed = (
+            f"shard {i.shard_index} of {i.num_shards} ({i.sharding})" for i in (info.identity, self._identity)
+        )
+        try:
+            if node != needed:
+                raise UnfitReplicaError(f"the node is {node}, needed is {needed}", kind="plan_mismatch")
+            served = self._served(info)
+            snapshots, plans = (served.manifest_identity, self._snapshot), (served.plan_digest, self._plan_digest)
+            for what, (actual, expected) in (("snapshot", snapshots), ("plan", plans)):
+                if actual != expected:
+                    raise UnfitReplicaError(
+                        f"the node serves version {self._version} of model {self._model!r} by another {what}: "
+                        f"{actual[:12]}…, needed is {expected[:12]}…",
+                        kind="plan_mismatch",
+                    )
+        except ShardrankError:
+            self._outliers.unfit(replica.health)
+            raise
 
-    def _unavailable(self, failures: Sequence[str], cause: Exception | None = None) -> UnavailableError:
-        index, count = self._identity.shard_index, self._identity.num_shards
+    def _served(self, info: NodeInfo) -> ServedVersion:
+        """Return what a node reports of the version. Raises GenerationNotFoundError."""
+        for served in info.versions:
+            if (served.model, served.version) == (self._model, self._version):
+                return served
+        versions = [f"{served.model} {served.version}" for served in info.versions]
+        raise GenerationNotFoundError(
+            f"the node has no version {self._version} of model {self._model!r}; it has {versions}"
+        )
+
+    def _unavailable(self, failures: Sequence[str]) -> UnavailableError:
         reasons = "; ".join(failures) or "no node reports that this version is ready"
-        error = UnavailableError(f"shard {index} of {count}: no replica answered ({reasons})", kind="shard_unavailable")
-        error.__cause__ = cause
-        return error
-
-
-async def _close(replica: _Replica) -> None:
-    if replica.preparation is not None:
-        replica.preparation.cancel()
-    await replica.client.close()
-
-
-def _served(info: NodeInfo, model: str, version: int) -> ServedVersion:
-    """Return what a node reports of a version. Raises GenerationNotFoundError."""
-    for served in info.versions:
-        if (served.model, served.version) == (model, version):
-            return served
-    versions = [f"{served.model} {served.version}" for served in info.versions]
-    raise GenerationNotFoundError(f"the node has no version {version} of model {model!r}; it has {versions}")
+        return UnavailableError(f"{self._name}: no replica answered ({reasons})", kind="shard_unavailable")

@@ -17,6 +17,7 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, TlsHandshakeError, WireError
 from shard_node.node import NodeInfo
+from shard_node.wire import messages
 from shard_node.wire.address import Address
 from shard_node.wire.frame import (
     DEFAULT_MAX_FRAME_BYTES,
@@ -26,13 +27,6 @@ from shard_node.wire.frame import (
     Frame,
     FrameConnection,
     FrameType,
-)
-from shard_node.wire.messages import (
-    decode_counts_answer,
-    decode_error,
-    decode_info_answer,
-    encode_counts,
-    encode_info,
 )
 from shard_node.wire.tls import NODES, SHUTDOWN_TIMEOUT_S, FileBacked, TlsContext, TlsPeers, tls_error
 
@@ -46,53 +40,54 @@ FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 # More doublings than any backoff needs, few enough for a float.
 MAX_DOUBLINGS = 32
+Reply: TypeAlias = Frame | ShardrankError
+"""What a request ends with: a frame, or why there is none."""
 
 
 class ClientLimits(Frozen):
-    """Limits of a connection: bytes of a frame, requests in flight (more fail at once), and bytes that the node has
-    not read yet, above which new requests wait.
-    """
+    """Limits of a connection; above `max_unsent_bytes` that the node has not read yet new requests wait."""
 
     max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
     max_in_flight: int = Field(default=1024, ge=1)
     max_unsent_bytes: int = Field(default=16 << 20, ge=1)
 
 
-Reply: TypeAlias = Frame | ShardrankError
-"""What a request ends with: a frame, or why there is none."""
-
-
 class ShardConnection(FrameConnection):
     """One connection to a node. A reply that is not awaited any more is dropped.
 
-    `going_away` is called when the node accepts no new requests on this connection; `lost` once when the connection
-    is gone, with the reason.
+    `on_leave` is called when no new requests may be sent on this connection, with the reason; `on_end` once when the
+    connection is gone.
 
     Attributes:
         blocked: until the node has read enough of what was sent before; None while requests may be sent.
+        failure: why the connection has ended; None before.
         has_replied: whether the node has replied to any request.
+        is_leaving: whether no new requests may be sent on it.
+        takes_traces: whether the node reported so.
     """
 
     def __init__(
         self,
         address: Address,
         limits: ClientLimits,
-        going_away: Callable[[ShardConnection], None],
-        lost: Callable[[ShardConnection, NodeUnavailableError], None],
         peers: TlsPeers | None,
+        on_leave: Callable[[ShardConnection, str], None],
+        on_end: Callable[[ShardConnection], None],
     ) -> None:
         super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
         self._address = address
         self._limits = limits
         self._peers = peers
-        self._going_away = going_away
-        self._lost = lost
+        self._on_leave = on_leave
+        self._on_end = on_end
         self._waiting: dict[int, Callable[[Reply], None]] = {}
         self._last_request_id = 0
         self._refusal: Exception | None = None
-        self._is_going_away = False
+        self.is_leaving = False
         self.blocked: asyncio.Future[None] | None = None
+        self.failure: NodeUnavailableError | None = None
         self.has_replied = False
+        self.takes_traces = False
 
     @property
     def is_idle(self) -> bool:
@@ -105,8 +100,7 @@ class ShardConnection(FrameConnection):
         """Send the request `encode(request_id, *arguments)`; return its id and its size in bytes.
 
         `on_reply` is called once, unless `forget` is called before. Raises OverloadedError for too many requests in
-        flight, WireError for a frame that is too long, NodeUnavailableError if the connection is closing; then nothing
-        was sent.
+        flight, WireError for a frame that is too long, NodeUnavailableError if the connection is closing.
         """
         if len(self._waiting) >= self._limits.max_in_flight:
             raise OverloadedError(
@@ -140,25 +134,32 @@ class ShardConnection(FrameConnection):
         try:
             if frame_type in expected:
                 return decode(reply, *arguments)
-            error = decode_error(reply) if frame_type == FrameType.ERROR else None
+            error = messages.decode_error(reply) if frame_type == FrameType.ERROR else None
         except WireError as malformed:
             raise RemoteError(f"{self._address}: malformed reply: {malformed}") from malformed
         raise error or RemoteError(f"{self._address}: frame type {frame_type} is no reply to this request")
 
     async def exchange(
-        self, expected: FrameType, decode: Callable[[Frame], Decoded], encode: Callable[..., list[Buffer]], *args: Any
+        self, expected: tuple[FrameType, ...], decode: Callable[[Frame], Decoded], *request: Any
     ) -> Decoded:
         """Send a request and return its decoded reply; the caller limits the time. Raises as `start` and `decoded`."""
         reply: asyncio.Future[Reply] = self._loop.create_future()
-        request_id, _ = self.start(lambda outcome: reply.done() or reply.set_result(outcome), encode, *args)
+        request_id, _ = self.start(reply.set_result, *request)
         try:
-            return self.decoded(await reply, (expected,), decode)
+            return self.decoded(await asyncio.shield(reply), expected, decode)
         finally:
             self.forget(request_id)
 
     async def info(self) -> NodeInfo:
-        """Return what the node serves, by this connection."""
-        return await self.exchange(FrameType.INFO_ANSWER, decode_info_answer, encode_info)
+        """Return what the node serves."""
+        return await self.exchange((FrameType.INFO_ANSWER,), messages.decode_info_answer, messages.encode_info)
+
+    def leave(self, reason: str) -> None:
+        """Send no new requests on this connection, and close it after the last reply."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            self._on_leave(self, reason)
+            self._close_if_done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set the socket up; leave a peer whose certificate is not a node's."""
@@ -183,13 +184,11 @@ class ShardConnection(FrameConnection):
                 on_reply(frame)
                 self._close_if_done()
         elif header.frame_type == FrameType.GOAWAY:
-            self._is_going_away = True
-            self._going_away(self)
-            self._close_if_done()
+            self.leave("the node is draining")
         elif header.frame_type == FrameType.ERROR:
             # About the connection, which the node closes within a second: there is nothing to wait for.
             try:
-                self._refusal = decode_error(frame)
+                self._refusal = messages.decode_error(frame)
             except WireError as error:
                 self._refusal = error
             self.abort()
@@ -217,27 +216,33 @@ class ShardConnection(FrameConnection):
 
     def connection_ended(self, error: Exception | None) -> None:
         """Fail every request in flight."""
-        failure = _unavailable(self._refusal or error or ConnectionError("closed by the node"))
+        cause = self._refusal or error or ConnectionError("closed by the node")
+        if isinstance(cause, ssl.SSLError):
+            cause = tls_error(cause)
+        failed = cause if isinstance(cause, TlsHandshakeError) else NodeUnavailableError(str(cause) or repr(cause))
+        self.failure = type(failed)(f"connection lost: {failed}", kind=failed.kind)
+        failed = type(failed)(f"{self._address}: {self.failure}", kind=failed.kind)
         waiting, self._waiting = self._waiting, {}
-        self._lost(self, failure)
+        self._on_end(self)
         self.resume_writing()
         for on_reply in waiting.values():
-            on_reply(_prefixed(f"{self._address}: connection lost before the reply", failure))
+            on_reply(failed)
 
     def _close_if_done(self) -> None:
-        if self._is_going_away and not self._waiting:
+        if self.is_leaving and not self._waiting:
             self.close()
 
 
 class ShardClient:
-    """The connection to one shard node. Belongs to the event loop that it is first used on.
+    """The connection to one shard node. Belongs to one event loop.
 
-    The first use makes the connection, and its loss starts making it again, so that no request pays for finding out
-    whether a node is back. Users wait for the first attempt; once it has failed they fail at once, so that another
-    replica can be used, until a later attempt succeeds. Attempts are 20 ms apart at first, then twice as long each
-    time, up to 0.5 s. `tls` is for TCP addresses, None for plain text.
+    `connect` makes it, and its loss starts making it again, so that no request pays for finding out whether a node is
+    back. Who needs it waits for the first attempt; once that has failed others fail at once, so that another replica
+    can be used, until a later attempt succeeds. Attempts are 20 ms apart at first, then twice as long each time, up to
+    0.5 s. `tls` is for TCP addresses, None for plain text.
 
     Attributes:
+        check: raises if the node does not serve what it must; before each connection is used. None checks nothing.
         connection: where requests are sent; None while there is none that accepts them.
         num_connections: made so far.
     """
@@ -252,54 +257,66 @@ class ShardClient:
         tls: FileBacked[TlsContext] | None = None,
     ) -> None:
         self.address = address
+        self.check: Callable[[NodeInfo], None] | None = None
         self.connection: ShardConnection | None = None
         self.num_connections = 0
         self._connect_timeout_s = connect_timeout_s
         self._limits = limits or ClientLimits()
         self._sleep = sleep
         self._tls = tls
-        # Every connection that has not ended, those that are going away included.
+        # Every connection that has not ended, those that are leaving included.
         self._open: set[ShardConnection] = set()
         self._connecting: asyncio.Task[None] | None = None
         self._first_attempt: asyncio.Future[None] | None = None
         self._num_failures = 0
-        self._failure = NodeUnavailableError("not connected yet")
+        self._failure: ShardrankError = NodeUnavailableError("not connected")
         self._is_closed = False
 
     @property
     def is_available(self) -> bool:
-        """Whether there is a connection, or none was needed so far. While False, use another replica."""
-        return self.connection is not None or not (self._is_closed or self._connecting or self._num_failures)
+        """Whether there is a connection, or nothing has failed yet. While False, use another replica."""
+        return self.connection is not None or self._first_attempt is not None
+
+    def pending(self) -> asyncio.Future[None] | None:
+        """Return what must be waited for before a request can be sent; None if one can be sent on `connection`.
+
+        Raises why there is no connection: NodeUnavailableError, or as `check`.
+        """
+        connection = self.connection
+        if connection is not None:
+            return connection.blocked if connection.is_open else connection.closed
+        if self._first_attempt is None:
+            raise type(self._failure)(f"{self.address}: {self._failure}", kind=self._failure.kind)
+        return self._first_attempt
 
     async def ready(self) -> ShardConnection:
-        """Wait for a connection on which a request may be sent now. Raises NodeUnavailableError if there is none."""
-        if self.connection is None:
-            self._start()
-        while True:
-            connection = self.connection
-            if connection is None:
-                event = self._first_attempt
-            elif connection.is_open:
-                event = connection.blocked
-                if event is None:
-                    return connection
-            else:
-                event = connection.closed
-            if event is None:
-                raise _prefixed(f"{self.address}: not connected", self._failure)
+        """Connect, and return the connection when a request can be sent on it. Raises as `pending`."""
+        self.connect()
+        while (event := self.pending()) is not None:
             await asyncio.wait({event})
+        assert self.connection is not None
+        return self.connection
 
     async def info(self, timeout_s: float = INFO_TIMEOUT_S) -> NodeInfo:
-        """Return what the node serves. Raises as `ShardConnection.exchange`, and DeadlineExceededError."""
+        """Return what the node serves. Raises as `ready` and `ShardConnection.exchange`; DeadlineExceededError."""
         async with within(timeout_s, f"{self.address}: no reply to INFO"):
             return await (await self.ready()).info()
 
     async def counts(self, model: str, version: int, timeout_s: float) -> dict[str, AccessCounts]:
         """Return how often rows of a version were looked up on the node, by table. Raises as `info`."""
-        budget_us = min(int(timeout_s * 1e6), MAX_BUDGET_US)
+        request = messages.encode_counts, min(int(timeout_s * 1e6), MAX_BUDGET_US), model, version
         async with within(timeout_s, f"{self.address}: no reply to COUNTS"):
-            connection, request = await self.ready(), (encode_counts, budget_us, model, version)
-            return await connection.exchange(FrameType.COUNTS_ANSWER, decode_counts_answer, *request)
+            connection = await self.ready()
+            return await connection.exchange((FrameType.COUNTS_ANSWER,), messages.decode_counts_answer, *request)
+
+    def connect(self, pause_s: float = 0.0) -> None:
+        """Make a connection, after a pause, unless there is one or one is being made."""
+        if self._is_closed or self._connecting is not None or self.connection is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if not self._num_failures:
+            self._first_attempt = loop.create_future()
+        self._connecting = loop.create_task(self._connect_until_done(pause_s))
 
     async def close(self) -> None:
         """Cut every connection and make no new one; requests in flight fail with NodeUnavailableError. Idempotent."""
@@ -317,91 +334,86 @@ class ShardClient:
         if closed:
             await asyncio.wait(closed)
 
-    def _start(self, pause_s: float = 0.0) -> None:
-        if self._is_closed or self._connecting is not None:
-            return
-        loop = asyncio.get_running_loop()
-        if not self._num_failures:
-            self._first_attempt = loop.create_future()
-        self._connecting = loop.create_task(self._connect_until_done(pause_s))
-
     async def _connect_until_done(self, pause_s: float) -> None:
         try:
             while True:
                 if pause_s:
                     await self._sleep(pause_s)
-                connection = await self._attempt()
-                if connection is not None and not connection.closed.done():
-                    self.connection = connection
+                try:
+                    self.connection = await self._attempt()
                     self.num_connections += 1
                     return
+                except ShardrankError as error:
+                    self._failure = error
+                except ssl.SSLError as error:
+                    self._failure = tls_error(error)
+                except OSError as error:
+                    self._failure = NodeUnavailableError(f"not connected: {error}")
+                except Exception as error:
+                    # Not the network's doing, so not expected: the log has the traceback.
+                    logger.exception("connecting to %s failed", self.address)
+                    self._failure = NodeUnavailableError(f"not connected: {type(error).__name__}: {error}")
                 pause_s = self._next_pause_s()
                 self._end_first_attempt()
         finally:
             self._connecting = None
             self._end_first_attempt()
 
-    async def _attempt(self) -> ShardConnection | None:
-        loop = asyncio.get_running_loop()
-        made: ShardConnection | None = None
-        connection: ShardConnection | None = None
-        context = None if self._tls is None else self._tls.get()
-
-        def make() -> ShardConnection:
-            nonlocal made
-            peers = None if context is None else context.peers
-            made = ShardConnection(self.address, self._limits, self._going_away, self._lost, peers)
-            self._open.add(made)
-            return made
-
+    async def _attempt(self) -> ShardConnection:
+        """Connect, and check what the node serves."""
+        loop, context = asyncio.get_running_loop(), None if self._tls is None else self._tls.get()
+        peers = None if context is None else context.peers
+        connection = ShardConnection(self.address, self._limits, peers, self._leave, self._end)
+        self._open.add(connection)
+        is_usable = False
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with within(self._connect_timeout_s, "no connection", NodeUnavailableError):
                 if self.address.is_unix:
-                    _, connection = await loop.create_unix_connection(make, self.address.path)
+                    await loop.create_unix_connection(lambda: connection, self.address.path)
                 else:
                     shutdown_s = None if context is None else SHUTDOWN_TIMEOUT_S
-                    _, connection = await loop.create_connection(
-                        make, self.address.host, self.address.port, ssl=context, ssl_shutdown_timeout=shutdown_s
+                    host, port = self.address.host, self.address.port
+                    await loop.create_connection(
+                        lambda: connection, host, port, ssl=context, ssl_shutdown_timeout=shutdown_s
                     )
-        except TimeoutError:
-            self._failure = NodeUnavailableError(f"no connection within {self._connect_timeout_s} s")
-        except OSError as error:
-            self._failure = _unavailable(error)
-        except Exception as error:
-            # Not the network's doing, so not expected: the log has the traceback.
-            logger.exception("connecting to %s failed", self.address)
-            self._failure = NodeUnavailableError(f"{type(error).__name__}: {error}")
-        else:
+            if not connection.is_open:
+                await connection.closed
+            if connection.failure is not None:
+                raise connection.failure
+            if self.check is not None:
+                async with within(INFO_TIMEOUT_S, "no reply to INFO"):
+                    info = await connection.info()
+                self.check(info)
+                connection.takes_traces = info.takes_traces
+            if connection.is_leaving:
+                raise NodeUnavailableError("the node is draining")
+            is_usable = True
             return connection
         finally:
-            if made is not None and (connection is None or connection.closed.done()):
-                # The attempt may have succeeded just when its time was over.
-                made.abort()
-                if not made.was_made:
-                    self._open.discard(made)
-        return None
+            if not is_usable:
+                connection.abort()
+                if not connection.was_made:
+                    self._open.discard(connection)
 
-    def _going_away(self, connection: ShardConnection) -> None:
-        # The connection to a node that drains stays open for its replies, not for new requests.
+    def _leave(self, connection: ShardConnection, reason: str) -> None:
         if self.connection is connection:
             self.connection = None
-            self._failure = NodeUnavailableError("the node is draining")
+            self._failure = NodeUnavailableError(reason)
             self._num_failures = 0
             # An idle connection may end for that alone: requests wait for the next one.
-            self._start(0.0 if connection.is_idle else self._next_pause_s())
+            self.connect(0.0 if connection.is_idle else self._next_pause_s())
 
-    def _lost(self, connection: ShardConnection, failure: NodeUnavailableError) -> None:
+    def _end(self, connection: ShardConnection) -> None:
         self._open.discard(connection)
-        # During an attempt: its connection was made and lost before the attempt could report it.
-        if not self._is_closed and (self.connection is connection or self._connecting is not None):
-            self._failure = _prefixed("connection lost", failure)
         if self.connection is not connection:
             return
         self.connection = None
+        if not self._is_closed and connection.failure is not None:
+            self._failure = connection.failure
         if connection.has_replied:
             # It worked until now: the first attempt to get it back need not wait.
             self._num_failures = 0
-        self._start(0.0 if connection.has_replied else self._next_pause_s())
+        self.connect(0.0 if connection.has_replied else self._next_pause_s())
 
     def _next_pause_s(self) -> float:
         pause_s = min(FIRST_BACKOFF_S * 2.0**self._num_failures, MAX_BACKOFF_S)
@@ -415,20 +427,12 @@ class ShardClient:
 
 
 @contextlib.asynccontextmanager
-async def within(timeout_s: float, message: str) -> AsyncIterator[None]:
-    """Raise DeadlineExceededError unless the block ends within a time."""
+async def within(
+    timeout_s: float, message: str, error: type[ShardrankError] = DeadlineExceededError
+) -> AsyncIterator[None]:
+    """Raise an error unless the block ends within a time."""
     try:
         async with asyncio.timeout(max(timeout_s, 0.0)):
             yield
     except TimeoutError:
-        raise DeadlineExceededError(f"{message} within {timeout_s:.3g} s") from None
-
-
-def _unavailable(error: BaseException) -> NodeUnavailableError:
-    if isinstance(error, ssl.SSLError):
-        return tls_error(error)
-    return error if isinstance(error, TlsHandshakeError) else NodeUnavailableError(str(error) or type(error).__name__)
-
-
-def _prefixed(text: str, failure: NodeUnavailableError) -> NodeUnavailableError:
-    return type(failure)(f"{text}: {failure}", kind=failure.kind)
+        raise error(f"{message} within {timeout_s:.3g} s") from None

@@ -272,4 +272,4 @@ def node_process(snapshot: Snapshot, plan: Plan, shard: int = 0) -> Iterator[tup
         command = ServerCommand(f"shard {shard}", line, Path(folder, "node.log"))
         with running("nodes", [command], lambda: "" if socket.exists() else "it does not listen") as process_ids:
             source = ReplicaSource.fixed([Address.parse(address)])
-            yield ReplicatedShard(plan, shard, snapshot.identity, source), process_ids
+            yield ReplicatedShard(plan, shard, snapshot, source), process_ids

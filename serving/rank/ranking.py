@@ -330,7 +330,7 @@ class Ranking:
     async def connect(self, deadline: float) -> None:
         """Connect to every node of every shard. Raises UnavailableError if a shard has none that can be used."""
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
-        await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
+        await asyncio.gather(*(one.connect(deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Pending]) -> list[RankAnswer | Exception]:
         """Rank requests together: each gets its answer, or its own error (an unknown id, a score not finite).

@@ -176,6 +176,6 @@ def replicated_shards(
 ) -> Callable[[ReplicaEvents], list[ReplicatedShard]]:
     """Make shards on nodes; `replicas` gives those of a shard by its index."""
     return lambda events: [
-        ReplicatedShard(plan, index, snapshot.identity, replicas(index), events, clock, policy)
+        ReplicatedShard(plan, index, snapshot, replicas(index), events, clock, policy)
         for index in range(plan.num_shards)
     ]

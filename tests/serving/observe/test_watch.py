@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
+from router.shard_client import ShardClient
 from serving.api.node_port import running_node_port
 from serving.cli.serve import _load, shard_node
 from serving.rank.service import RankingService
@@ -25,7 +26,6 @@ from shard_node.engine.loading import load_tables
 from shard_node.errors import GenerationNotFoundError
 from shard_node.node import DeltaPosition, LocalShard, ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.card_engines import options_for

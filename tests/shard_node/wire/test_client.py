@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from loader.errors import DeadlineExceededError
+from router.shard_client import ClientLimits, ShardClient
 from shard_node.answer import Answer
 from shard_node.errors import NodeUnavailableError, RemoteError, WireError
-from shard_node.wire.client import ClientLimits, ShardClient
 from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import encode_answer, encode_error, encode_info
 from shard_node.wire.requests import ServerLimits

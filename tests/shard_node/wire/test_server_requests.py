@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from loader.errors import DeadlineExceededError
+from router.shard_client import ShardClient
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError, RemoteError, WireError
 from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup
-from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import Buffer, FrameType, pack_header
 from shard_node.wire.messages import decode_answer, decode_error, encode_answer, encode_pool
 from shard_node.wire.requests import SPARE_SAVED_S, SPARE_SHARE, Peer, RequestHandler, ServerLimits

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from router.shard_client import ShardClient
 from shard_node.errors import (
     CertificateRoleError,
     NodeUnavailableError,
@@ -21,7 +22,6 @@ from shard_node.errors import (
     TlsHandshakeError,
 )
 from shard_node.wire.address import MAX_HANDSHAKES, Address, listen
-from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
 from shard_node.wire.tls import (
     EXPIRED,

@@ -103,7 +103,7 @@ async def remote_router(
                 address = Address(path=f"{folder}/{shard}-{replica}.sock")
                 server = await stack.enter_async_context(serving(address, node))
                 addresses.append(server.addresses[0])
-            shards.append(ReplicatedShard(plan, shard, snapshot.identity, ReplicaSource.fixed(addresses)))
+            shards.append(ReplicatedShard(plan, shard, snapshot, ReplicaSource.fixed(addresses)))
             stack.push_async_callback(shards[-1].close)
         yield make_router(snapshot, plan, shards, hot)
 
