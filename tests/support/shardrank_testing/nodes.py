@@ -21,6 +21,7 @@ from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
+from shard_node.tracing import SpanContext
 from shard_node.wire.address import Address
 from shard_node.wire.frame import HEADER, Buffer, Frame, FrameReceiver, FrameType, unpack_header
 from shard_node.wire.messages import decode_answer, encode_pool
@@ -217,10 +218,11 @@ async def pool(
     bags: KeyedBags,
     forms: ReplyEncoding = FLOAT32_SUMS,
     timeout_s: float = NEVER_S,
+    trace: SpanContext | None = None,
 ) -> Answer:
     """Pool on one node, whatever it serves."""
     expected = (FrameType.POOLED, FrameType.STORED) if forms.stored else (FrameType.POOLED,)
-    request = encode_pool, int(timeout_s * 1e6), model, version, bags, forms
+    request = encode_pool, int(timeout_s * 1e6), model, version, bags, forms, trace
     async with within(timeout_s, "no reply"):
         return await (await client.ready()).exchange(expected, decode_answer, *request)
 
