@@ -20,7 +20,7 @@ from router.shard_client import Reply, ShardClient, ShardConnection, within
 from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError
-from shard_node.node import NodeInfo, ServedVersion
+from shard_node.node import NodeInfo
 from shard_node.tracing import TRACED_LOOKUP, SpanContext, TracedLookup, error_text
 from shard_node.wire.address import Address
 from shard_node.wire.frame import MAX_BUDGET_US, FrameType
@@ -30,18 +30,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 INFO_TIMEOUT_S = 1.0
-# A lookup changes nothing, so after any of these it may be sent to another replica.
-_RETRIABLE = (
-    NodeUnavailableError,
-    OverloadedError,
-    GenerationNotFoundError,
-    RemoteError,
-    CardError,
-    UnfitReplicaError,
-    DeadlineExceededError,
-)
-# After these the replica will not have it in a moment either.
+# After these a replica will not have what is needed in a moment either.
 _UNFIT = (GenerationNotFoundError, UnfitReplicaError, CardError)
+# A lookup changes nothing, so after any of these it may be sent to another replica.
+_RETRIABLE = (*_UNFIT, NodeUnavailableError, OverloadedError, RemoteError, DeadlineExceededError)
 _SUMS, _SUMS_OR_ROWS = (FrameType.POOLED,), (FrameType.POOLED, FrameType.STORED)
 
 
@@ -98,9 +90,9 @@ class _Lookup:
     bags: KeyedBags
     deadline: float
     forms: ReplyEncoding
-    answer: asyncio.Future[Answer]
     untried: list[_Replica]
-    trace: TracedLookup | None
+    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    trace: TracedLookup | None = field(default_factory=TRACED_LOOKUP.get)
     in_flight: list[_Attempt] = field(default_factory=list)
     lagging: list[Answer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -166,7 +158,7 @@ class ReplicatedShard:
         """
         self._follow()
         self._budget.earn()
-        return self._start(self._ordered(), model, version, bags, deadline, forms)
+        return self._start(_Lookup(model, version, bags, deadline, forms, self._ordered()))
 
     async def pool_at(
         self, model: str, version: int, bags: KeyedBags, deadline: float, sequence: int
@@ -183,15 +175,11 @@ class ReplicatedShard:
             try:
                 async with within(deadline - self._clock(), f"{address}: no answer"):
                     connection = await replica.client.ready()
-                    applied = self._served(await connection.info()).delta_sequence
-                    if applied < sequence:
-                        failures.append(f"{address} has applied delta {applied}, needed is {sequence}")
-                        continue
-                    answer = await self._start([replica], model, version, bags, deadline, EXACT)
-                    applied = self._served(await connection.info()).delta_sequence
-                if replica.client.connection is connection:
-                    return answer, applied
-                failures.append(f"{address} reconnected meanwhile")
+                    answer = await self._start(_Lookup(model, version, bags, deadline, EXACT, [replica]))
+                    served = (await connection.info()).served(model, version)
+                if answer.sequence >= sequence and replica.client.connection is connection:
+                    return answer, served.delta_sequence
+                failures.append(f"{address} has applied delta {answer.sequence}, needed is {sequence}")
             except (*_RETRIABLE, UnavailableError) as error:
                 failures.append(f"{error.kind}: {error}")
         raise self._unavailable(failures)
@@ -274,23 +262,13 @@ class ReplicatedShard:
         start = next(self._round) % len(replicas)
         return sorted(replicas[start:] + replicas[:start], key=rank)
 
-    def _start(
-        self,
-        replicas: list[_Replica],
-        model: str,
-        version: int,
-        bags: KeyedBags,
-        deadline: float,
-        forms: ReplyEncoding,
-    ) -> asyncio.Future[Answer]:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        lookup = _Lookup(model, version, bags, deadline, forms, answer, replicas, TRACED_LOOKUP.get())
-        answer.add_done_callback(partial(self._end, lookup))
-        if replicas:
+    def _start(self, lookup: _Lookup) -> asyncio.Future[Answer]:
+        lookup.answer.add_done_callback(partial(self._end, lookup))
+        if lookup.untried:
             self._try_next(lookup)
         else:
-            answer.set_exception(self._unavailable([]))
-        return answer
+            lookup.answer.set_exception(self._unavailable([]))
+        return lookup.answer
 
     def _try_next(self, lookup: _Lookup) -> None:
         """Send a lookup to the next replica, and wait for that one alone for a while."""
@@ -310,25 +288,19 @@ class ReplicatedShard:
         client = attempt.replica.client
         try:
             event = client.pending()
+            connection = client.connection
             if event is not None:
                 event.add_done_callback(partial(self._send, lookup, attempt))
                 return
-            connection = client.connection
-            assert connection is not None
             attempt.started_at = self._clock()
             left_us = min((lookup.deadline - attempt.started_at) * 1e6, MAX_BUDGET_US)
             if left_us <= 0:
                 raise DeadlineExceededError(f"deadline passed {-left_us / 1e3:.1f} ms before the request was sent")
-            attempt.request_id, attempt.request_bytes = connection.start(
-                partial(self._receive, lookup, attempt),
-                encode_pool,
-                max(int(left_us), 1),
-                lookup.model,
-                lookup.version,
-                lookup.bags,
-                lookup.forms,
-                attempt.span if connection.takes_traces else None,
-            )
+            assert connection is not None
+            trace = attempt.span if connection.takes_traces else None
+            request = max(int(left_us), 1), lookup.model, lookup.version, lookup.bags, lookup.forms, trace
+            receive = partial(self._receive, lookup, attempt)
+            attempt.request_id, attempt.request_bytes = connection.start(receive, encode_pool, *request)
             attempt.connection = connection
         except Exception as error:
             self._fail(lookup, attempt, error)
@@ -470,7 +442,7 @@ class ReplicatedShard:
         try:
             if node != needed:
                 raise UnfitReplicaError(f"the node is {node}, needed is {needed}", kind="plan_mismatch")
-            served = self._served(info)
+            served = info.served(self._model, self._version)
             snapshots, plans = (served.manifest_identity, self._snapshot), (served.plan_digest, self._plan_digest)
             for what, (actual, expected) in (("snapshot", snapshots), ("plan", plans)):
                 if actual != expected:
@@ -482,16 +454,6 @@ class ReplicatedShard:
         except ShardrankError:
             self._outliers.unfit(replica.health)
             raise
-
-    def _served(self, info: NodeInfo) -> ServedVersion:
-        """Return what a node reports of the version. Raises GenerationNotFoundError."""
-        for served in info.versions:
-            if (served.model, served.version) == (self._model, self._version):
-                return served
-        versions = [f"{served.model} {served.version}" for served in info.versions]
-        raise GenerationNotFoundError(
-            f"the node has no version {self._version} of model {self._model!r}; it has {versions}"
-        )
 
     def _unavailable(self, failures: Sequence[str]) -> UnavailableError:
         reasons = "; ".join(failures) or "no node reports that this version is ready"

@@ -12,6 +12,7 @@ from shard_node.bags import Float32Array, KeyedBags
 from shard_node.buckets import Message, NodeIdentity
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
+from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generation, Generations
 from shard_node.tracing import SpanSink
 
@@ -76,6 +77,14 @@ class NodeInfo(Message):
     lookups: tuple[LookupReport, ...] = ()
     cards: tuple[CardsReport, ...] = ()
     takes_traces: bool = False
+
+    def served(self, model: str, version: int) -> ServedVersion:
+        """Return what it reports of a version. Raises GenerationNotFoundError."""
+        for served in self.versions:
+            if (served.model, served.version) == (model, version):
+                return served
+        versions = [f"{served.model} {served.version}" for served in self.versions]
+        raise GenerationNotFoundError(f"the node has no version {version} of model {model!r}; it has {versions}")
 
     def has(self, model: str, version: int) -> bool:
         """Whether it answers for a version."""

@@ -256,7 +256,7 @@ class FleetMember:
             raise UnavailableError("no shard node has joined the fleet yet", kind="not_ready")
         topology = topology.model_copy(update={} if num_shards is None else {"num_shards": num_shards})
         count = topology.num_shards
-        if missing := [index for index in range(count) if not self.directory.replicas(model, version, index)]:
+        if missing := [index for index in range(count) if not self.directory.current(model, version, index)[1]]:
             where = f"shard {', '.join(map(str, missing))} of {count}"
             problem = f"no node of {where} has version {version} of model {model!r} ready"
             raise UnavailableError(problem, kind="not_ready")

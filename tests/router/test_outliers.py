@@ -22,7 +22,7 @@ class Shard:
         self.ejections: list[str] = []
         self.out = 0
         self.policy = ReplicaPolicy.model_validate(policy)
-        events = ReplicaEvents(ejected=lambda shard, reason: self.ejections.append(reason), out=self._count)
+        events = ReplicaEvents(ejected=lambda shard, reason: self.ejections.append(reason), ejected_change=self._count)
         self.outliers = Outliers(self.policy, 0, lambda: self.now, events)
         self.replicas = [self.outliers.join() for _ in range(count)]
 

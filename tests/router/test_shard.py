@@ -160,7 +160,7 @@ class Fleet:
             retried=self.events.append,
             denied=lambda kind: self.events.append(f"no {kind}"),
             ejected=lambda shard, reason: self.events.append(f"!{reason}"),
-            out=lambda shard, more: self.events.extend(["in again"] if more < 0 else []),
+            ejected_change=lambda shard, more: self.events.extend(["in again"] if more < 0 else []),
         )
         source = ReplicaSource(lambda: self._announced, self._connect)
         if numbers:
