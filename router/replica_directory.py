@@ -59,12 +59,12 @@ class ReplicaDirectory:
         """
         announced: dict[str, _Node] = {}
         unusable: dict[str, str] = {}
-        for node in nodes:
-            if node.kind == "shard" and node.shard_index is not None:
+        for record in nodes:
+            if record.kind == "shard" and record.shard_index is not None:
                 try:
-                    announced[node.node_id] = _Node(node, Address.parse(node.address), _topology(node))
+                    announced[record.node_id] = _Node(record, Address.parse(record.address), _topology(record))
                 except (ConfigError, ValidationError) as error:
-                    unusable[node.node_id] = str(error)
+                    unusable[record.node_id] = str(error)
         with self._lock:
             for node_id, reason in unusable.items():
                 if self._unusable.get(node_id) != reason:

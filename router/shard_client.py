@@ -392,8 +392,8 @@ class ShardClient:
         finally:
             if not is_usable:
                 connection.abort()
-                if not connection.was_made:
-                    self._open.discard(connection)
+                # Cancelled between its start and its report, uvloop never reports its end.
+                self._open.discard(connection)
 
     def _leave(self, connection: ShardConnection, reason: str) -> None:
         if self.connection is connection:
