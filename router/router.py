@@ -25,7 +25,7 @@ from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, K
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
 
-# For how long a shard that was down is not asked for rows that others have too.
+# For how long a shard that was down is left out for rows that others have too.
 BACKOFF_S = 1.0
 # Far below the wire's own limits (64 MiB a frame, 4 Mi values a request), so that a node can work on one piece while
 # the next one travels, and no single request takes much of its memory.
@@ -39,11 +39,11 @@ class LookupTimes:
 
     Attributes:
         map_s: ids to rows, features to tables.
-        split_s: whose rows they are, and the bags that each shard is asked for.
+        split_s: whose rows they are, and the bags that each shard gets.
         shard_wait_s: until all shards have answered; of rows in this process the pooling itself.
         add_s: the shards' answers added, means divided.
-        request_bytes: that shards behind sockets were asked with.
-        stored_bytes, float16_bytes, float32_bytes: that they answered with, by form.
+        request_bytes: sent to shards behind sockets.
+        stored_bytes, float16_bytes, float32_bytes: of their replies, by form.
     """
 
     map_s: float = 0.0
@@ -65,7 +65,7 @@ class LookupTimes:
             self.float32_bytes += float32
 
     def wire_bytes(self) -> tuple[int, int, int, int]:
-        """Bytes asked with, then answered with by form: stored rows, float16 sums, float32 sums."""
+        """Return bytes of requests, then those of replies by form: stored rows, float16 sums, float32 sums."""
         return self.request_bytes, self.stored_bytes, self.float16_bytes, self.float32_bytes
 
 
@@ -117,11 +117,11 @@ class Embeddings:
     def stored(self, index: int) -> list[Float32Array]:
         """Return what was looked up for a feature, a view for each of its lookups. KeyError if it was not asked for."""
         num_rows, lookups = int(self.num_rows[self._segment(index)]), self.schema.lookups
-        found = []
+        views = []
         for number in lookups.of_feature[index]:
             start = int(self.row_starts[np.searchsorted(self.lookups, number)])
-            found.append(self.blocks[int(lookups.group[number])][start : start + num_rows])
-        return found
+            views.append(self.blocks[int(lookups.group[number])][start : start + num_rows])
+        return views
 
     def lengths(self, index: int) -> Int64Array:
         """Count the ids of each bag of a feature, int64 [bags]. KeyError if the feature was not asked for."""
@@ -140,15 +140,13 @@ class LookedUp(NamedTuple):
     """What is looked up for a batch.
 
     Attributes:
-        mapped: rows of the features' tables, and ids that have none.
         num_rows: int64 [S], how many rows each feature has in what is answered.
-        whole: the bags of all lookups, before parts of divided tables have left out what is not theirs: bag lengths.
+        complete: the bags of all lookups, before parts of divided tables have left out what is not theirs: bag lengths.
         rows: the same bags, with the rows of stored tables. Keys are numbers of lookups.
     """
 
-    mapped: MappedBags
     num_rows: Int64Array
-    whole: KeyedBags
+    complete: KeyedBags
     rows: KeyedBags
 
 
@@ -160,13 +158,13 @@ class Cutter:
 
     def __init__(self, layout: TableLayout, piece_bytes: int = PIECE_BYTES) -> None:
         self._bag_bytes = layout.bag_bytes
-        self._most_bag_bytes = int(layout.bag_bytes.max())
+        self._max_bag_bytes = int(layout.bag_bytes.max())
         self._piece_bytes = piece_bytes
 
     def cut(self, part: Part) -> list[Part]:
         """Return the pieces, in order; the part itself if it fits in one."""
         bags = part.bags
-        if bags.num_bags * self._most_bag_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
+        if bags.num_bags * self._max_bag_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
             return [part]
         bag_cost = np.repeat(self._bag_bytes[bags.keys], bags.bags_per_key) + bags.lengths * VALUE_BYTES
         end_cost = np.cumsum(bag_cost)
@@ -230,7 +228,7 @@ class Router:
         self._first_in_group = lookups.group_starts[lookups.group]
         self._firsts = _first_of_each(lookups.table)
         self._tables = lookups.table[self._firsts]
-        self._turn = itertools.count()
+        self._round = itertools.count()
         self._clock = clock
         self._down_until = [float("-inf")] * len(self._shards)
 
@@ -251,11 +249,10 @@ class Router:
     def rows_to_fetch(self, mapped: MappedBags) -> LookedUp:
         """Find the rows of all lookups, for whoever pools them himself; `mapped` is what `map` gives."""
         by_feature, parts = mapped.bags, self._mapper.parts
-        found = by_feature if parts is None else parts.find(by_feature)
-        by_row = _one_bag_per_id(found, self.schema.is_none) if self._has_rows else found
-        whole = _of_lookups(by_row, self._lookups.feature) if self._is_repeated else by_row
-        rows = whole if parts is None else parts.take(whole)
-        return LookedUp(mapped, by_row.bags_per_key, whole, rows)
+        rows = by_feature if parts is None else parts.find(by_feature)
+        by_row = _bag_per_id(rows, self.schema.is_none) if self._has_rows else rows
+        complete = _of_lookups(by_row, self._lookups.feature) if self._is_repeated else by_row
+        return LookedUp(by_row.bags_per_key, complete, complete if parts is None else parts.take(complete))
 
     async def lookup(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = EXACT
@@ -268,38 +265,38 @@ class Router:
         Raises:
             ShardrankError: if a shard can't answer.
         """
-        times, began = LookupTimes(), self._clock()
-        asked = self.rows_to_fetch(self.map(bags))
-        mapped, by_lookup = asked.mapped, asked.rows
+        times, started_at = LookupTimes(), self._clock()
+        mapped = self.map(bags)
+        num_rows, complete, by_lookup = self.rows_to_fetch(mapped)
         by_table = self._by_table(by_lookup)
         mapped_at = self._clock()
-        times.map_s = mapped_at - began
+        times.map_s = mapped_at - started_at
         if self._all_rows is not None:
             blocks, sequence = self._all_rows.node.pool_with_sequence(model, version, by_table)
-            began = self._clock()
-            times.shard_wait_s = began - mapped_at
+            started_at = self._clock()
+            times.shard_wait_s = started_at - mapped_at
         else:
             blocks, sequence = await self._pool(model, version, by_table, deadline, forms, times)
-            began = self._clock()
+            started_at = self._clock()
         starts, first_in_group = by_lookup.bag_starts(), self._first_in_group
         if by_lookup.keys.size < self._lookups.feature.size:
             first_key = np.searchsorted(by_lookup.keys, self._lookups.group_starts)
             first_in_group = first_key[self._lookups.group[by_lookup.keys]]
         if self._has_mean:
-            self._divide_means(blocks, asked.whole)
+            self._divide_means(blocks, complete)
         embeddings = Embeddings(
             schema=self.schema,
             keys=bags.keys,
             lookups=by_lookup.keys,
             blocks=blocks,
             row_starts=starts[:-1] - starts[first_in_group],
-            num_rows=asked.num_rows,
+            num_rows=num_rows,
             bags=mapped.bags,
             rejected=mapped.rejected,
             times=times,
             sequence=sequence,
         )
-        times.add_s += self._clock() - began
+        times.add_s += self._clock() - started_at
         return embeddings
 
     async def close(self) -> None:
@@ -360,19 +357,19 @@ class Router:
                 sequences += [] if hits is None else [used[1]]
             return blocks, min(sequences, default=NEWEST_SEQUENCE)
 
-    def _parts(self, bags: KeyedBags, found: HotLookup | None) -> list[Part]:
+    def _parts(self, bags: KeyedBags, hot_lookup: HotLookup | None) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""
         num_shards = len(self._shards)
-        if num_shards == 1 and found is None:
+        if num_shards == 1 and hot_lookup is None:
             return self._cutter.cut(whole(bags))
         if self._is_narrow:
             # Half of the bytes for all that follows, the wire included.
             bags = bags.with_values(bags.values.astype(np.int32), bags.weights)
-        owners = self._owners.of(bags, self._up, next(self._turn))
-        if found is None:
+        owners = self._owners.of(bags, self._up, next(self._round))
+        if hot_lookup is None:
             parts, hot = split(bags, owners, range(num_shards)), []
         else:
-            np.putmask(owners, found.is_hit, num_shards)
+            np.putmask(owners, hot_lookup.is_hit, num_shards)
             parts = split(bags, owners, range(num_shards + 1))
             hot = [parts.pop()] if parts and parts[-1].owner == num_shards else []
         parts.sort(key=lambda part: -part.positions.size)
@@ -405,10 +402,10 @@ class Router:
             block = blocks[number]
             if not block.flags.writeable:
                 block = blocks[number] = block.copy()
-            here = group_of == number
+            in_group = group_of == number
             lengths = np.ones(block.shape[0], np.float32)
-            of_bags = np.repeat(mean & here, bags.bags_per_key)
-            lengths[np.repeat(mean[here], bags.bags_per_key[here])] = np.maximum(bags.lengths[of_bags], 1)
+            of_bags = np.repeat(mean & in_group, bags.bags_per_key)
+            lengths[np.repeat(mean[in_group], bags.bags_per_key[in_group])] = np.maximum(bags.lengths[of_bags], 1)
             block /= lengths[:, None]
 
 
@@ -445,7 +442,7 @@ def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
     return numbers
 
 
-def _one_bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:
+def _bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:
     """Turn each id of a `none` feature into a bag of its own, so that a shard only ever sums."""
     none = is_none[bags.keys]
     if not none.any():

@@ -226,7 +226,7 @@ class ReplicatedShard:
                 failures.append(f"{error.kind}: {error}")
 
         await asyncio.gather(*(limited(replica.client) for replica in self._replicas))
-        return results, failures
+        return sorted(results, key=lambda result: result[0]), failures
 
     def _follow(self) -> None:
         """Let replicas join and leave as the source says."""
@@ -253,10 +253,11 @@ class ReplicatedShard:
         if len(replicas) < 2:
             return replicas.copy()
 
-        def rank(replica: _Replica) -> tuple[bool, bool, int]:
+        def rank(replica: _Replica) -> tuple[bool, bool, bool, int]:
             health = replica.health
             comes_last = health.reason is not None and self._outliers.comes_last(health, replica.calls)
-            return comes_last, replica.client.connection is None, replica.calls
+            is_new = replica.client.connection is None
+            return is_new and not replica.client.is_available, comes_last, is_new, replica.calls
 
         # Rotating the start spreads lookups over replicas that are equally busy.
         start = next(self._round) % len(replicas)
@@ -383,9 +384,9 @@ class ReplicatedShard:
         may_hedge = bool(lookup.untried) and lookup.may_hedge
         if may_hedge:
             left_s = min(self._outliers.patience_s, left_s / 2)
-        lookup.timer = lookup.answer.get_loop().call_later(left_s, self._time_out, lookup, may_hedge)
+        lookup.timer = lookup.answer.get_loop().call_later(left_s, self._on_timer, lookup, may_hedge)
 
-    def _time_out(self, lookup: _Lookup, may_hedge: bool) -> None:
+    def _on_timer(self, lookup: _Lookup, may_hedge: bool) -> None:
         """Hedge, or end a lookup at its deadline."""
         if lookup.answer.done():
             return
@@ -451,7 +452,9 @@ class ReplicatedShard:
                         f"{actual[:12]}…, needed is {expected[:12]}…",
                         kind="plan_mismatch",
                     )
-        except ShardrankError:
+        except ShardrankError as error:
+            if replica.health.reason is None:
+                logger.info("%s can't be used yet: %s", replica.client.address, error)
             self._outliers.unfit(replica.health)
             raise
 
