@@ -216,12 +216,9 @@ class ShardConnection(FrameConnection):
 
     def connection_ended(self, error: Exception | None) -> None:
         """Fail every request in flight."""
-        cause = self._refusal or error or ConnectionError("closed by the node")
-        if isinstance(cause, ssl.SSLError):
-            cause = tls_error(cause)
-        failed = cause if isinstance(cause, TlsHandshakeError) else NodeUnavailableError(str(cause) or repr(cause))
-        self.failure = type(failed)(f"connection lost: {failed}", kind=failed.kind)
-        failed = type(failed)(f"{self._address}: {self.failure}", kind=failed.kind)
+        cause = _unavailable(self._refusal or error or ConnectionError("closed by the node"))
+        self.failure = type(cause)(f"connection lost: {cause}", kind=cause.kind)
+        failed = type(cause)(f"{self._address}: {self.failure}", kind=cause.kind)
         waiting, self._waiting = self._waiting, {}
         self._on_end(self)
         self.resume_writing()
@@ -267,7 +264,6 @@ class ShardClient:
         # Every connection that has not ended, those that are leaving included.
         self._open: set[ShardConnection] = set()
         self._connecting: asyncio.Task[None] | None = None
-        self._first_attempt: asyncio.Future[None] | None = None
         self._num_failures = 0
         self._failure: ShardrankError = NodeUnavailableError("not connected")
         self._is_closed = False
@@ -275,7 +271,7 @@ class ShardClient:
     @property
     def is_available(self) -> bool:
         """Whether there is a connection, or nothing has failed yet. While False, use another replica."""
-        return self.connection is not None or self._first_attempt is not None
+        return self.connection is not None or (self._connecting is not None and not self._num_failures)
 
     def pending(self) -> asyncio.Future[None] | None:
         """Return what must be waited for before a request can be sent; None if one can be sent on `connection`.
@@ -285,9 +281,9 @@ class ShardClient:
         connection = self.connection
         if connection is not None:
             return connection.blocked if connection.is_open else connection.closed
-        if self._first_attempt is None:
+        if self._connecting is None or self._num_failures:
             raise type(self._failure)(f"{self.address}: {self._failure}", kind=self._failure.kind)
-        return self._first_attempt
+        return self._connecting
 
     async def ready(self) -> ShardConnection:
         """Connect, and return the connection when a request can be sent on it. Raises as `pending`."""
@@ -311,12 +307,8 @@ class ShardClient:
 
     def connect(self, pause_s: float = 0.0) -> None:
         """Make a connection, after a pause, unless there is one or one is being made."""
-        if self._is_closed or self._connecting is not None or self.connection is not None:
-            return
-        loop = asyncio.get_running_loop()
-        if not self._num_failures:
-            self._first_attempt = loop.create_future()
-        self._connecting = loop.create_task(self._connect_until_done(pause_s))
+        if not self._is_closed and self._connecting is None and self.connection is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(pause_s))
 
     async def close(self) -> None:
         """Cut every connection and make no new one; requests in flight fail with NodeUnavailableError. Idempotent."""
@@ -325,39 +317,27 @@ class ShardClient:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
-            # Cancelled before its first step, it had no chance to do this itself.
             self._connecting = None
-            self._end_first_attempt()
         closed = [connection.closed for connection in self._open]
         for connection in tuple(self._open):
             connection.abort()
         if closed:
             await asyncio.wait(closed)
 
-    async def _connect_until_done(self, pause_s: float) -> None:
+    async def _connect(self, pause_s: float) -> None:
+        if pause_s:
+            await self._sleep(pause_s)
         try:
-            while True:
-                if pause_s:
-                    await self._sleep(pause_s)
-                try:
-                    self.connection = await self._attempt()
-                    self.num_connections += 1
-                    return
-                except ShardrankError as error:
-                    self._failure = error
-                except ssl.SSLError as error:
-                    self._failure = tls_error(error)
-                except OSError as error:
-                    self._failure = NodeUnavailableError(f"not connected: {error}")
-                except Exception as error:
-                    # Not the network's doing, so not expected: the log has the traceback.
-                    logger.exception("connecting to %s failed", self.address)
-                    self._failure = NodeUnavailableError(f"not connected: {type(error).__name__}: {error}")
-                pause_s = self._next_pause_s()
-                self._end_first_attempt()
-        finally:
-            self._connecting = None
-            self._end_first_attempt()
+            self.connection = await self._attempt()
+            self.num_connections += 1
+        except Exception as error:
+            if not isinstance(error, (ShardrankError, OSError)):
+                # Not the network's doing, so not expected: the log has the traceback.
+                logger.exception("connecting to %s failed", self.address)
+            self._failure = error if isinstance(error, ShardrankError) else _unavailable(error)
+        self._connecting = None
+        if self.connection is None:
+            self.connect(self._next_pause_s())
 
     async def _attempt(self) -> ShardConnection:
         """Connect, and check what the node serves."""
@@ -420,11 +400,6 @@ class ShardClient:
         self._num_failures = min(self._num_failures + 1, MAX_DOUBLINGS)
         return pause_s
 
-    def _end_first_attempt(self) -> None:
-        if self._first_attempt is not None:
-            self._first_attempt.set_result(None)
-            self._first_attempt = None
-
 
 @contextlib.asynccontextmanager
 async def within(
@@ -436,3 +411,10 @@ async def within(
             yield
     except TimeoutError:
         raise error(f"{message} within {timeout_s:.3g} s") from None
+
+
+def _unavailable(error: Exception) -> NodeUnavailableError:
+    """Return why there is no connection: an error of TLS as it is, others by their text."""
+    if isinstance(error, ssl.SSLError):
+        return tls_error(error)
+    return error if isinstance(error, TlsHandshakeError) else NodeUnavailableError(str(error) or repr(error))
