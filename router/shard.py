@@ -189,18 +189,13 @@ class ReplicatedShard:
 
         Raises UnavailableError if none can be used; the message has each failure.
         """
-        ready, failures = await self._each(ShardClient.ready, deadline - self._clock())
-        if not ready:
-            raise self._unavailable(failures)
+        _, failures = await self._each(ShardClient.ready, deadline - self._clock())
         for failure in failures:
             logger.warning("%s of %s %d: %s", self._name, self._model, self._version, failure)
 
     async def infos(self) -> list[tuple[str, NodeInfo]]:
         """Return what every replica that replies serves, by its address. Raises UnavailableError if none replies."""
-        infos, failures = await self._each(ShardClient.info, INFO_TIMEOUT_S)
-        if not infos:
-            raise self._unavailable(failures)
-        return infos
+        return (await self._each(ShardClient.info, INFO_TIMEOUT_S))[0]
 
     async def close(self) -> None:
         """Close the connections to all replicas, to those that are leaving as well."""
@@ -213,7 +208,7 @@ class ReplicatedShard:
     async def _each(
         self, call: Callable[[ShardClient], Awaitable[Result]], timeout_s: float
     ) -> tuple[list[tuple[str, Result]], list[str]]:
-        """Call all replicas at once. Return the results by address, and the failures."""
+        """Call all replicas at once. Return the results by address, and the failures; raise if there is no result."""
         self._follow()
         results: list[tuple[str, Result]] = []
         failures: list[str] = []
@@ -226,6 +221,8 @@ class ReplicatedShard:
                 failures.append(f"{error.kind}: {error}")
 
         await asyncio.gather(*(limited(replica.client) for replica in self._replicas))
+        if not results:
+            raise self._unavailable(failures)
         return sorted(results, key=lambda result: result[0]), failures
 
     def _follow(self) -> None:
