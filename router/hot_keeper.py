@@ -27,8 +27,8 @@ from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
 from router.hot_rows import ROW_OVERHEAD_BYTES, HotRows, HotRowsConfig, HotSet
 from router.plan import BucketOwners, Plan
-from router.replicas import ReplicatedShard
 from router.router import Cutter
+from router.shard import ReplicatedShard
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import Int64Array, KeyedBags, TableLayout

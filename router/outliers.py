@@ -1,9 +1,8 @@
-"""Which replicas of a shard are asked after the others, for how long, and what may be asked twice.
+"""Which replicas of a shard come after the others, for how long, and how many lookups may be sent twice.
 
 The idea is that of Envoy's outlier detection: a replica that fails several times in a row, or answers far more slowly
 than its peers, is ejected for a time that grows with repeats, within a limit, and let in again by a few probes. Hedges
-and retries have one budget, a token bucket like that of Finagle's `RetryBudget` and gRPC's retry throttling. Nothing
-here knows of sockets or tasks: time comes from a clock, and what was seen from whoever asks.
+and retries have one budget, a token bucket like that of Finagle's `RetryBudget` and gRPC's retry throttling.
 """
 
 from __future__ import annotations
@@ -74,19 +73,19 @@ class ReplicaPolicy(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEvents:
-    """Who is told what happens with a shard's replicas.
+    """Called with what happens to a shard's replicas.
 
     Attributes:
-        retried: another replica is asked: the kind of the error before, or `late` for a hedge.
-        denied: likewise, and it is not, because the budget is spent.
+        retried: a lookup goes to another replica: the kind of the error before, or `late` for a hedge.
+        denied: likewise, and it does not, because the budget is spent.
         ejected: a replica of that shard was, and why.
-        out: so many more replicas of that shard, or fewer if negative, are ejected or not yet let in.
+        ejected_change: so many more replicas of that shard, or fewer if negative, are ejected or not yet let in.
     """
 
     retried: Callable[[str], None] = lambda kind: None
     denied: Callable[[str], None] = lambda kind: None
     ejected: Callable[[int, Reason], None] = lambda shard, reason: None
-    out: Callable[[int, int], None] = lambda shard, change: None
+    ejected_change: Callable[[int, int], None] = lambda shard, change: None
 
 
 class RetryBudget:
@@ -103,8 +102,8 @@ class RetryBudget:
         """Count a lookup."""
         self._tokens = min(self._policy.budget_reserve, self._tokens + self._policy.budget_share)
 
-    def take(self) -> bool:
-        """Take one hedge or retry; False if there is none left."""
+    def spend(self) -> bool:
+        """Return whether a hedge or retry is allowed, and count it."""
         now = self._clock()
         earned = self._policy.budget_per_s * max(0.0, now - self._filled_at)
         self._tokens, self._filled_at = min(self._policy.budget_reserve, self._tokens + earned), now
@@ -116,13 +115,13 @@ class RetryBudget:
 
 @dataclass(slots=True, eq=False)
 class ReplicaHealth:
-    """What is known of one replica. `Outliers` alone changes it.
+    """The record of one replica. `Outliers` alone changes it.
 
     Attributes:
-        answers: when each of the last ones came, and how many seconds it took.
+        answers: when each of the last answers came, and how many seconds it took.
         failures: in a row.
         reason: why it is ejected, or let in for probes; None in service.
-        ejected_until: in seconds of the clock; when its last ejection ended, or ends.
+        ejected_until: in seconds of the clock, of the last ejection.
         ejections: without a long time in service between them.
         probes: seconds that each answer has taken since it was let in.
     """
@@ -150,12 +149,12 @@ class Outliers:
         self._events = events or ReplicaEvents()
         self._members: list[ReplicaHealth] = []
         self._next_check = -math.inf
-        self._usual_s = 0.0
+        self._typical_s = 0.0
 
     @property
     def patience_s(self) -> float:
         """How long a replica is waited for alone."""
-        return max(self._policy.hedge_after_ms / 1e3, self._policy.slow_factor * self._usual_s)
+        return max(self._policy.hedge_after_ms / 1e3, self._policy.slow_factor * self._typical_s)
 
     def join(self) -> ReplicaHealth:
         """Add a replica."""
@@ -167,49 +166,39 @@ class Outliers:
         self._members.remove(health)
         if health.reason is not None:
             health.reason = None
-            self._events.out(self._shard, -1)
+            self._events.ejected_change(self._shard, -1)
         now = self._clock()
-        ejected = sorted(self._ejected(now), key=lambda one: one.ejected_until)
-        for one in ejected:
-            if one.reason != "unfit" and len(self._ejected(now)) > self._most_ejected():
-                one.ejected_until = now
+        for member in sorted(self._ejected(now), key=lambda member: member.ejected_until):
+            if member.reason != "unfit" and len(self._ejected(now)) > self._max_ejected():
+                member.ejected_until = now
 
     def is_ejected(self, health: ReplicaHealth) -> bool:
-        """Tell whether a replica's time is not over yet."""
+        """Return whether a replica's time is not over yet."""
         return health.reason is not None and health.ejected_until > self._clock()
 
     def comes_last(self, health: ReplicaHealth, calls: int) -> bool:
-        """Tell whether a replica is asked last: ejected, or let in again and answering a probe already."""
+        """Return whether a replica comes last: ejected, or let in again and answering a probe already."""
         return health.reason is not None and (calls > 0 or self.is_ejected(health))
 
     def answered(self, health: ReplicaHealth, seconds: float) -> None:
         """Note an answer and how long it took."""
         now = self._clock()
-        if health.reason is not None:
-            if health.ejected_until <= now:
-                health.probes.append(seconds)
-                if len(health.probes) < self._policy.probes:
-                    return
-                if self._is_slow(statistics.median(health.probes), list(self._compared(now).values())):
-                    self._eject(health, "slow")
-                    return
-                health.reason, health.failures = None, 0
-                health.probes.clear()
-                self._events.out(self._shard, -1)
-            return
-        health.failures = 0
-        health.answers.append((now, seconds))
-        if now >= self._next_check:
-            self._next_check = now + CHECK_S
-            compared = self._compared(now)
-            # Of two the faster one: it is the slower one that is to be waited for no longer.
-            self._usual_s = statistics.median_low(compared.values()) if compared else 0.0
-            for slowest, median_s in sorted(compared.items(), key=lambda item: -item[1]):
-                peers = [peer_s for peer, peer_s in compared.items() if peer is not slowest]
-                if self._is_slow(median_s, peers):
-                    self._eject(slowest, "slow")
-                    if slowest.reason is not None:
-                        del compared[slowest]
+        if health.reason is None:
+            health.failures = 0
+            health.answers.append((now, seconds))
+            if now >= self._next_check:
+                self._next_check = now + CHECK_S
+                self._eject_slow(now)
+        elif health.ejected_until <= now:
+            health.probes.append(seconds)
+            if len(health.probes) < self._policy.probes:
+                return
+            if self._is_slow(statistics.median(health.probes), list(self._medians(now).values())):
+                self._eject(health, "slow")
+                return
+            health.reason, health.failures = None, 0
+            health.probes.clear()
+            self._events.ejected_change(self._shard, -1)
 
     def failed(self, health: ReplicaHealth) -> None:
         """Note that a replica did not answer though it should have."""
@@ -220,13 +209,13 @@ class Outliers:
             self._eject(health, "failures")
 
     def overtaken(self, health: ReplicaHealth, seconds: float) -> None:
-        """Note that a replica had not answered after so many seconds when one that was asked later had."""
+        """Note that a replica had not answered after so many seconds when another, which was sent to later, had."""
         if health.reason is None:
             health.answers.append((self._clock(), seconds))
         self.failed(health)
 
     def unfit(self, health: ReplicaHealth) -> None:
-        """Note that a replica has not what was asked of it: it is asked last at once, whatever the limits."""
+        """Note that a replica has not what was needed: it comes last at once, whatever the limits."""
         if not self.is_ejected(health):
             self._eject(health, "unfit")
 
@@ -236,41 +225,52 @@ class Outliers:
             self.leave(health)
 
     def _ejected(self, now: float) -> list[ReplicaHealth]:
-        return [one for one in self._members if one.reason is not None and one.ejected_until > now]
+        return [member for member in self._members if member.reason is not None and member.ejected_until > now]
 
-    def _most_ejected(self) -> int:
+    def _max_ejected(self) -> int:
         count = len(self._members)
         return min(count - 1, math.ceil(self._policy.max_ejected_share * count))
 
     def _eject(self, health: ReplicaHealth, reason: Reason) -> None:
         now, policy = self._clock(), self._policy
         health.probes.clear()
-        is_full = reason != "unfit" and len(self._ejected(now)) >= self._most_ejected()
-        # One that has left may still answer what it was asked before.
+        is_full = reason != "unfit" and len(self._ejected(now)) >= self._max_ejected()
+        # A replica that has left may still answer earlier requests.
         if is_full or health not in self._members:
             return
         if now - health.ejected_until > policy.max_ejection_s:
             health.ejections = 0
         seconds = policy.base_ejection_s
         if reason != "unfit":
-            # What a node has not is certain, and asking it again is cheap; what was judged may be judged wrong.
+            # That a node lacks something is certain, and checking it again is cheap; a judgement may be wrong.
             seconds = min(policy.max_ejection_s, seconds * 2.0 ** min(health.ejections, MAX_DOUBLINGS))
             health.ejections += 1
         if health.reason is None:
-            self._events.out(self._shard, 1)
+            self._events.ejected_change(self._shard, 1)
         self._events.ejected(self._shard, reason)
         health.reason, health.ejected_until = reason, now + seconds
         health.failures = 0
         health.answers.clear()
 
+    def _eject_slow(self, now: float) -> None:
+        medians = self._medians(now)
+        # Of two the faster one: it is the slower one that must not be waited for any longer.
+        self._typical_s = statistics.median_low(medians.values()) if medians else 0.0
+        for slowest, median_s in sorted(medians.items(), key=lambda item: -item[1]):
+            if self._is_slow(median_s, [peer_s for peer, peer_s in medians.items() if peer is not slowest]):
+                self._eject(slowest, "slow")
+                if slowest.reason is not None:
+                    del medians[slowest]
+
     def _is_slow(self, seconds: float, peers: list[float]) -> bool:
         policy = self._policy
         return bool(peers) and seconds > policy.slow_factor * statistics.median(peers) + policy.slow_excess_ms / 1e3
 
-    def _compared(self, now: float) -> dict[ReplicaHealth, float]:
-        found = {}
+    def _medians(self, now: float) -> dict[ReplicaHealth, float]:
+        """Return the median time of each replica in service with enough recent answers."""
+        medians = {}
         for health in self._members:
             recent = [seconds for when, seconds in health.answers if now - when <= self._policy.window_s]
             if health.reason is None and len(recent) >= self._policy.min_answers:
-                found[health] = statistics.median(recent)
-        return found
+                medians[health] = statistics.median(recent)
+        return medians

@@ -1,4 +1,4 @@
-"""Which nodes serve which shard of which version, as the registry last told; read by many threads without a lock."""
+"""Which nodes serve which shard of which version, as the registry last reported; read by threads without a lock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _View:
 
 
 @dataclass(slots=True)
-class _Known:
+class _Node:
     record: NodeRecord
     address: Address
     topology: FleetRecord | None
@@ -38,9 +38,9 @@ class _Known:
 
 
 class ReplicaDirectory:
-    """The shard nodes of a fleet. Thread-safe; reading is one look into a dictionary.
+    """The shard nodes of a fleet. Thread-safe; reading is one access of a dictionary.
 
-    A node that is not announced any more is still asked for `forget_after_s`: its lease may have run out because the
+    A node that is not announced any more is kept for `forget_after_s`: its lease may have run out because the
     registry lost it, not because it is gone. For the same reason a shard's last known nodes are never forgotten.
     """
 
@@ -48,7 +48,7 @@ class ReplicaDirectory:
         self._clock = clock
         self._forget_after_s = forget_after_s
         self._lock = threading.Lock()
-        self._known: dict[str, _Known] = {}
+        self._nodes: dict[str, _Node] = {}
         self._unusable: dict[str, str] = {}
         self._view = _View(0, {}, None)
 
@@ -57,53 +57,40 @@ class ReplicaDirectory:
 
         An announcement that can't be used, of another release perhaps, is logged and counts as missing.
         """
-        shard_nodes = [node for node in nodes if node.kind == "shard" and node.shard_index is not None]
-        announced: dict[str, _Known] = {}
+        announced: dict[str, _Node] = {}
         unusable: dict[str, str] = {}
-        for node in shard_nodes:
-            try:
-                announced[node.node_id] = _Known(node, Address.parse(node.address), _divided_by(node))
-            except (ConfigError, ValidationError) as error:
-                unusable[node.node_id] = str(error)
+        for record in nodes:
+            if record.kind == "shard" and record.shard_index is not None:
+                try:
+                    announced[record.node_id] = _Node(record, Address.parse(record.address), _topology(record))
+                except (ConfigError, ValidationError) as error:
+                    unusable[record.node_id] = str(error)
         with self._lock:
-            for node_id in [one for one, reason in unusable.items() if self._unusable.get(one) != reason]:
-                logger.warning("shard node %s: its announcement can't be used: %s", node_id, unusable[node_id])
+            for node_id, reason in unusable.items():
+                if self._unusable.get(node_id) != reason:
+                    logger.warning("shard node %s: its announcement can't be used: %s", node_id, reason)
             self._unusable = unusable
-            now = self._clock()
-            for node_id, known in self._known.items():
-                if node_id not in announced and known.missing_since is None:
-                    known.missing_since = now
-            self._known |= announced
-            present = {one.record.shard_index for one in self._known.values() if one.missing_since is None}
-            for node_id, known in list(self._known.items()):
-                if known.missing_since is None or now - known.missing_since < self._forget_after_s:
+            self._forget_missing(announced)
+            known = [node for _, node in sorted(self._nodes.items())]
+            # A node that was restarted under another name may still be announced under its old one: addresses once.
+            addresses: dict[_Key, dict[Address, None]] = defaultdict(dict)
+            for node in known:
+                if node.record.draining or node.record.shard_index is None:
                     continue
-                if known.record.shard_index in present:
-                    logger.info("shard node %s is forgotten", node_id)
-                    del self._known[node_id]
-            in_order = [self._known[node_id] for node_id in sorted(self._known)]
-            found: dict[_Key, list[Address]] = defaultdict(list)
-            for member in in_order:
-                record = member.record
-                if record.draining or record.shard_index is None:
-                    continue
-                for report in record.versions:
-                    addresses = found[report.model, report.version, record.shard_index]
-                    # A node that was restarted under another name may still be announced under its old one.
-                    if report.state == "ready" and member.address not in addresses:
-                        addresses.append(member.address)
-            replicas = {key: tuple(addresses) for key, addresses in found.items() if addresses}
-            topologies = {known.topology for known in in_order if known.topology is not None}
+                for report in node.record.versions:
+                    if report.state == "ready":
+                        addresses[report.model, report.version, node.record.shard_index][node.address] = None
+            replicas = {key: tuple(of_key) for key, of_key in addresses.items()}
+            topologies = {node.topology for node in known if node.topology is not None}
             topology = topologies.pop() if len(topologies) == 1 else None
             if (replicas, topology) != (self._view.replicas, self._view.topology):
                 self._view = _View(self._view.epoch + 1, replicas, topology)
 
-    def replicas(self, model: str, version: int, shard_index: int) -> tuple[Address, ...]:
-        """Return where nodes are that report this version of this shard `ready`, and do not drain."""
-        return self.current(model, version, shard_index)[1]
-
     def current(self, model: str, version: int, shard_index: int) -> tuple[int, tuple[Address, ...]]:
-        """Return `replicas` with the epoch of the same moment, which counts up whenever any of them change."""
+        """Return an epoch, and where nodes are that report this version of this shard `ready`, and do not drain.
+
+        The epoch counts up whenever any addresses change.
+        """
         view = self._view
         return view.epoch, view.replicas.get((model, version, shard_index), ())
 
@@ -111,7 +98,20 @@ class ReplicaDirectory:
         """Return how the announced nodes divide rows; None if there are none, or they do not agree."""
         return self._view.topology
 
+    def _forget_missing(self, announced: Mapping[str, _Node]) -> None:
+        now = self._clock()
+        for node_id, node in self._nodes.items():
+            if node_id not in announced and node.missing_since is None:
+                node.missing_since = now
+        self._nodes |= announced
+        present = {node.record.shard_index for node in self._nodes.values() if node.missing_since is None}
+        for node_id, node in list(self._nodes.items()):
+            is_over = node.missing_since is not None and now - node.missing_since >= self._forget_after_s
+            if is_over and node.record.shard_index in present:
+                logger.info("shard node %s is forgotten", node_id)
+                del self._nodes[node_id]
 
-def _divided_by(record: NodeRecord) -> FleetRecord | None:
-    told = {"num_shards": record.num_shards, "sharding": record.sharding, "replicate_bytes": record.replicate_bytes}
-    return None if None in told.values() else FleetRecord.model_validate(told)
+
+def _topology(record: NodeRecord) -> FleetRecord | None:
+    fields = {"num_shards": record.num_shards, "sharding": record.sharding, "replicate_bytes": record.replicate_bytes}
+    return None if None in fields.values() else FleetRecord.model_validate(fields)

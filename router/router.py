@@ -25,8 +25,8 @@ from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, K
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
 
-# For how long a shard that was down is not asked for rows that others have too.
-REST_S = 1.0
+# For how long a shard that was down is left out for rows that others have too.
+BACKOFF_S = 1.0
 # Far below the wire's own limits (64 MiB a frame, 4 Mi values a request), so that a node can work on one piece while
 # the next one travels, and no single request takes much of its memory.
 PIECE_BYTES = 16 << 20
@@ -39,11 +39,11 @@ class LookupTimes:
 
     Attributes:
         map_s: ids to rows, features to tables.
-        split_s: whose rows they are, and the bags that each shard is asked for.
+        split_s: whose rows they are, and the bags that each shard gets.
         shard_wait_s: until all shards have answered; of rows in this process the pooling itself.
         add_s: the shards' answers added, means divided.
-        request_bytes: that shards behind sockets were asked with.
-        stored_bytes, float16_bytes, float32_bytes: that they answered with, by form.
+        request_bytes: sent to shards behind sockets.
+        stored_bytes, float16_bytes, float32_bytes: of their replies, by form.
     """
 
     map_s: float = 0.0
@@ -65,7 +65,7 @@ class LookupTimes:
             self.float32_bytes += float32
 
     def wire_bytes(self) -> tuple[int, int, int, int]:
-        """Bytes asked with, then answered with by form: stored rows, float16 sums, float32 sums."""
+        """Return bytes of requests, then those of replies by form: stored rows, float16 sums, float32 sums."""
         return self.request_bytes, self.stored_bytes, self.float16_bytes, self.float32_bytes
 
 
@@ -117,11 +117,11 @@ class Embeddings:
     def stored(self, index: int) -> list[Float32Array]:
         """Return what was looked up for a feature, a view for each of its lookups. KeyError if it was not asked for."""
         num_rows, lookups = int(self.num_rows[self._segment(index)]), self.schema.lookups
-        found = []
+        views = []
         for number in lookups.of_feature[index]:
             start = int(self.row_starts[np.searchsorted(self.lookups, number)])
-            found.append(self.blocks[int(lookups.group[number])][start : start + num_rows])
-        return found
+            views.append(self.blocks[int(lookups.group[number])][start : start + num_rows])
+        return views
 
     def lengths(self, index: int) -> Int64Array:
         """Count the ids of each bag of a feature, int64 [bags]. KeyError if the feature was not asked for."""
@@ -140,23 +140,14 @@ class LookedUp(NamedTuple):
     """What is looked up for a batch.
 
     Attributes:
-        mapped: rows of the features' tables, and ids that have none.
         num_rows: int64 [S], how many rows each feature has in what is answered.
-        whole: the bags of all lookups, before parts of divided tables have left out what is not theirs: bag lengths.
+        complete: the bags of all lookups, before parts of divided tables have left out what is not theirs: bag lengths.
         rows: the same bags, with the rows of stored tables. Keys are numbers of lookups.
     """
 
-    mapped: MappedBags
     num_rows: Int64Array
-    whole: KeyedBags
+    complete: KeyedBags
     rows: KeyedBags
-
-
-class _ShardDownError(Exception):
-    def __init__(self, shard: int, error: ShardrankError) -> None:
-        super().__init__(shard)
-        self.shard = shard
-        self.error = error
 
 
 class Cutter:
@@ -167,13 +158,13 @@ class Cutter:
 
     def __init__(self, layout: TableLayout, piece_bytes: int = PIECE_BYTES) -> None:
         self._bag_bytes = layout.bag_bytes
-        self._most_bag_bytes = int(layout.bag_bytes.max())
+        self._max_bag_bytes = int(layout.bag_bytes.max())
         self._piece_bytes = piece_bytes
 
     def cut(self, part: Part) -> list[Part]:
         """Return the pieces, in order; the part itself if it fits in one."""
         bags = part.bags
-        if bags.num_bags * self._most_bag_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
+        if bags.num_bags * self._max_bag_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
             return [part]
         bag_cost = np.repeat(self._bag_bytes[bags.keys], bags.bags_per_key) + bags.lengths * VALUE_BYTES
         end_cost = np.cumsum(bag_cost)
@@ -237,9 +228,9 @@ class Router:
         self._first_in_group = lookups.group_starts[lookups.group]
         self._firsts = _first_of_each(lookups.table)
         self._tables = lookups.table[self._firsts]
-        self._turn = itertools.count()
+        self._round = itertools.count()
         self._clock = clock
-        self._rests_until = [float("-inf")] * len(self._shards)
+        self._down_until = [float("-inf")] * len(self._shards)
 
     @property
     def waits(self) -> bool:
@@ -258,11 +249,10 @@ class Router:
     def rows_to_fetch(self, mapped: MappedBags) -> LookedUp:
         """Find the rows of all lookups, for whoever pools them himself; `mapped` is what `map` gives."""
         by_feature, parts = mapped.bags, self._mapper.parts
-        found = by_feature if parts is None else parts.find(by_feature)
-        by_row = _one_bag_per_id(found, self.schema.is_none) if self._has_rows else found
-        whole = _of_lookups(by_row, self._lookups.feature) if self._is_repeated else by_row
-        rows = whole if parts is None else parts.take(whole)
-        return LookedUp(mapped, by_row.bags_per_key, whole, rows)
+        rows = by_feature if parts is None else parts.find(by_feature)
+        by_row = _bag_per_id(rows, self.schema.is_none) if self._has_rows else rows
+        complete = _of_lookups(by_row, self._lookups.feature) if self._is_repeated else by_row
+        return LookedUp(by_row.bags_per_key, complete, complete if parts is None else parts.take(complete))
 
     async def lookup(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = EXACT
@@ -275,38 +265,38 @@ class Router:
         Raises:
             ShardrankError: if a shard can't answer.
         """
-        times, began = LookupTimes(), self._clock()
-        asked = self.rows_to_fetch(self.map(bags))
-        mapped, by_lookup = asked.mapped, asked.rows
+        times, started_at = LookupTimes(), self._clock()
+        mapped = self.map(bags)
+        num_rows, complete, by_lookup = self.rows_to_fetch(mapped)
         by_table = self._by_table(by_lookup)
         mapped_at = self._clock()
-        times.map_s = mapped_at - began
+        times.map_s = mapped_at - started_at
         if self._all_rows is not None:
             blocks, sequence = self._all_rows.node.pool_with_sequence(model, version, by_table)
-            began = self._clock()
-            times.shard_wait_s = began - mapped_at
+            started_at = self._clock()
+            times.shard_wait_s = started_at - mapped_at
         else:
             blocks, sequence = await self._pool(model, version, by_table, deadline, forms, times)
-            began = self._clock()
+            started_at = self._clock()
         starts, first_in_group = by_lookup.bag_starts(), self._first_in_group
         if by_lookup.keys.size < self._lookups.feature.size:
             first_key = np.searchsorted(by_lookup.keys, self._lookups.group_starts)
             first_in_group = first_key[self._lookups.group[by_lookup.keys]]
         if self._has_mean:
-            self._divide_means(blocks, asked.whole)
+            self._divide_means(blocks, complete)
         embeddings = Embeddings(
             schema=self.schema,
             keys=bags.keys,
             lookups=by_lookup.keys,
             blocks=blocks,
             row_starts=starts[:-1] - starts[first_in_group],
-            num_rows=asked.num_rows,
+            num_rows=num_rows,
             bags=mapped.bags,
             rejected=mapped.rejected,
             times=times,
             sequence=sequence,
         )
-        times.add_s += self._clock() - began
+        times.add_s += self._clock() - started_at
         return embeddings
 
     async def close(self) -> None:
@@ -320,92 +310,75 @@ class Router:
         """Return the blocks, and a delta that all rows have."""
         num_shards, down = len(self._shards), dict[int, ShardrankError]()
         with nullcontext() if self._hot is None else self._hot.used() as used:
-            began = self._clock()
+            started_at = self._clock()
             lookup = None if used is None else used[0].find(bags)
             while True:
                 parts = self._parts(bags, lookup)
-                sent = self._clock()
-                times.split_s += sent - began
-                # A shard that is down is split to again only if nobody else has the rows that it was asked for.
-                for part in parts:
+                sent_at = self._clock()
+                times.split_s += sent_at - started_at
+                hits = parts[-1] if parts and parts[-1].owner == num_shards else None
+                remote = parts if hits is None else parts[:-1]
+                # A shard that is down is split to again only if no other has the rows that it was needed for.
+                for part in remote:
                     if part.owner in down:
                         raise down[part.owner]
+                calls: list[asyncio.Future[Answer]] = []
                 try:
-                    answers = await self._ask(lookup, model, version, parts, deadline, forms)
-                except _ShardDownError as failure:
-                    began = self._clock()
-                    times.shard_wait_s += began - sent
-                    down[failure.shard] = failure.error
-                    self._rests_until[failure.shard] = began + REST_S
+                    for part in remote:
+                        calls.append(self._shards[part.owner].pool(model, version, part.bags, deadline, forms))
+                    local: list[Answer] = []
+                    if hits is not None and lookup is not None:
+                        local.append(lookup.hot.answer(hits, lookup.at.take(hits.positions), forms))
+                    replies = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+                except UnavailableError as error:
+                    failed = [call.done() and not call.cancelled() and call.exception() is error for call in calls]
+                    if True not in failed:
+                        raise
+                    started_at, shard = self._clock(), remote[failed.index(True)].owner
+                    times.shard_wait_s += started_at - sent_at
+                    down[shard] = error
+                    self._down_until[shard] = started_at + BACKOFF_S
                     continue
+                finally:
+                    # One shard's failure is the batch's.
+                    for call in calls:
+                        call.cancel()
                 break
-            answered = self._clock()
-            times.shard_wait_s += answered - sent
+            answered_at = self._clock()
+            times.shard_wait_s += answered_at - sent_at
+            answers = [*replies, *local]
             for answer in answers:
                 times.count(answer)
             blocks = add_answers(self.plan.layout, bags, parts, answers)
-            times.add_s += self._clock() - answered
-            hits = next((part for part in parts if part.owner == num_shards), None)
-            reached = [answer.sequence for answer, part in zip(answers, parts, strict=True) if part is not hits]
+            times.add_s += self._clock() - answered_at
+            sequences = [answer.sequence for answer in replies]
             if self._hot is not None and used is not None and lookup is not None:
                 self._hot.looked_up(bags, lookup, hits)
-                reached += [] if hits is None else [used[1]]
-            return blocks, min(reached, default=NEWEST_SEQUENCE)
+                sequences += [] if hits is None else [used[1]]
+            return blocks, min(sequences, default=NEWEST_SEQUENCE)
 
-    def _parts(self, bags: KeyedBags, found: HotLookup | None) -> list[Part]:
+    def _parts(self, bags: KeyedBags, hot_lookup: HotLookup | None) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""
         num_shards = len(self._shards)
-        if num_shards == 1 and found is None:
+        if num_shards == 1 and hot_lookup is None:
             return self._cutter.cut(whole(bags))
         if self._is_narrow:
             # Half of the bytes for all that follows, the wire included.
             bags = bags.with_values(bags.values.astype(np.int32), bags.weights)
-        owners = self._owners.of(bags, self._up, next(self._turn))
-        if found is None:
+        owners = self._owners.of(bags, self._up, next(self._round))
+        if hot_lookup is None:
             parts, hot = split(bags, owners, range(num_shards)), []
         else:
-            np.putmask(owners, found.is_hit, num_shards)
+            np.putmask(owners, hot_lookup.is_hit, num_shards)
             parts = split(bags, owners, range(num_shards + 1))
             hot = [parts.pop()] if parts and parts[-1].owner == num_shards else []
         parts.sort(key=lambda part: -part.positions.size)
         return [piece for part in parts for piece in self._cutter.cut(part)] + hot
 
-    async def _ask(
-        self,
-        found: HotLookup | None,
-        model: str,
-        version: int,
-        parts: list[Part],
-        deadline: float,
-        forms: ReplyEncoding,
-    ) -> list[Answer]:
-        async def ask(part: Part) -> Answer:
-            if found is not None and part.owner == len(self._shards):
-                if part is not parts[0]:
-                    # Shards are at work meanwhile: a call to one of several replicas begins in the loop's next turn.
-                    await asyncio.sleep(0)
-                return found.hot.answer(part, found.at.take(part.positions), forms)
-            try:
-                return await self._shards[part.owner].pool(model, version, part.bags, deadline, forms)
-            except UnavailableError as error:
-                raise _ShardDownError(part.owner, error) from error
-
-        if not parts:
-            return []
-        try:
-            # One part needs no task of its own: its request is on its way before the others are begun.
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(ask(part)) for part in parts[1:]]
-                first = await ask(parts[0])
-        except BaseExceptionGroup as errors:
-            # One shard's failure is the batch's; the others' calls were cancelled by the group.
-            raise errors.exceptions[0] from errors
-        return [first, *(task.result() for task in tasks)]
-
     def _up(self) -> npt.NDArray[np.int16]:
         """Return the shards that were not down a moment ago, int16; all if none was up."""
         now = self._clock()
-        up = [shard for shard, until in enumerate(self._rests_until) if until <= now] or range(len(self._shards))
+        up = [shard for shard, until in enumerate(self._down_until) if until <= now] or range(len(self._shards))
         return np.array(up, np.int16)
 
     def _by_table(self, bags: KeyedBags) -> CheckedBags:
@@ -429,10 +402,10 @@ class Router:
             block = blocks[number]
             if not block.flags.writeable:
                 block = blocks[number] = block.copy()
-            here = group_of == number
+            in_group = group_of == number
             lengths = np.ones(block.shape[0], np.float32)
-            of_bags = np.repeat(mean & here, bags.bags_per_key)
-            lengths[np.repeat(mean[here], bags.bags_per_key[here])] = np.maximum(bags.lengths[of_bags], 1)
+            of_bags = np.repeat(mean & in_group, bags.bags_per_key)
+            lengths[np.repeat(mean[in_group], bags.bags_per_key[in_group])] = np.maximum(bags.lengths[of_bags], 1)
             block /= lengths[:, None]
 
 
@@ -469,7 +442,7 @@ def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
     return numbers
 
 
-def _one_bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:
+def _bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:
     """Turn each id of a `none` feature into a bag of its own, so that a shard only ever sums."""
     none = is_none[bags.keys]
     if not none.any():

@@ -8,9 +8,9 @@ rounded to float16. Which it is follows for each table from two counts, by `trav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -63,29 +63,27 @@ class Answer:
 
     def bytes_by_form(self) -> tuple[int, int, int]:
         """Bytes in each of `WIRE_FORMS`: of stored rows, of float16 and of float32 sums."""
-        stored = sum(rows.nbytes for rows in self.stored or ())
-        halves = sum(sums.nbytes for sums in self.sums if sums.dtype == np.float16)
-        return stored, halves, sum(sums.nbytes for sums in self.sums) - halves
+        stored = sum([rows.nbytes for rows in self.stored or ()])
+        halves = sum([sums.nbytes for sums in self.sums if sums.dtype == np.float16])
+        return stored, halves, sum([sums.nbytes for sums in self.sums]) - halves
 
     def check(self, layout: TableLayout, bags: KeyedBags) -> None:
         """Raise RemoteError, naming the group and both shapes, unless it fits the bags."""
         for what, arrays in (("sums", self.sums), ("stored rows", self.stored)):
             if arrays is not None and len(arrays) != len(layout.groups):
                 raise RemoteError(f"the answer has {what} of {len(arrays)} groups, the model has {len(layout.groups)}")
+        starts, values_per_key = bags.bag_starts(), bags.values_per_key()
         for number, (group, first, end) in enumerate(group_keys(layout, bags)):
-            starts = bags.bag_starts()
             num_values, num_sums = 0, int(starts[end] - starts[first])
             if self.stored is not None:
-                counts, values = bags.bags_per_key[first:end], bags.values_per_key()[first:end]
+                counts, values = bags.bags_per_key[first:end], values_per_key[first:end]
                 is_stored = travel_as_stored(group, values, counts)
                 num_values, num_sums = int(values.dot(is_stored)), num_sums - int(counts.dot(is_stored))
-                _check_shape("stored rows", number, self.stored[number], (num_values, group.row_bytes))
-            _check_shape("sums", number, self.sums[number], (num_sums, group.embedding_dim))
-
-
-def _check_shape(what: str, group: int, array: npt.NDArray[Any], shape: tuple[int, int]) -> None:
-    if array.shape != shape:
-        raise RemoteError(f"the answer's {what} of group {group} are {list(array.shape)}, not {list(shape)}")
+            what, actual, shape = "sums", self.sums[number].shape, (num_sums, group.embedding_dim)
+            if actual == shape and self.stored is not None:
+                what, actual, shape = "stored rows", self.stored[number].shape, (num_values, group.row_bytes)
+            if actual != shape:
+                raise RemoteError(f"the answer's {what} of group {number} are {list(actual)}, not {list(shape)}")
 
 
 def travel_as_stored(group: Group, values_per_key: Int64Array, bags_per_key: Int64Array) -> npt.NDArray[np.bool_]:
@@ -98,13 +96,12 @@ def travel_as_stored(group: Group, values_per_key: Int64Array, bags_per_key: Int
     return is_stored
 
 
-def group_keys(layout: TableLayout, bags: KeyedBags) -> Iterator[tuple[Group, int, int]]:
-    """Give each group of tables with its keys [first, end) in bags of tables."""
+def group_keys(layout: TableLayout, bags: KeyedBags) -> list[tuple[Group, int, int]]:
+    """Return each group of tables with its keys [first, end) in bags of tables."""
     if len(layout.groups) == 1:
-        yield layout.groups[0], 0, bags.keys.size
-        return
+        return [(layout.groups[0], 0, bags.keys.size)]
     edges = bags.keys.searchsorted([group.first_table for group in layout.groups] + [len(layout.tables)]).tolist()
-    yield from zip(layout.groups, edges[:-1], edges[1:], strict=True)
+    return list(zip(layout.groups, edges[:-1], edges[1:], strict=True))
 
 
 def rounded(sums: Float32Array) -> Sums:
@@ -127,19 +124,23 @@ def add_answers(
     Stored rows are weighted here, sums were where they come from. Within a bag stored rows are added in the order of
     the bag's values. `bags` are unsplit, keys are tables; `parts` what `split` made of them; `answers` are checked.
     """
-    keys_of_parts = [list(group_keys(layout, part.bags)) for part in parts]
+    keys_of_parts = [group_keys(layout, part.bags) for part in parts]
+    starts_of_parts = [(part.bags.bag_starts(), part.bags.value_starts()) for part in parts]
+    bag_starts = bags.bag_starts()
     blocks = []
     for number, (group, first_key, end_key) in enumerate(group_keys(layout, bags)):
-        first, end = bags.bag_starts()[[first_key, end_key]].tolist()
+        first, end = bag_starts[[first_key, end_key]].tolist()
         # Stored rows, uint8 [n, row_bytes], and which value of the bags each of them is; sums, and which bag each is.
         rows: list[StoredRows] = []
         values: list[Int64Array] = []
         summed: list[tuple[Int64Array, Sums]] = []
-        for part, answer, keys in zip(parts, answers, keys_of_parts, strict=True):
+        for part, answer, keys, (starts, value_starts) in zip(
+            parts, answers, keys_of_parts, starts_of_parts, strict=True
+        ):
             _, key, last_key = keys[number]
             if key == last_key:
                 continue
-            of_part, starts, value_starts = part.bags, part.bags.bag_starts(), part.bags.value_starts()
+            of_part = part.bags
             sums, index = answer.sums[number], part.bag_index[starts[key] : starts[last_key]]
             if answer.stored is not None and len(sums) < index.size:
                 positions = part.positions[value_starts[key] : value_starts[last_key]]

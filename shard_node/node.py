@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -11,10 +12,12 @@ from shard_node.bags import Float32Array, KeyedBags
 from shard_node.buckets import Message, NodeIdentity
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
+from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generation, Generations
 from shard_node.tracing import SpanSink
 
 CLOSE_TIMEOUT_S = 10.0
+LOCAL_REPLICA = "local"
 
 
 class ServedVersion(Message):
@@ -74,6 +77,14 @@ class NodeInfo(Message):
     lookups: tuple[LookupReport, ...] = ()
     cards: tuple[CardsReport, ...] = ()
     takes_traces: bool = False
+
+    def served(self, model: str, version: int) -> ServedVersion:
+        """Return what it reports of a version. Raises GenerationNotFoundError."""
+        for served in self.versions:
+            if (served.model, served.version) == (model, version):
+                return served
+        versions = [f"{served.model} {served.version}" for served in self.versions]
+        raise GenerationNotFoundError(f"the node has no version {version} of model {model!r}; it has {versions}")
 
     def has(self, model: str, version: int) -> bool:
         """Whether it answers for a version."""
@@ -282,19 +293,19 @@ class ShardNode:
 class Shard(Protocol):
     """Pools the bags whose rows a shard owns."""
 
-    async def pool(
+    def pool(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
-    ) -> Answer:
-        """Pool on one version of a model.
+    ) -> asyncio.Future[Answer]:
+        """Start pooling on one version of a model; cancel the future to end it.
 
         Keys of `bags` are tables in layout order, values are rows; `deadline` is on the monotonic clock, in seconds;
-        `forms` are what the answer may have beside float32 sums; it need not have it. Returns an answer that fits the
-        bags. Raises ShardrankError, whose subclasses say what and with which status.
+        `forms` are what the answer may have in addition to float32 sums; it need not have it. The answer fits the
+        bags. Raises ShardrankError, now or by the future.
         """
         ...
 
-    async def info(self) -> NodeInfo:
-        """Return what the shard serves."""
+    async def infos(self) -> list[tuple[str, NodeInfo]]:
+        """Return what each of the shard's nodes serves, by its address."""
         ...
 
     async def close(self) -> None:
@@ -308,17 +319,19 @@ class LocalShard:
     def __init__(self, node: ShardNode) -> None:
         self.node = node
 
-    async def pool(
+    def pool(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
-    ) -> Answer:
-        """Pools in the calling thread, into float32 sums. The deadline is not looked at: the call waits for nothing."""
+    ) -> asyncio.Future[Answer]:
+        """Pool in the calling thread, into float32 sums: the deadline does not matter."""
         del deadline, forms
         sums, sequence = self.node.pool_with_sequence(model, version, bags)
-        return Answer(sums, sequence=sequence)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer.set_result(Answer(sums, sequence=sequence))
+        return answer
 
-    async def info(self) -> NodeInfo:
-        """Return what the node serves."""
-        return self.node.info()
+    async def infos(self) -> list[tuple[str, NodeInfo]]:
+        """Return what the node serves, by the address `local`."""
+        return [(LOCAL_REPLICA, self.node.info())]
 
     async def close(self) -> None:
-        """Do nothing: the node belongs to whoever made it."""
+        """Do nothing: the node belongs to the caller."""

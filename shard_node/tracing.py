@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -68,22 +67,16 @@ class TracedLookup(NamedTuple):
     sink: SpanSink
     context: SpanContext
 
-    @contextmanager
-    def call_span(self, attributes: Mapping[str, str | int | float]) -> Iterator[SpanContext]:
-        """Yield the context of a call to a shard node, and send the call's span when the block ends."""
-        context, began, text = self.context.child(), time.monotonic(), ""
-        try:
-            yield context
-        except BaseException as error:
-            text = error_text(error)
-            raise
-        finally:
-            times = began, time.monotonic()
-            self.sink.put(Span("shardrank.ask", "client", context, self.context, *times, attributes, (), text))
+    def put_call(
+        self, context: SpanContext, started_at: float, attributes: Mapping[str, str | int | float], error: str
+    ) -> None:
+        """Send the span of a call to a shard node that ends now; `error` is "" if it was answered."""
+        times = started_at, time.monotonic()
+        self.sink.put(Span("shardrank.ask", "client", context, self.context, *times, attributes, (), error))
 
 
 TRACED_LOOKUP: ContextVar[TracedLookup | None] = ContextVar("TRACED_LOOKUP", default=None)
-"""The lookup that is under way, if its trace is sampled; calls to its shards are made in copies of this context."""
+"""The lookup that is under way, if its trace is sampled; read when a lookup is sent to its shards."""
 
 
 def error_text(error: BaseException) -> str:

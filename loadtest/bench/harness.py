@@ -37,8 +37,8 @@ from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows
 from router.id_mapping import IdMapper
 from router.plan import Plan
-from router.replicas import ReplicatedShard
 from router.router import Router
+from router.shard import ReplicaSource, ReplicatedShard
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.fleet.supervisor import shardrank_command
@@ -46,7 +46,6 @@ from shard_node.bags import Float32Array, KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import Shard, ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 
 WIDTH = 160
 ROUNDS, QUICK_ROUNDS = 5, 2
@@ -272,5 +271,5 @@ def node_process(snapshot: Snapshot, plan: Plan, shard: int = 0) -> Iterator[tup
         line = shardrank_command("shard-node", "--no-verify", "--device", "cpu", *given)
         command = ServerCommand(f"shard {shard}", line, Path(folder, "node.log"))
         with running("nodes", [command], lambda: "" if socket.exists() else "it does not listen") as process_ids:
-            client = ShardClient(Address.parse(address))
-            yield ReplicatedShard(plan, shard, snapshot.identity, [client]), process_ids
+            source = ReplicaSource.fixed([Address.parse(address)])
+            yield ReplicatedShard(plan, shard, snapshot, source), process_ids

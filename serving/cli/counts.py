@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from loader.access_counts import AccessCounts
     from loader.registry.fleet import FleetRegistry
     from loader.snapshot.reader import Snapshot
-    from shard_node.wire.client import ShardClient
+    from router.shard_client import ShardClient
 
 TOKEN_VARIABLE = "SHARDRANK_TOKEN"
 _SCHEMES = ("http://", "https://")
@@ -127,8 +126,8 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
     """Return how often rows were looked up, by table, and how many processes counted it."""
     from loader.access_counts import merged_by_table
     from loader.errors import cut
+    from router.shard_client import ShardClient
     from shard_node.wire.address import Address
-    from shard_node.wire.client import ShardClient
     from shard_node.wire.tls import client_context
 
     async with AsyncExitStack() as stack:
@@ -149,7 +148,7 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
             raise click.UsageError("--server needs --model.")
         key = model, version or 0
         counted = await asyncio.gather(
-            *(client.counts(*key, time.monotonic() + timeout_s) for client in clients),
+            *(client.counts(*key, timeout_s) for client in clients),
             *(asyncio.to_thread(_server_counts, url, *key, options) for url in servers),
         )
         sizes = [{name: table.limit for name, table in by_table.items()} for by_table in counted if by_table]

@@ -210,7 +210,7 @@ class ServingMetrics:
             retried=lambda kind: counters["shard_retries"].labels(model, kind).inc(),
             denied=lambda kind: counters["shard_retries_denied"].labels(model, kind).inc(),
             ejected=lambda shard, reason: counters["replica_ejections"].labels(model, str(shard), reason).inc(),
-            out=lambda shard, more: ejected.labels(model, str(shard)).inc(more),
+            ejected_change=lambda shard, more: ejected.labels(model, str(shard)).inc(more),
         )
 
     def count(self, name: str, *labels: object, by: float = 1) -> None:

@@ -20,8 +20,8 @@ import torch
 from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.golden import GoldenRequests
 from router.id_mapping import RejectedIds
-from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
+from router.shard import ReplicatedShard
 from serving.errors import InternalError, InvalidRequestError
 from serving.formats.bags import value_path
 from serving.formats.requests import FeatureEmbeddings, LookupRequest, LookupResponse, RankRequest, RankResponse
@@ -36,7 +36,6 @@ from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
 
-LOCAL_REPLICA = "local"
 _REQUEST, _DEADLINE, _IS_PINNED, _TRACE = map(attrgetter, ("request", "deadline", "is_pinned", "trace"))
 
 Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
@@ -324,17 +323,13 @@ class Ranking:
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """Return what all shards' nodes report, by address (or `local`). Raises ShardrankError."""
-
-        async def ask(shard: Shard) -> list[tuple[str, NodeInfo]]:
-            return await shard.infos() if isinstance(shard, ReplicatedShard) else [(LOCAL_REPLICA, await shard.info())]
-
-        told = await asyncio.gather(*map(ask, self._shards))
-        return [one for of_shard in told for one in of_shard]
+        infos = await asyncio.gather(*(shard.infos() for shard in self._shards))
+        return [node for shard_nodes in infos for node in shard_nodes]
 
     async def connect(self, deadline: float) -> None:
         """Connect to every node of every shard. Raises UnavailableError if a shard has none that can be used."""
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
-        await asyncio.gather(*(one.connect(self._model_name, self.parts.version, deadline) for one in remote))
+        await asyncio.gather(*(one.connect(deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Call]) -> list[RankResponse | Exception]:
         """Rank requests together: each gets its answer, or its error (an unknown id, a score not finite).

@@ -44,7 +44,8 @@ from router.hot_rows import HotRows
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
-from router.replicas import ReplicaSource
+from router.shard import ReplicaSource
+from router.shard_client import ShardClient
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
@@ -53,7 +54,6 @@ from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
 from shard_node.node import ShardNode
-from shard_node.wire.client import ShardClient
 from shard_node.wire.tls import client_context
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class FleetMember:
             raise UnavailableError("no shard node has joined the fleet yet", kind="not_ready")
         topology = topology.model_copy(update={} if num_shards is None else {"num_shards": num_shards})
         count = topology.num_shards
-        if missing := [index for index in range(count) if not self.directory.replicas(model, version, index)]:
+        if missing := [index for index in range(count) if not self.directory.current(model, version, index)[1]]:
             where = f"shard {', '.join(map(str, missing))} of {count}"
             problem = f"no node of {where} has version {version} of model {model!r} ready"
             raise UnavailableError(problem, kind="not_ready")
@@ -339,7 +339,7 @@ class FleetMember:
 
         def replicas(index: int) -> ReplicaSource:
             current = partial(self.directory.current, model, version, index)
-            return ReplicaSource(current, partial(ShardClient, clock=clock, tls=self._node_tls))
+            return ReplicaSource(current, partial(ShardClient, tls=self._node_tls))
 
         shards = replicated_shards(snapshot, plan, replicas, clock, config.replica_policy)
         if config.hot_rows is None:

@@ -19,7 +19,8 @@ from loader.snapshot.reader import Snapshot, VerifiedFiles
 from router.hot_keeper import HotRowsKeeper
 from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
-from router.replicas import ReplicaSource, ReplicatedShard
+from router.shard import ReplicaSource, ReplicatedShard
+from router.shard_client import ShardClient
 from serving.errors import InternalError
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
@@ -28,7 +29,6 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shard_node.wire.tls import client_context
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ def load_served_model(
         if source.shards:
             tls = None if source.node_tls is None else client_context(source.node_tls)
 
-            def replicas(index: int) -> list[ShardClient]:
-                return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
+            def replicas(index: int) -> ReplicaSource:
+                return ReplicaSource.fixed(source.shards[index], partial(ShardClient, tls=tls))
 
             shards = replicated = replicated_shards(snapshot, plan, replicas, clock, source.replica_policy)
             if source.hot_rows is not None:
@@ -170,12 +170,12 @@ def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:
 def replicated_shards(
     snapshot: Snapshot,
     plan: Plan,
-    replicas: Callable[[int], ReplicaSource | list[ShardClient]],
+    replicas: Callable[[int], ReplicaSource],
     clock: Callable[[], float],
     policy: ReplicaPolicy,
 ) -> Callable[[ReplicaEvents], list[ReplicatedShard]]:
     """Make shards on nodes; `replicas` gives those of a shard by its index."""
     return lambda events: [
-        ReplicatedShard(plan, index, snapshot.identity, replicas(index), events, clock, policy)
+        ReplicatedShard(plan, index, snapshot, replicas(index), events, clock, policy)
         for index in range(plan.num_shards)
     ]

@@ -227,11 +227,6 @@ class FrameConnection(asyncio.BufferedProtocol):
         return found or {}
 
     @property
-    def was_made(self) -> bool:
-        """Whether a transport was ever there, and thus `connection_ended` will come or has come."""
-        return self._transport is not None or self.closed.done()
-
-    @property
     def is_open(self) -> bool:
         """Whether frames can still be sent."""
         return self._transport is not None and not self._transport.is_closing() and not self.is_discarding

@@ -300,17 +300,13 @@ def _narrowed(array: Int64Array) -> Array:
     return array.astype(_INT32)
 
 
-def _padding(size: int) -> int:
-    return -size % 8
-
-
 def _encode(
     frame_type: FrameType, request_id: int, fields: bytes, arrays: Sequence[Array], budget_us: int = 0, note: int = 0
 ) -> list[Buffer]:
     """Return header, fields and arrays as buffers: small arrays joined, large ones as views."""
     sizes = [array.nbytes for array in arrays]
     fields_end = _BODY.size + _ARRAY.size * len(arrays) + len(fields)
-    body_bytes = fields_end + _padding(fields_end) + sum(size + _padding(size) for size in sizes)
+    body_bytes = fields_end + -fields_end % 8 + sum([size + -size % 8 for size in sizes])
     joined = bytearray(pack_header(frame_type, request_id, body_bytes, budget_us))
     joined += _BODY.pack(len(fields), len(arrays))
     for array in arrays:
@@ -318,7 +314,7 @@ def _encode(
         joined += _ARRAY.pack(_CODE_OF_DTYPE[array.dtype], note, width, array.shape[0])
         note = 0
     joined += fields
-    joined += _PADDING[: _padding(fields_end)]
+    joined += _PADDING[: -fields_end % 8]
     buffers: list[Buffer] = [joined]
     for array, size in zip(arrays, sizes, strict=True):
         if size > SMALL_ARRAY_BYTES:
@@ -327,7 +323,7 @@ def _encode(
             buffers.append(joined)
         elif size:
             joined += array.data.cast("B")
-        joined += _PADDING[: _padding(size)]
+        joined += _PADDING[: -size % 8]
     return [buffer for buffer in buffers if len(buffer)]
 
 
@@ -344,7 +340,7 @@ def _decode(body: Body, what: str) -> tuple[memoryview, list[Array]]:
     if fields_start > size:
         raise WireError(f"{what} num_arrays is {num_arrays}, their headers do not fit a body of {size} bytes")
     fields_end = fields_start + fields_bytes
-    position = fields_end + _padding(fields_end)
+    position = fields_end + -fields_end % 8
     if position > size:
         raise WireError(f"{what} fields_bytes is {fields_bytes}, they do not fit a body of {size} bytes")
     arrays = []

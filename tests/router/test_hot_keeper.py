@@ -22,8 +22,8 @@ from router.feature_schema import FeatureSchema
 from router.hot_keeper import HotBudget, HotRowsKeeper, HotStatus, learning_counter
 from router.hot_rows import HotRowsConfig, HotSet
 from router.plan import Plan
-from router.replicas import ReplicatedShard
 from router.router import Router
+from router.shard import ReplicaSource, ReplicatedShard
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.agent.delta_follower import Followers
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
@@ -31,7 +31,6 @@ from shard_node.engine.memory import RowMemory
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shardrank_testing import bags as table_bags
 from shardrank_testing import nodes as running
 from shardrank_testing.deltas import register_version
@@ -86,8 +85,8 @@ class Nodes:
             ReplicatedShard(
                 self.plan,
                 shard,
-                self.snapshot.identity,
-                [ShardClient(self.addresses[shard, replica]) for replica in range(2)],
+                self.snapshot,
+                ReplicaSource.fixed([self.addresses[shard, replica] for replica in range(2)]),
             )
             for shard in range(2)
         ]

@@ -22,7 +22,7 @@ class Shard:
         self.ejections: list[str] = []
         self.out = 0
         self.policy = ReplicaPolicy.model_validate(policy)
-        events = ReplicaEvents(ejected=lambda shard, reason: self.ejections.append(reason), out=self._count)
+        events = ReplicaEvents(ejected=lambda shard, reason: self.ejections.append(reason), ejected_change=self._count)
         self.outliers = Outliers(self.policy, 0, lambda: self.now, events)
         self.replicas = [self.outliers.join() for _ in range(count)]
 
@@ -212,17 +212,17 @@ def test_retries_stay_within_their_budget(share, per_s, reserve, course):
             budget.earn()
             lookups += 1
         else:
-            taken += budget.take()
+            taken += budget.spend()
         assert taken <= reserve + share * lookups + per_s * (now - 50.0) + 1e-6
 
 
 def test_a_busy_shard_may_retry_a_tenth_of_its_lookups():
     budget = RetryBudget(ReplicaPolicy(budget_per_s=0, budget_reserve=5), lambda: 0.0)
-    assert [budget.take() for _ in range(6)] == [True] * 5 + [False]
+    assert [budget.spend() for _ in range(6)] == [True] * 5 + [False]
     taken = 0
     for _ in range(1000):
         budget.earn()
-        taken += budget.take()
+        taken += budget.spend()
     assert taken in (99, 100)
     idle = RetryBudget(ReplicaPolicy(budget_reserve=0), lambda: 0.0)
     idle.earn()

@@ -47,10 +47,10 @@ def test_only_ready_nodes_that_do_not_drain_are_replicas():
             NodeRecord(node_id="serve-0", kind="serving", process_id=9, address="http://10.0.0.9:80"),
         ]
     )
-    assert directory.replicas(MODEL, 1, 0) == (address(0),)
-    assert directory.replicas(MODEL, 2, 0) == (address(1),)
-    assert directory.replicas(MODEL, 1, 1) == (address(3),)
-    assert directory.replicas(MODEL, 3, 0) == directory.replicas("other", 1, 0) == ()
+    assert directory.current(MODEL, 1, 0)[1] == (address(0),)
+    assert directory.current(MODEL, 2, 0)[1] == (address(1),)
+    assert directory.current(MODEL, 1, 1)[1] == (address(3),)
+    assert directory.current(MODEL, 3, 0)[1] == directory.current("other", 1, 0)[1] == ()
     assert directory.topology() == FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
     directory.update([node(0), node(1, shard=1).model_copy(update={"replicate_bytes": 7})])
     assert directory.topology() is None
@@ -76,11 +76,11 @@ def test_a_missing_node_is_forgotten_after_a_while():
         directory.update([node(0, v1="ready"), node(1, v1="ready")])
         directory.update([node(1, v1="ready")])
         clock.now += 6
-    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
+    assert directory.current(MODEL, 1, 0)[1] == (address(0), address(1))
     for seconds, replicas in ((3.9, (address(0), address(1))), (0.2, (address(1),))):
         clock.now += seconds
         directory.update([node(1, v1="ready")])
-        assert directory.replicas(MODEL, 1, 0) == replicas
+        assert directory.current(MODEL, 1, 0)[1] == replicas
 
 
 def test_an_emptied_registry_does_not_empty_the_directory():
@@ -90,11 +90,11 @@ def test_an_emptied_registry_does_not_empty_the_directory():
     for _ in range(2):
         clock.now += 1000
         directory.update([])
-    assert directory.replicas(MODEL, 1, 0) == (address(0),)
+    assert directory.current(MODEL, 1, 0)[1] == (address(0),)
     # The other shard's node is back: only its own shard's missing ones are forgotten.
     directory.update([node(2, shard=1, v1="ready")])
-    assert directory.replicas(MODEL, 1, 0) == (address(0),)
-    assert directory.replicas(MODEL, 1, 1) == (address(2),)
+    assert directory.current(MODEL, 1, 0)[1] == (address(0),)
+    assert directory.current(MODEL, 1, 1)[1] == (address(2),)
 
 
 def test_readers_see_an_epoch_with_its_addresses():
@@ -128,9 +128,9 @@ def test_an_invalid_announcement_is_logged_and_harms_no_other(caplog):
     ]
     for _ in range(3):
         directory.update([*bad, good, other])
-    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
+    assert directory.current(MODEL, 1, 0)[1] == (address(0), address(1))
     assert directory.topology() == FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
     assert [line.split(":")[0] for line in caplog.messages] == ["shard node no-shards", "shard node nowhere"]
     # A node that was known before is still asked, as one whose announcement is missing.
     directory.update([good, other.model_copy(update={"num_shards": 5000})])
-    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
+    assert directory.current(MODEL, 1, 0)[1] == (address(0), address(1))

@@ -181,9 +181,11 @@ class DownShard:
     def __init__(self) -> None:
         self.calls = 0
 
-    async def pool(self, model, version, bags, deadline, forms):
+    def pool(self, model, version, bags, deadline, forms):
         self.calls += 1
-        raise UnavailableError("shard 1 of 2: no replica answered", kind="shard_unavailable")
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_exception(UnavailableError("shard 1 of 2: no replica answered", kind="shard_unavailable"))
+        return answer
 
 
 def test_with_a_shard_down_replicated_rows_are_answered(stores):

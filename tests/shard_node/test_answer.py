@@ -88,7 +88,7 @@ def parts_of(bags: KeyedBags, num_owners: int, seed: int) -> list[Part]:
 
 def bags_of_group(part: Part, number: int) -> np.ndarray:
     """Which bags of the whole are those of a part's group."""
-    _, first, end = list(group_keys(LAYOUT, part.bags))[number]
+    _, first, end = group_keys(LAYOUT, part.bags)[number]
     starts = part.bags.bag_starts()
     return part.bag_index[starts[first] : starts[end]]
 

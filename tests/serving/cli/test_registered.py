@@ -16,14 +16,13 @@ import pytest
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from router.replicas import ReplicatedShard
+from router.shard import ReplicaSource, ReplicatedShard
 from serving.cli.serve import _fleet_configs, _serve_rows_in_fleet, serve, shard_node, worker_arguments
 from shard_node.buckets import NodeIdentity
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.command_line import ANY_PORTS
 from shardrank_testing.emulated_cards import EmulatedCards
@@ -63,8 +62,8 @@ def test_a_node_that_ends_under_load_fails_no_lookup(folder: Path, films: Path) 
         plan = Plan.make(snapshot.spec)
         metrics = await asyncio.to_thread(httpx.get, first.read_until(r"metrics: (http://\S+)")[1])
         assert 'state="live"' in metrics.text
-        clients = [ShardClient(Address(path=f"{folder}/{name}.sock")) for name in ("a", "b")]
-        shard = ReplicatedShard(plan, 0, snapshot.identity, clients)
+        source = ReplicaSource.fixed([Address(path=f"{folder}/{name}.sock") for name in ("a", "b")])
+        shard = ReplicatedShard(plan, 0, snapshot, source)
         # Large enough to be pooled by a thread, not by the event loop.
         bags = random_table_bags(np.random.default_rng(3), plan.layout, 2000, 10)
         answers: set[bytes] = set()

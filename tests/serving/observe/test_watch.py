@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-import time
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
+from router.shard_client import ShardClient
 from serving.api.node_port import running_node_port
 from serving.cli.serve import _load, shard_node
 from serving.rank.service import RankingService
@@ -25,11 +25,11 @@ from shard_node.engine.loading import load_tables
 from shard_node.errors import GenerationNotFoundError
 from shard_node.node import DeltaPosition, LocalShard, ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.nodes import pool
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 from shardrank_testing.topologies import make_node
@@ -170,9 +170,9 @@ def test_a_node_tells_its_requests_errors_connections_and_rows(tmp_path: Path) -
             metrics.of(server, str(address))
             client = ShardClient(address)
             for _ in range(3):
-                await client.pool("films", 1, bags, time.monotonic() + 60)
+                await pool(client, "films", 1, bags)
             with pytest.raises(GenerationNotFoundError):
-                await client.pool("films", 2, bags, time.monotonic() + 60)
+                await pool(client, "films", 2, bags)
             async with httpx.AsyncClient(base_url=url.removesuffix("/metrics")) as http:
                 text = (await http.get("/metrics")).text
                 assert (await http.head("/metrics")).content == b""

@@ -45,7 +45,7 @@ from shardrank_testing.waiting import EMPTY
 
 async def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
     class DeadlyShard(NearShard):
-        async def pool(self, *lookup: object) -> Answer:
+        def pool(self, *lookup: object) -> asyncio.Future[Answer]:
             raise SystemExit("out of a thread")
 
     before = set(threading.enumerate())

@@ -20,7 +20,7 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from router.outliers import ReplicaEvents
 from router.plan import Plan
-from router.replicas import ReplicatedShard
+from router.shard import ReplicaSource, ReplicatedShard
 from shard_node.agent.node_agent import join_fleet, share_of, stage_tables, watch_cards
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
@@ -28,7 +28,6 @@ from shard_node.engine.memory import RowMemory
 from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shardrank_testing.agents import NodeUnderTest, plan_of, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import options_for
@@ -471,8 +470,8 @@ async def test_a_router_avoids_a_node_whose_cards_failed(snapshot, tmp_path: Pat
     ):
         addresses = [server.addresses[0] for server in (first, second)]
         retries: list[str] = []
-        clients = [ShardClient(address) for address in addresses]
-        shard = ReplicatedShard(PLAN, 0, snapshot.identity, clients, ReplicaEvents(retried=retries.append))
+        source, events = ReplicaSource.fixed(addresses), ReplicaEvents(retried=retries.append)
+        shard = ReplicatedShard(PLAN, 0, snapshot, source, events)
 
         async def ask() -> np.ndarray:
             return (await shard.pool(SPEC.model, snapshot.version, BAGS, soon())).sums[0]

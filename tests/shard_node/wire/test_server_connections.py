@@ -241,7 +241,7 @@ async def test_draining_answers_what_is_in_flight_and_refuses_new(place, tmp_pat
         in_flight = asyncio.create_task(pool_films(client, [SLOW_ROW]))
         await gate.wait_entered()
         draining = asyncio.create_task(server.drain(NEVER_S))
-        await until(lambda: not client.available)
+        await until(lambda: not client.is_available)
         with pytest.raises(NodeUnavailableError, match="draining"):
             await pool_films(client, [1])
         assert not draining.done()
@@ -273,7 +273,7 @@ async def test_a_drained_address_is_free_for_a_successor(place, tmp_path):
         await client.info()
         assert await first.drain(NEVER_S)
         async with serving(first.addresses[0]) as successor:
-            await until(lambda: client.available)
+            await until(lambda: client.is_available)
             assert await client.info() == small_node().info()
             await client.close()
             assert await successor.drain(NEVER_S)  # it has no connection

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from loader.snapshot.manifest import ModelSpec
+from router.shard_client import ShardClient, within
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
+from shard_node.tracing import SpanContext
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
-from shard_node.wire.frame import HEADER, Buffer, Frame, FrameReceiver, unpack_header
+from shard_node.wire.frame import HEADER, Buffer, Frame, FrameReceiver, FrameType, unpack_header
+from shard_node.wire.messages import decode_answer, encode_pool
 from shard_node.wire.requests import ServerLimits
 from shard_node.wire.server import NodeServer
 from shardrank_testing.bags import bags_of
@@ -77,13 +79,16 @@ class NearShard:
     def __init__(self, node: ShardNode) -> None:
         self._node = node
 
-    async def pool(
+    def pool(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
-    ) -> Answer:
+    ) -> asyncio.Future[Answer]:
+        return asyncio.ensure_future(self.answer(model, version, bags, forms))
+
+    async def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
         return self._node.answer(model, version, bags, forms)
 
-    async def info(self) -> NodeInfo:
-        return self._node.info()
+    async def infos(self) -> list[tuple[str, NodeInfo]]:
+        return [("local", self._node.info())]
 
     async def close(self) -> None:
         pass
@@ -206,9 +211,25 @@ EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock
 in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
 
 
+async def pool(
+    client: ShardClient,
+    model: str,
+    version: int,
+    bags: KeyedBags,
+    forms: ReplyEncoding = FLOAT32_SUMS,
+    timeout_s: float = NEVER_S,
+    trace: SpanContext | None = None,
+) -> Answer:
+    """Pool on one node, whatever it serves."""
+    expected = (FrameType.POOLED, FrameType.STORED) if forms.stored else (FrameType.POOLED,)
+    request = encode_pool, int(timeout_s * 1e6), model, version, bags, forms, trace
+    async with within(timeout_s, "no reply"):
+        return await (await client.ready()).exchange(expected, decode_answer, *request)
+
+
 async def pool_films(client: ShardClient, *bags: Sequence[int], timeout_s: float = NEVER_S) -> np.ndarray:
     """Return the sums of bags of the film table, float32 [bags, 8], from a node."""
-    return (await client.pool(MODEL, VERSION, film_bags(*bags), time.monotonic() + timeout_s)).sums[1]
+    return (await pool(client, MODEL, VERSION, film_bags(*bags), timeout_s=timeout_s)).sums[1]
 
 
 def expected_films(*bags: Sequence[int]) -> np.ndarray:

@@ -36,8 +36,8 @@ from serving.rank.service import RankingService, answer
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.answer import FLOAT32_SUMS, ReplyEncoding
 from shard_node.answer import Answer as ShardAnswer
+from shard_node.answer import ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
 from shardrank_testing.nodes import NearShard
@@ -323,12 +323,10 @@ class GatedShard(NearShard):
         super().__init__(node)
         self._gate = gate
 
-    async def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
-    ) -> ShardAnswer:
+    async def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> ShardAnswer:
         if not self._gate.open.is_set():
             await self._gate.pass_through()
-        return await super().pool(model, version, bags, deadline, forms)
+        return await super().answer(model, version, bags, forms)
 
 
 @contextlib.contextmanager

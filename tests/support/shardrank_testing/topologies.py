@@ -21,8 +21,8 @@ from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows, HotSet
 from router.id_mapping import IdMapper
 from router.plan import Plan
-from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
+from router.shard import ReplicaSource, ReplicatedShard
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import EXACT, ReplyEncoding
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
@@ -30,7 +30,6 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
 from shardrank_testing.nodes import serving
 from shardrank_testing.snapshots import model_of, sharding_of, table_of, write_snapshot
@@ -98,13 +97,13 @@ async def remote_router(
     shards: list[Shard] = []
     async with AsyncExitStack() as stack:
         for shard in range(plan.num_shards):
-            clients = []
+            addresses = []
             for replica in range(topology.replicas):
                 node = make_node(snapshot, plan, shard, topology.memory_budget_bytes)
                 address = Address(path=f"{folder}/{shard}-{replica}.sock")
                 server = await stack.enter_async_context(serving(address, node))
-                clients.append(ShardClient(server.addresses[0]))
-            shards.append(ReplicatedShard(plan, shard, snapshot.identity, clients))
+                addresses.append(server.addresses[0])
+            shards.append(ReplicatedShard(plan, shard, snapshot, ReplicaSource.fixed(addresses)))
             stack.push_async_callback(shards[-1].close)
         yield make_router(snapshot, plan, shards, hot)
 

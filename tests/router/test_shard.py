@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,18 @@ import pytest
 from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.reader import Snapshot
 from router.outliers import ReplicaEvents, ReplicaPolicy
-from router.replicas import ReplicaSource, ReplicatedShard
-from shard_node.answer import Answer, ReplyEncoding
+from router.shard import ReplicaSource, ReplicatedShard
+from router.shard_client import ShardClient
+from shard_node.answer import Answer
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
-from shard_node.node import NodeInfo, ShardNode
+from shard_node.node import ShardNode
+from shard_node.tracing import TRACED_LOOKUP, SpanContext, TracedLookup
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import until
+from shardrank_testing.otlp_receiver import KeptSpans
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 from shardrank_testing.topologies import Topology, make_node
 
@@ -37,23 +41,11 @@ LASTING = {"base_ejection_s": 600, "max_ejection_s": 600, "hedge_after_ms": 60_0
 
 
 class WatchedClient(ShardClient):
-    """A real client that counts calls, and sends none before its gate is open."""
+    """A real client that reports when it is closed."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
-        self.pools, self.gate = 0, asyncio.Event()
-        self.gate.set()
-        self.closed, self.reported = asyncio.Event(), asyncio.Event()
-
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding) -> Answer:
-        self.pools += 1
-        await self.gate.wait()
-        return await super().pool(model, version, bags, deadline, forms)
-
-    async def info(self) -> NodeInfo:
-        info = await super().info()
-        self.reported.set()
-        return info
+        self.closed = asyncio.Event()
 
     async def close(self) -> None:
         await super().close()
@@ -61,12 +53,19 @@ class WatchedClient(ShardClient):
 
 
 class SlowLink:
-    """A Unix socket in front of a node, whose answers arrive `delay_s` late; without a node, a peer that is silent."""
+    """A Unix socket in front of a node; without a node, a peer that is silent.
+
+    Attributes:
+        delay_s: answers arrive so much later.
+        opened: set while answers pass.
+        requests: pieces that were received from the client.
+    """
 
     def __init__(self, node: Address | None) -> None:
         self._node = node
         self._writers: list[asyncio.StreamWriter] = []
-        self.delay_s, self.frames, self.connected = 0.0, 0, asyncio.Event()
+        self.delay_s, self.requests, self.connected, self.opened = 0.0, 0, asyncio.Event(), asyncio.Event()
+        self.opened.set()
 
     async def start(self, address: Address) -> None:
         self._server = await asyncio.start_unix_server(self._connected, address.path)
@@ -80,8 +79,7 @@ class SlowLink:
         self._writers.append(writer)
         self.connected.set()
         if self._node is None:
-            while await reader.read(1 << 16):
-                self.frames += 1
+            await reader.read()
             return
         from_node, to_node = await asyncio.open_unix_connection(self._node.path)
         self._writers.append(to_node)
@@ -90,7 +88,11 @@ class SlowLink:
     async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, is_late: bool = False) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await source.read(1 << 16):
-                await asyncio.sleep(self.delay_s if is_late else 0.0)
+                if is_late:
+                    await asyncio.sleep(self.delay_s)
+                    await self.opened.wait()
+                else:
+                    self.requests += 1
                 target.write(data)
 
 
@@ -100,6 +102,7 @@ class Fleet:
     Attributes:
         events: of shards: what was retried, denied (`no ...`), ejected (`!...`) and let in again.
         clients: by node, those that shards made.
+        lookups: by node.
     """
 
     def __init__(self, folder: Path, snapshot: Snapshot, stack: contextlib.AsyncExitStack) -> None:
@@ -107,6 +110,7 @@ class Fleet:
         self.expected = self.node().pool(SPEC.model, snapshot.version, BAGS)[0]
         self.events: list[str] = []
         self.clients: dict[int, list[WatchedClient]] = {}
+        self.lookups: Counter[int] = Counter()
         self._announced: tuple[int, list[Address]] = 0, []
         self._servers: dict[int, NodeServer] = {}
         self._stack = stack
@@ -122,9 +126,15 @@ class Fleet:
 
     async def start(self, *numbers: int, node: ShardNode | None = None) -> None:
         for number in numbers:
-            self._servers[number] = NodeServer(node or self.node())
+            served = node or self.node()
+            served.answer = partial(self._answer, number, served.answer)
+            self._servers[number] = NodeServer(served)
             await self._servers[number].start([self.address(number)])
             self._stack.push_async_callback(self._servers[number].close)
+
+    def _answer(self, number: int, answer: Callable[..., Answer], *lookup: Any) -> Answer:
+        self.lookups[number] += 1
+        return answer(*lookup)
 
     async def link(self, number: int, to: int | None = None) -> SlowLink:
         """Start a link at a node's address: to another node, or silent."""
@@ -150,13 +160,20 @@ class Fleet:
             retried=self.events.append,
             denied=lambda kind: self.events.append(f"no {kind}"),
             ejected=lambda shard, reason: self.events.append(f"!{reason}"),
-            out=lambda shard, more: self.events.extend(["in again"] if more < 0 else []),
+            ejected_change=lambda shard, more: self.events.extend(["in again"] if more < 0 else []),
         )
-        replicas = [self._connect(self.address(number)) for number in numbers]
-        source = replicas or ReplicaSource(lambda: self._announced, self._connect)
+        source = ReplicaSource(lambda: self._announced, self._connect)
+        if numbers:
+            source = ReplicaSource.fixed([self.address(number) for number in numbers], self._connect)
         checked = ReplicaPolicy.model_validate(LASTING | policy)
-        shard = ReplicatedShard(plan, 0, self.snapshot.identity, source, events, policy=checked)
+        shard = ReplicatedShard(plan, 0, self.snapshot, source, events, policy=checked)
         self._stack.push_async_callback(shard.close)
+        return shard
+
+    async def connected(self, *numbers: int, **policy: float) -> ReplicatedShard:
+        """Return a shard that is connected to these replicas."""
+        shard = self.shard(*numbers, **policy)
+        await shard.connect(time.monotonic() + 30)
         return shard
 
     async def answer(self, shard: ReplicatedShard, timeout_s: float = 30.0) -> Answer:
@@ -191,13 +208,11 @@ async def test_with_no_replica_the_error_names_all_until_one_is_back(fleet):
             await fleet.ask(shard)
             answered = True
         await asyncio.sleep(0.01)
-    with raises_kind("shard_unavailable", match="shard 0 has no replica"):
-        ReplicatedShard(PLAN, 0, "identity", [])
 
 
 @pytest.mark.parametrize(
     ("shard_index", "replicate_bytes", "message"),
-    [(1, 0, r"the node is shard 1 of 2 \(range\), wanted is 0 of 2"), (0, 1 << 20, "by another plan")],
+    [(1, 0, r"the node is shard 1 of 2 \(range\), needed is shard 0 of 2"), (0, 1 << 20, "by another plan")],
 )
 async def test_a_node_of_another_shard_or_plan_is_refused(fleet, shard_index, replicate_bytes, message):
     other = Topology(shards=2, replicate_bytes=replicate_bytes).plan(SPEC)
@@ -237,9 +252,11 @@ async def test_another_snapshot_of_the_same_version_is_refused(fleet, restart):
 async def test_silent_nodes_cost_the_deadline_and_no_more(fleet, count):
     for number in range(count):
         await fleet.link(number)
-    with pytest.raises(DeadlineExceededError, match="while asking the node what it serves" if count == 1 else None):
+    with pytest.raises(DeadlineExceededError, match=r"0\.sock: not connected after 0\.0"):
         await fleet.ask(fleet.shard(*range(count)), timeout_s=0.05)
-    # Each node reports of itself, and a silent one holds up nobody.
+    with raises_kind("shard_unavailable", match=r"deadline_exceeded: .*0\.sock: no reply within 0\.05 s"):
+        await fleet.shard(*range(count)).connect(time.monotonic() + 0.05)
+    # Each node reports of itself, and a silent one delays no other.
     await fleet.start(8, 9)
     infos = await fleet.shard(0, 8, 9).infos()
     assert [address for address, _ in infos] == [str(fleet.address(number)) for number in (8, 9)]
@@ -252,7 +269,7 @@ async def test_a_slow_replica_is_ejected_until_it_is_fast_again(fleet):
     link = await fleet.link(0, to=2)
     link.delay_s = 0.2
     policy = {"min_answers": 4, "base_ejection_s": 0.2, "max_ejection_s": 0.2, "probes": 2, "slow_excess_ms": 20}
-    shard = fleet.shard(0, 1, **policy)
+    shard = await fleet.connected(0, 1, **policy)
     while "!slow" not in fleet.events:
         await fleet.answer(shard)
     link.delay_s = 0.0
@@ -264,9 +281,8 @@ async def test_a_slow_replica_is_ejected_until_it_is_fast_again(fleet):
 async def test_calls_in_flight_at_a_node_that_dies_are_answered(fleet):
     await fleet.start(1, 2)
     link = await fleet.link(0, to=2)
-    shard = fleet.shard(0, 1)
-    await fleet.ask(shard, 2)
-    link.delay_s = 600.0
+    shard = await fleet.connected(0, 1)
+    link.opened.clear()
     calls = [asyncio.create_task(fleet.ask(shard)) for _ in range(40)]
     for answered in itertools.islice(asyncio.as_completed(calls), 20):
         await answered
@@ -279,10 +295,11 @@ async def test_calls_in_flight_at_a_node_that_dies_are_answered(fleet):
 
 async def test_without_budget_a_late_answer_is_waited_for(fleet):
     """And a failure is final."""
-    await fleet.link(0)
-    await fleet.start(1)
-    policy = {"hedge_after_ms": 5, "budget_reserve": 2, "budget_share": 0, "budget_per_s": 0, "failures": 1000}
-    shard, answered = fleet.shard(0, 1, **policy), 0
+    await fleet.start(1, 9)
+    link, no_budget = await fleet.link(0, to=9), {"budget_share": 0, "budget_per_s": 0}
+    shard = await fleet.connected(0, 1, hedge_after_ms=5, budget_reserve=2, failures=1000, **no_budget)
+    link.opened.clear()
+    answered = 0
     for _ in range(8):
         with contextlib.suppress(DeadlineExceededError):
             await fleet.ask(shard, timeout_s=0.5)
@@ -290,33 +307,40 @@ async def test_without_budget_a_late_answer_is_waited_for(fleet):
     assert fleet.events == ["late", "late", "no late", "no late"]
     assert answered == 6
     fleet.events.clear()
-    await fleet.start(2, node=ShardNode(PLAN.identity(0)))
-    shard = fleet.shard(2, 1, budget_reserve=0.5)
-    with raises_kind("shard_unavailable", match=r"no version .*; others are not asked: the budget of hedges"):
+    node = fleet.node()
+    await fleet.start(2, node=node)
+    shard = await fleet.connected(2, 1, budget_reserve=0.5)
+    node.generations.retire(SPEC.model, fleet.snapshot.version)
+    with raises_kind("shard_unavailable", match=r"is not here.*; no other replica was tried: the budget of hedges"):
         await fleet.ask(shard)
     # A replica without the version comes last.
     await fleet.ask(shard)
     assert fleet.events == ["!unfit", "no generation_not_found"]
-    # A retry after which nothing had been sent costs nothing.
-    fleet.events.clear()
+
+
+async def test_a_retry_after_nothing_was_sent_is_free(fleet):
+    await fleet.start(1)
     await fleet.ask(fleet.shard(3, 1, budget_reserve=0), 3)
     assert fleet.events == ["node_unavailable"]
 
 
 async def test_a_hanging_replica_is_overtaken_and_then_comes_last(fleet):
-    silent = await fleet.link(0)
-    await fleet.start(1)
-    shard = fleet.shard(0, 1, hedge_after_ms=50)
+    await fleet.start(1, 9)
+    link = await fleet.link(0, to=9)
+    shard = await fleet.connected(0, 1, hedge_after_ms=50)
+    link.opened.clear()
+    requests = link.requests
     # A long deadline must not mean a long wait: the other replica is called as well.
     await fleet.ask(shard, 20, timeout_s=600.0)
     assert fleet.events == ["late", "late", "late", "!failures"]
-    assert silent.frames == 3
+    assert link.requests - requests == 3
 
 
 async def test_of_many_calls_at_once_only_one_is_a_probe(fleet):
-    await fleet.link(0)
-    await fleet.start(1)
-    shard = fleet.shard(0, 1, failures=1, hedge_after_ms=300, base_ejection_s=0.1)
+    await fleet.start(1, 9)
+    link = await fleet.link(0, to=9)
+    shard = await fleet.connected(0, 1, failures=1, hedge_after_ms=300, base_ejection_s=0.1)
+    link.opened.clear()
     await fleet.ask(shard, 2)
     assert fleet.events == ["late", "!failures"]
     await asyncio.sleep(0.2)
@@ -338,7 +362,7 @@ async def test_an_answer_that_does_not_fit_is_refused_and_retried(fleet):
         await fleet.ask(fleet.shard(0))
     assert fleet.events == []
     await fleet.start(1)
-    await fleet.ask(fleet.shard(0, 1), 4)
+    await fleet.ask(await fleet.connected(0, 1), 4)
     assert set(fleet.events) == {"remote"}
 
 
@@ -381,7 +405,7 @@ async def test_replicas_are_exchanged_under_load(fleet):
             enough = answers + 16
             await until(lambda enough=enough: answers >= enough)
         is_over = True
-    assert all(sum(client.pools for client in clients) for clients in fleet.clients.values())
+    assert all(fleet.lookups[number] for number in range(3))
     fleet.announce(0)
     await fleet.ask(shard)
     for number in (1, 2):
@@ -390,28 +414,29 @@ async def test_replicas_are_exchanged_under_load(fleet):
 
 
 async def test_a_leaving_replica_answers_its_calls_first(fleet):
-    await fleet.start(0, 1)
+    await fleet.start(1, 9)
+    link = await fleet.link(0, to=9)
     fleet.announce(0)
     shard = fleet.shard()
     await fleet.ask(shard)
     (leaving,) = fleet.clients[0]
-    leaving.gate.clear()
+    link.opened.clear()
     slow = asyncio.create_task(fleet.ask(shard))
-    await until(lambda: leaving.pools == 2)
+    await until(lambda: fleet.lookups[9] == 2)
     fleet.announce(1)
     await fleet.ask(shard)
     assert not leaving.closed.is_set()
-    leaving.gate.set()
+    link.opened.set()
     await slow
     await leaving.closed.wait()
-    assert fleet.clients[1][0].pools == 1
+    assert fleet.lookups[1] == 1
 
 
 async def test_no_call_waits_for_a_newcomer(fleet):
     """One that is silent or has something else gets no call; without any node the error says so."""
     shard = fleet.shard()
-    for call in (fleet.ask(shard), shard.infos(), shard.connect(SPEC.model, 1, time.monotonic() + 5)):
-        with raises_kind("shard_unavailable", match="no node has told that this version is ready"):
+    for call in (fleet.ask(shard), shard.infos(), shard.connect(time.monotonic() + 5)):
+        with raises_kind("shard_unavailable", match="no node reports that this version is ready"):
             await call
     await fleet.start(0, 2)
     await fleet.start(3, node=make_node(fleet.snapshot, Topology(shards=2).plan(SPEC), 1))
@@ -420,38 +445,31 @@ async def test_no_call_waits_for_a_newcomer(fleet):
     await fleet.ask(shard)
     fleet.announce(0, 1, 2, 3)
     await fleet.ask(shard, 10)
-    for number in (2, 3):
-        await fleet.clients[number][0].reported.wait()
+    await until(lambda: fleet.clients[2][0].connection is not None and "!unfit" in fleet.events)
     await fleet.ask(shard, 10)
-    assert fleet.clients[2][0].pools > 0
-    assert fleet.clients[1][0].pools == fleet.clients[3][0].pools == 0
+    assert fleet.lookups[2] > 0
+    assert fleet.lookups[1] == fleet.lookups[3] == 0
 
 
 async def test_connecting_beforehand_leaves_nothing_for_the_first_call(fleet):
-    """A node that was restarted is checked again alongside the calls."""
+    """A node that was restarted is connected to again alongside the calls."""
     await fleet.start(0, 1)
-    fleet.announce(0, 1, 2)  # one of them is not there
-    shard = fleet.shard()
-    await shard.connect(SPEC.model, fleet.snapshot.version, time.monotonic() + 5)
+    fleet.announce(0, 1, 2)  # the last is not there
+    shard = await fleet.connected()
     clients = [fleet.clients[number][0] for number in (0, 1)]
-    assert [client.connections for client in clients] == [1, 1]
-    for client in clients:
-        client.reported.clear()
     await fleet.ask(shard, 4)
-    assert all(client.pools for client in clients)
-    assert not any(client.reported.is_set() for client in clients)
+    assert all(fleet.lookups[number] for number in (0, 1))
+    assert [client.num_connections for client in clients] == [1, 1]
     await fleet.stop(0)
     await fleet.ask(shard, 2)
     await fleet.start(0)
-    while not clients[0].reported.is_set():
-        await fleet.ask(shard)
-        await asyncio.sleep(0.01)
-    pools = clients[0].pools
+    await until(lambda: clients[0].num_connections == 2)
+    lookups = fleet.lookups[0]
     await fleet.ask(shard, 10)
-    assert clients[0].pools > pools
+    assert fleet.lookups[0] > lookups
 
 
-async def test_closing_closes_a_newcomer_that_left_while_connecting(fleet):
+async def test_a_newcomer_that_leaves_while_connecting_is_closed(fleet):
     await fleet.start(0)
     silent = await fleet.link(1)
     fleet.announce(0, 1)
@@ -461,7 +479,59 @@ async def test_closing_closes_a_newcomer_that_left_while_connecting(fleet):
     fleet.announce()
     with raises_kind("shard_unavailable"):
         await fleet.ask(shard)
-    await fleet.clients[0][0].closed.wait()
-    assert not fleet.clients[1][0].closed.is_set()
     await shard.close()
-    assert fleet.clients[1][0].closed.is_set()
+    assert all(client.closed.is_set() for (client,) in fleet.clients.values())
+
+
+async def test_rows_at_a_sequence_come_from_a_node_that_has_it(fleet):
+    version = fleet.snapshot.version
+    await fleet.start(0, node=fleet.node(2))
+    await fleet.start(1, node=fleet.node(3))
+    shard = fleet.shard(0, 1)
+    for _ in range(3):
+        answer, applied = await shard.pool_at(SPEC.model, version, BAGS, time.monotonic() + 30, 3)
+        np.testing.assert_array_equal(answer.sums[0], fleet.expected)
+        assert applied == 3
+    assert fleet.lookups[1] == 3
+    with raises_kind("shard_unavailable", match="has applied delta 3, needed is 4"):
+        await shard.pool_at(SPEC.model, version, BAGS, time.monotonic() + 30, 4)
+
+
+async def test_a_cancelled_lookup_is_dropped_and_its_timer_too(fleet):
+    await fleet.start(1, 9)
+    link = await fleet.link(0, to=9)
+    shard = await fleet.connected(0, 1, hedge_after_ms=20)
+    link.opened.clear()
+    lookups = [asyncio.create_task(fleet.ask(shard)) for _ in range(2)]
+    await until(lambda: fleet.lookups[9] == 1)
+    for lookup in lookups:
+        lookup.cancel()
+    await asyncio.sleep(0.1)
+    assert fleet.events == []
+    assert fleet.clients[0][0].connection.is_idle
+    # A reply that is not awaited any more is dropped, and the connection is used again.
+    link.opened.set()
+    await fleet.ask(shard, 2)
+    assert (fleet.lookups[9], fleet.clients[0][0].num_connections) == (2, 1)
+
+
+async def test_each_attempt_of_a_traced_lookup_has_a_span(fleet):
+    node, node_spans, spans, lookup = fleet.node(), KeptSpans(), KeptSpans(), SpanContext(5, 7)
+    node.sink = node_spans
+    await fleet.start(1, node=node)
+    await fleet.start(9)
+    link = await fleet.link(0, to=9)
+    shard = await fleet.connected(0, 1, hedge_after_ms=20)
+    link.opened.clear()
+    token = TRACED_LOOKUP.set(TracedLookup(spans, lookup))
+    await fleet.ask(shard)
+    TRACED_LOOKUP.reset(token)
+    await fleet.ask(shard)
+    assert [span.attributes["server.address"] for span in spans.spans] == [str(fleet.address(n)) for n in (1, 0)]
+    assert [span.error for span in spans.spans] == ["", "another replica replied first"]
+    answered, _ = spans.spans
+    assert (answered.parent, answered.attributes["shardrank.shard"]) == (lookup, 0)
+    # Only this node takes traces.
+    (pooled,) = node_spans.spans
+    assert pooled.parent == answered.context
+    assert answered.began <= pooled.began <= pooled.ended <= answered.ended
