@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
 
 from loader.errors import RegistryConflictError, StreamSequenceError
 from loader.registry.directory import MAX_STREAM_BYTES
-from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel
+from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel, version_key, wanted_key
 from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream
 
 
@@ -29,13 +29,15 @@ class _Stream:
 class MemoryRegistry:
     """A `Registry` in memory, which several event loops of a process may use. Closing it changes nothing."""
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Make an empty registry; `name` is for logs and the status page, `clock` returns seconds."""
+    def __init__(
+        self, name: str, keys: Mapping[str, bytes] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Make a registry with these keys; `name` is for logs and the status page, `clock` returns seconds."""
         self.url = self.name = name
         self._clock = clock
         self._lock = Lock()
-        self._keys: dict[str, Entry] = {}
-        self._revision = 0
+        self._revision = 1
+        self._keys = {key: Entry(value, self._revision) for key, value in (keys or {}).items()}
         self._announced: dict[str, tuple[float, bytes]] = {}
         self._owners: dict[str, tuple[float, str]] = {}
         self._streams: dict[str, _Stream] = {}
@@ -149,9 +151,10 @@ class MemoryRegistry:
         return owner if until > self._clock() else None
 
 
-async def fleet_of_one_process(name: str, version: PublishedVersion) -> FleetRegistry:
+def fleet_of_one_process(name: str, version: PublishedVersion) -> FleetRegistry:
     """Return a fleet in memory whose only process shall serve that version, and applies no deltas to it."""
-    fleet, only = FleetRegistry(MemoryRegistry(name)), (version.version,)
-    await fleet.put_version(version)
-    await fleet.put_wanted(WantedModel(model=version.model, epoch=1, live=only[0], hold=only, serve=only), None)
-    return fleet
+    only = (version.version,)
+    desired = WantedModel(model=version.model, epoch=1, live=version.version, hold=only, serve=only)
+    records = {version_key(version.model, version.version): version, wanted_key(version.model): desired}
+    encoded = {key: record.model_dump_json().encode() for key, record in records.items()}
+    return FleetRegistry(MemoryRegistry(name, encoded))

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from loader.errors import OverloadedError, RegistryError, RolloutError, UnavailableError
-from loader.registry.fleet import Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.registry import Registry
 from loader.rollout.plan import Rollout
 from loader.rollout.requests import FleetState, SeenRollout, read_fleet, roll_back
 from serving.dashboard.history import MAX_TEXT, Changes, History, told_events
-from serving.rank.service import RankingService
-from shard_node.node import NodeInfo
 
 MAX_MODELS = 32
 MAX_NODES = 400
@@ -55,112 +52,26 @@ class FleetSource:
     Attributes:
         name: for people, without secrets.
         note: what the page must say of its numbers; "" for nothing.
-        fixed: why nothing can be changed here; "" if it can.
+        fixed: why nothing can be changed, and no coordinator is missed; "" for a fleet that others belong to.
     """
 
-    note = fixed = ""
-
-    def __init__(self, open_registry: Callable[[], Registry]) -> None:
+    def __init__(self, open_registry: Callable[[], Registry], note: str = "", fixed: str = "") -> None:
         self._fleet = FleetRegistry(open_registry())
-        self.name = self._fleet.name
+        self.name, self.note, self.fixed = self._fleet.name, note, fixed
 
-    async def look(self) -> FleetState:
-        """Read it. Raises RegistryError."""
+    async def read(self) -> FleetState:
+        """Read the state of the fleet. Raises RegistryError."""
         return await read_fleet(self._fleet)
 
     async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
         """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
+        if self.fixed:
+            raise RolloutError(f"{model}: {self.fixed}")
         return await roll_back(self._fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
 
     async def close(self) -> None:
         """End connections."""
         await self._fleet.registry.close()
-
-
-class ProcessSource:
-    """One serving process without a registry, told in the words of a fleet: itself, and what its shards last said."""
-
-    fixed = "this process belongs to no fleet (no --registry): it serves what it was started with"
-
-    def __init__(self, service: RankingService, num_workers: int = 1) -> None:
-        self._service = service
-        self.name = f"process {os.getpid()}"
-        self.note = ""
-        if num_workers > 1:
-            self.note = (
-                f"{num_workers} worker processes share this port and one of them answers this page: "
-                f"requests and latencies are those of process {os.getpid()} alone; /metrics adds all workers up"
-            )
-
-    async def look(self) -> FleetState:
-        """Read it."""
-        wanted = {}
-        for model, version in self._service.generations.live_versions().items():
-            choice = self._service.canary(model)
-            canary = None if choice is None else Canary(version=choice.version, share=choice.share)
-            wanted[model] = WantedModel(model=model, epoch=1, live=version, hold=(version,), canary=canary)
-        versions = tuple(
-            VersionReport(
-                model=generation.model,
-                version=generation.version,
-                state="draining" if generation.state == "draining" else "ready",
-                leases=generation.leases,
-                golden_difference=generation.payload.checked.difference,
-                dense_step=generation.payload.dense_step,
-                stats=generation.payload.counter.stats(),
-            )
-            for generation in self._service.generations.all()
-        )
-        itself = NodeRecord(
-            node_id=f"process-{os.getpid()}",
-            kind="serving",
-            process_id=os.getpid(),
-            address="",
-            live=self._service.generations.live_versions(),
-            versions=versions,
-        )
-        return FleetState(nodes=(itself, *self._shards()), wanted=wanted)
-
-    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """Raise RolloutError."""
-        raise RolloutError(f"{model}: {self.fixed}")
-
-    async def close(self) -> None:
-        """Do nothing: it has no connections."""
-
-    def _shards(self) -> Iterator[NodeRecord]:
-        # A node that holds several models is told by each of them.
-        nodes: dict[str, NodeInfo] = {address: info for _, address, info in self._service.watch.nodes()}
-        for place, (address, info) in enumerate(sorted(nodes.items())):
-            yield NodeRecord(
-                node_id=f"shard-{info.identity.shard_index}-{place}",
-                kind="shard",
-                process_id=0,
-                address=address,
-                shard_index=info.identity.shard_index,
-                num_shards=info.identity.num_shards,
-                versions=tuple(_reports(info)),
-            )
-
-
-Source: TypeAlias = FleetSource | ProcessSource
-
-
-def _reports(info: NodeInfo) -> Iterator[VersionReport]:
-    for one in info.versions:
-        tiers: dict[str, int] = {}
-        for use in info.memory:
-            if (use.model, use.version) == (one.model, one.version):
-                tiers[use.tier] = tiers.get(use.tier, 0) + use.size_bytes
-        yield VersionReport(
-            model=one.model,
-            version=one.version,
-            state="draining" if one.state == "draining" else "ready",
-            plan_digest=one.plan_digest,
-            memory_tiers=tiers,
-            delta_sequence=one.delta_sequence,
-            delta_published_at=one.delta_published_at,
-        )
 
 
 class _Held(NamedTuple):
@@ -331,7 +242,7 @@ class Board:
     `clock` gives seconds since the epoch.
     """
 
-    def __init__(self, source: Source, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, source: FleetSource, clock: Callable[[], float] = time.time) -> None:
         self.source = source
         self.history = History()
         self._clock = clock
@@ -389,7 +300,7 @@ class Board:
         state, problem = None, ""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                state = await self.source.look()
+                state = await self.source.read()
         except TimeoutError:
             problem = f"{self.source.name} has not answered within {LOOK_TIMEOUT_S:g} s"
         except RegistryError as error:
@@ -435,7 +346,9 @@ class Board:
 
 
 @asynccontextmanager
-async def run_board(open_source: Callable[[], Source], clock: Callable[[], float] = time.time) -> AsyncIterator[Board]:
+async def run_board(
+    open_source: Callable[[], FleetSource], clock: Callable[[], float] = time.time
+) -> AsyncIterator[Board]:
     """Run a board while the block runs. Raises RegistryError if its source can't be opened."""
     source = open_source()
     board = Board(source, clock)

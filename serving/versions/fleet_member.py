@@ -44,11 +44,12 @@ from router.hot_rows import HotRows
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
-from router.replicas import ReplicaSource
+from router.replicas import ReplicaSource, ReplicatedShard
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
+from serving.versions.fixed_shards import FixedShards
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
-from serving.versions.loading import local_shards, replicated_shards
+from serving.versions.loading import local_shards
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
@@ -87,9 +88,9 @@ class FleetMember:
     """Does what its agent requests, until `leave`. Belongs to the registry's event loop.
 
     If `agent_config` names no models, the process is not ready without those that are desired at the start. Without
-    `local` rows they are on shard nodes, and `open_registry` opens the registry once more for each version with hot
-    rows. `address` is its HTTP address, to be set before `load`. Raises TlsConfigError, or HotRowsError for hot rows
-    with `local` rows.
+    `local` rows they are on shard nodes, which announce themselves unless they are `fixed`. `open_registry` opens the
+    registry once more for each version with hot rows; None if there are no deltas. `address` is its HTTP address, to be
+    set before `load`. Raises TlsConfigError, or HotRowsError for hot rows with `local` rows.
     """
 
     def __init__(
@@ -100,15 +101,16 @@ class FleetMember:
         agent_config: AgentConfig,
         local: LocalRows | None = None,
         open_registry: Callable[[], Registry] | None = None,
+        fixed: FixedShards | None = None,
     ) -> None:
         if config.hot_rows is not None and local is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
-        self._open_registry = open_registry
+        self._open_registry, self._fixed = open_registry, fixed
         self._hot_rows: dict[str, HotRows] = {}
         self._hot_memory = RowMemory()
         self._hot_reports: dict[tuple[str, int], HotReport] = {}
         self.address = ""
-        self._fleet, self._service, self._config = fleet, service, config
+        self.fleet, self._service, self._config = fleet, service, config
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
@@ -120,12 +122,20 @@ class FleetMember:
         self.agent = Agent(fleet, self, agent_config, service.clock)
 
     async def load(self) -> None:
-        """Begin, and return once each expected model is live. The process is in the fleet until `leave`."""
+        """Begin, and return once each expected model is live. The process is in the fleet until `leave`.
+
+        Raises the error of a version that is refused, if `StagingConfig.must_serve` says so.
+        """
         self._tasks = [asyncio.create_task(self.agent.run(), name="agent")]
         self._tasks.append(asyncio.create_task(self._dense.run(self._service.generations), name="follow dense steps"))
         if self._local is None:
             self._tasks.append(asyncio.create_task(self._watch_nodes(), name="watch nodes"))
-        while not self._is_live():  # noqa: ASYNC110  # what is wanted and what is live have no event
+        if self._fixed is not None:
+            announcing = self._fixed.announce(self.fleet, self._service.watch)
+            self._tasks.append(asyncio.create_task(announcing, name="announce shards"))
+        while not self._is_live():
+            if self._tasks[0].done():
+                self._tasks[0].result()
             await asyncio.sleep(LIVE_POLL_S)
 
     async def leave(self) -> None:
@@ -138,7 +148,7 @@ class FleetMember:
             await asyncio.wait(self._tasks)
         if self._local is not None:
             await self._local.actions.close()
-        await self._fleet.registry.close()
+        await self.fleet.registry.close()
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
         """List the live version, those to be flipped to, and the one that answers here until the pointer has moved."""
@@ -155,7 +165,7 @@ class FleetMember:
         Raises UnavailableError if it is not published or a shard lacks it, another ShardrankError with status 503 or
         504 if its shards can't be asked now, else if it must not be served.
         """
-        published = await self._fleet.version(model, version)
+        published = await self.fleet.version(model, version)
         if published is None:
             problem = f"version {version} of model {model!r} is not on record as published"
             raise UnavailableError(problem, kind="not_ready")
@@ -249,9 +259,9 @@ class FleetMember:
 
     async def _topology(self, model: str, version: int, num_shards: int | None) -> FleetRecord:
         """Return how the fleet divides a version. Raises UnavailableError unless each shard has a node with it."""
-        self.directory.update(await self._fleet.nodes())
+        self.directory.update(await self.fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
-        topology = await self._fleet.fleet() or self.directory.topology()
+        topology = await self.fleet.fleet() or self.directory.topology()
         if topology is None:
             raise UnavailableError("no shard node has joined the fleet yet", kind="not_ready")
         topology = topology.model_copy(update={} if num_shards is None else {"num_shards": num_shards})
@@ -265,7 +275,7 @@ class FleetMember:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        keep = await identities_in_use(self._fleet, self._config.store)
+        keep = await identities_in_use(self.fleet, self._config.store)
         work = partial(self._load_now, published, topology, tell, asyncio.get_running_loop(), keep)
         name = f"load-{published.model}-{published.version}"
         began = time.monotonic()
@@ -337,11 +347,18 @@ class FleetMember:
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
         plan = Plan.of_snapshot(snapshot, *division, config.plan)
 
-        def replicas(index: int) -> ReplicaSource:
-            current = partial(self.directory.current, model, version, index)
-            return ReplicaSource(current, partial(ShardClient, clock=clock, tls=self._node_tls))
+        connect = partial(ShardClient, clock=clock, tls=self._node_tls)
+        sources = [
+            ReplicaSource(partial(self.directory.current, model, version, index), connect)
+            for index in range(plan.num_shards)
+        ]
 
-        shards = replicated_shards(snapshot, plan, replicas, clock, config.replica_policy)
+        def shards(events: ReplicaEvents) -> list[ReplicatedShard]:
+            return [
+                ReplicatedShard(plan, index, snapshot.identity, source, events, clock, config.replica_policy)
+                for index, source in enumerate(sources)
+            ]
+
         if config.hot_rows is None:
             return plan, shards, None
         # Runs after the keeper has ended and reported for the last time.
@@ -385,7 +402,7 @@ class FleetMember:
         is_silent = False
         while True:
             try:
-                self.directory.update(await self._fleet.nodes())
+                self.directory.update(await self.fleet.nodes())
                 is_silent = False
             except Exception as error:  # a fault of ours must not leave this process with the nodes of today for good
                 if not is_silent:
