@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from loader.errors import RegistryError, SnapshotCorruptError, UnavailableError
-from loader.progress import CancelToken, Throttle, ended, in_background
+from loader.progress import CancelToken, Progress, Throttle, ended, in_background
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -126,13 +126,12 @@ class FleetMember:
 
         Raises the error of a version that is refused, if `StagingConfig.must_serve` says so.
         """
-        self._tasks = [asyncio.create_task(self.agent.run(), name="agent")]
-        self._tasks.append(asyncio.create_task(self._dense.run(self._service.generations), name="follow dense steps"))
+        running = [self.agent.run(), self._dense.run(self._service.generations)]
         if self._local is None:
-            self._tasks.append(asyncio.create_task(self._watch_nodes(), name="watch nodes"))
+            running.append(self._watch_nodes())
         if self._fixed is not None:
-            announcing = self._fixed.announce(self.fleet, self._service.watch)
-            self._tasks.append(asyncio.create_task(announcing, name="announce shards"))
+            running.append(self._fixed.announce(self.fleet, self._service.watch))
+        self._tasks = [asyncio.create_task(work) for work in running]
         while not self._is_live():
             if self._tasks[0].done():
                 self._tasks[0].result()
@@ -157,7 +156,7 @@ class FleetMember:
 
     def held(self) -> set[tuple[str, int]]:
         """List (model, version) of what could answer requests."""
-        return self._here() if self._local is None else self._here() & set(self._local.actions.held())
+        return self._loaded() if self._local is None else self._loaded() & set(self._local.actions.held())
 
     async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version, and put it beside the live one.
@@ -174,7 +173,7 @@ class FleetMember:
             topology = await self._topology(model, version, wanted.num_shards.get(version))
         elif (model, version) not in self._local.actions.held():
             await self._local.actions.stage(model, version, wanted, lambda share: tell(share * OPENED))
-        if (model, version) in self._here():
+        if (model, version) in self._loaded():
             return  # its rows were staged anew; what ranks with them is still here
         try:
             await self._load(published, topology, tell)
@@ -191,19 +190,19 @@ class FleetMember:
         model, live, canary = wanted.model, wanted.live, wanted.canary
         if self._local is not None:
             await self._local.actions.settle(wanted)
-        here = {version for name, version in self.held() if name == model}
-        if live is not None and live in here and (before := self._service.live(model)) != live:
+        loaded = {version for name, version in self.held() if name == model}
+        if live is not None and live in loaded and (before := self._service.live(model)) != live:
             self._service.flip(model, live)
             logger.info("version %d of %s is live, after %s", live, model, before)
-        if canary is None or canary.version not in here:
+        if canary is None or canary.version not in loaded:
             self._service.set_canary(model, None)
         else:
             self._service.set_canary(model, canary.version, canary.share)
-        return (live is None or live in here) and (canary is None or canary.version in here)
+        return (live is None or live in loaded) and (canary is None or canary.version in loaded)
 
     async def retire(self, model: str, version: int) -> None:
         """Withdraw a version; return when its last request has ended and it is freed."""
-        if (model, version) in self._here():
+        if (model, version) in self._loaded():
             generation = self._service.retire(model, version)
             deadline = self._service.clock() + self._service.limits.max_timeout_ms / 1000
             while not generation.retired.is_set():
@@ -217,16 +216,16 @@ class FleetMember:
     def reports(self) -> list[VersionReport]:
         """Report each version that could answer requests."""
         of_rows = () if self._local is None else self._local.actions.reports()
-        rows = {(one.model, one.version): one for one in of_rows}
-        held, found = self.held(), []
-        for one in self._service.generations.all():
-            if (key := (one.model, one.version)) not in held:
+        rows = {(report.model, report.version): report for report in of_rows}
+        loaded, reports = self.held(), []
+        for generation in self._service.generations.all():
+            if (key := (generation.model, generation.version)) not in loaded:
                 continue
-            served, report = one.payload, rows.get(key, VersionReport(model=key[0], version=key[1], state="ready"))
-            told = {
+            served, report = generation.payload, rows.get(key)
+            update = {
                 "progress": 1.0,
                 "identity": served.description.identity,
-                "leases": one.leases,
+                "leases": generation.leases,
                 "golden_difference": served.checked.difference,
                 "golden_tolerance": served.checked.tolerance,
                 "stats": served.counter.stats(),
@@ -234,8 +233,9 @@ class FleetMember:
                 "dense_step": served.dense_step,
                 "dense_refused": self._dense.refused[key][1] if key in self._dense.refused else "",
             }
-            found.append(report.model_copy(update=told))
-        return found
+            report = report or VersionReport(model=served.model, version=served.version, state="ready")
+            reports.append(report.model_copy(update=update))
+        return reports
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """Make the record that is announced."""
@@ -275,10 +275,35 @@ class FleetMember:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        keep = await identities_in_use(self.fleet, self._config.store)
-        work = partial(self._load_now, published, topology, tell, asyncio.get_running_loop(), keep)
+        keep, loop = await identities_in_use(self.fleet, self._config.store), asyncio.get_running_loop()
+
+        def work(wish: CancelToken) -> LoadedVersion:
+            # OpenMP would give this thread helpers of its own.
+            torch.set_num_threads(1)
+            progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
+            paced = Throttle(self._config.stage_cpu_share, sleep=wish.rest).over(progress)
+            with ExitStack() as closing:
+                snapshot = self._open(published, keep, paced, closing)
+                wish.check()
+                plan, shards, hot = self._connect(snapshot, topology, closing)
+                kept = ExitStack()
+                served = LoadedVersion.load(
+                    snapshot,
+                    plan,
+                    shards,
+                    self._config,
+                    limits=self._service.limits,
+                    metrics=self._service.metrics,
+                    clock=self._service.clock,
+                    on_close=kept.close,
+                    loop=loop,
+                    hot=hot,
+                )
+                kept.push(closing.pop_all())
+                return served
+
+        started_at = time.monotonic()
         name = f"load-{published.model}-{published.version}"
-        began = time.monotonic()
         served = await in_background(work, name, self._discard, low_priority=False)
         try:
             # A version that comes back answers with the dense weights that it had.
@@ -287,66 +312,34 @@ class FleetMember:
         except BaseException:
             self._discard(served)
             raise
-        taken_s = time.monotonic() - began
-        logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, taken_s)
+        duration_s = time.monotonic() - started_at
+        logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, duration_s)
 
-    def _load_now(
-        self,
-        published: PublishedVersion,
-        topology: FleetRecord | None,
-        tell: Callable[[float], None],
-        loop: asyncio.AbstractEventLoop,
-        keep: Collection[str],
-        wish: CancelToken,
-    ) -> LoadedVersion:
-        # OpenMP would give this thread helpers of its own.
-        torch.set_num_threads(1)
-        config, service, model, version = self._config, self._service, published.model, published.version
-        progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
-        paced = Throttle(config.stage_cpu_share, sleep=wish.rest).over(progress)
-        with ExitStack() as closing:
-            # Shard nodes fetch and check the row files.
-            files = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
-            held = closing.enter_context(files(verify=config.verify, keep=keep, progress=paced))
-            rows_here = isinstance(config.store, Path)
-            snapshot = Snapshot.open(
-                held.path, verify=config.verify, files="other", rows_here=rows_here, progress=paced
-            )
-            _check_identity(snapshot, published.identity, "was published")
-            wish.check()
-            hot = None
-            if self._local is not None:
-                with self._local.node.generations.lease(model, version) as lease:
-                    rows = f"is of the rows of version {version} of model {model!r} that are in this process"
-                    _check_identity(snapshot, lease.payload.manifest_identity, rows)
-                plan, shards = self._local.plan_of(snapshot), local_shards([self._local.node])
-            else:
-                assert topology is not None
-                plan, shards, hot = self._remote_shards(snapshot, topology, closing)
-            kept = ExitStack()
-            served = LoadedVersion.load(
-                snapshot,
-                plan,
-                shards,
-                config,
-                limits=service.limits,
-                metrics=service.metrics,
-                clock=service.clock,
-                on_close=kept.close,
-                loop=loop,
-                hot=hot,
-            )
-            kept.push(closing.pop_all())
-            return served
+    def _open(
+        self, published: PublishedVersion, keep: Collection[str], progress: Progress, closing: ExitStack
+    ) -> Snapshot:
+        """Open a version without its row files, which are fetched and checked by whoever loads them."""
+        model, version, verify = published.model, published.version, self._config.verify
+        hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
+        files = closing.enter_context(hold(verify=verify, keep=keep, progress=progress))
+        rows_here = isinstance(self._config.store, Path)
+        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=rows_here, progress=progress)
+        _check_identity(snapshot, published.identity, "was published")
+        return snapshot
 
-    def _remote_shards(
-        self, snapshot: Snapshot, topology: FleetRecord, closing: ExitStack
+    def _connect(
+        self, snapshot: Snapshot, topology: FleetRecord | None, closing: ExitStack
     ) -> tuple[Plan, ShardsFactory, HotRows | None]:
-        """Return a version's plan and connections to shard nodes, and copies of its hot rows."""
+        """Return a version's plan and its shards, in this process or elsewhere, and copies of its hot rows."""
         model, version, clock, config = snapshot.spec.model, snapshot.version, self._service.clock, self._config
+        if self._local is not None:
+            with self._local.node.generations.lease(model, version) as lease:
+                rows = f"is of the rows of version {version} of model {model!r} that are in this process"
+                _check_identity(snapshot, lease.payload.manifest_identity, rows)
+            return self._local.plan_of(snapshot), local_shards([self._local.node]), None
+        assert topology is not None
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
         plan = Plan.of_snapshot(snapshot, *division, config.plan)
-
         connect = partial(ShardClient, clock=clock, tls=self._node_tls)
         sources = [
             ReplicaSource(partial(self.directory.current, model, version, index), connect)
@@ -387,12 +380,13 @@ class FleetMember:
 
         threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
 
-    def _here(self) -> set[tuple[str, int]]:
-        return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
+    def _loaded(self) -> set[tuple[str, int]]:
+        generations = self._service.generations.all()
+        return {(loaded.model, loaded.version) for loaded in generations if loaded.state != "draining"}
 
     def _is_live(self) -> bool:
         wanted = self.agent.wanted.values()
-        expected = self._models or tuple(sorted(one.model for one in wanted if one.live is not None))
+        expected = self._models or tuple(sorted(record.model for record in wanted if record.live is not None))
         if not expected:
             return False
         self._service.expect(expected)
