@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -22,7 +21,7 @@ from loader.registry.fleet import FleetRecord, FleetRegistry
 from serving.cli import settings
 from serving.cli.settings import Options, config_of
 from serving.fleet.membership import Membership, node_id, reachable_host
-from serving.fleet.process import notify_once_ready, run_until_stopped
+from serving.fleet.process import notify_ready, run_until_stopped, until_ready
 from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, join_fleet, watch_cards
 from shard_node.cuda.card_set import CardSet
@@ -76,19 +75,22 @@ def run_shard_node(options: Options, *, in_fleet: bool, tls: TlsConfig | None) -
 async def serve_shard(
     options: Options, membership: Membership, node: ShardNode, card_set: CardSet | None, tls: TlsConfig | None
 ) -> None:
-    """Serve until it is cancelled; then leave the fleet and end what is in flight. Raises as `run_shard_node`."""
+    """Serve until it is cancelled; then leave the fleet and end what is in flight. Raises as `run_shard_node`.
+
+    A node of a fleet is found when it has joined; one without a registry listens once its rows are loaded.
+    """
     (index, num_shards), fleet = options["shard"], membership.fleet
     is_alone, plan = membership.version is not None, settings.read_plan(options, membership.agent.models or ())
     node.problems = lambda: _JOINING
-    may_wait = options["memory_budget_gb"] is not None or card_set is not None
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(fleet.registry.close)
-        server = await stack.enter_async_context(_listening(node, options, tls, may_wait=may_wait))
+        listen = partial(_listen, stack, node, options, tls, may_wait=_may_wait(options, card_set))
+        server = None if is_alone else await listen()
         await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
         config = settings.node_config(
             options,
-            options["node_id"] or _node_id(index, server.addresses[0]),
-            address=_advertised(options, server),
+            options["node_id"] or ("shard" if server is None else _node_id(index, server.addresses[0])),
+            address="" if server is None else _advertised(options, server),
             store=membership.store,
             stage_bytes_per_s=None if options["stage_mb_per_s"] is None else options["stage_mb_per_s"] * 1e6,
             stage_cpu_share=1.0 if is_alone else options["stage_cpu_share"],
@@ -98,51 +100,59 @@ async def serve_shard(
         agent = Agent(fleet, actions, membership.agent)
         node.problems = partial(actions.problems, agent)
         settle_heap()
-        running = asyncio.create_task(agent.run())
-        cards = None if card_set is None else card_set.cards
-        watching = asyncio.create_task(watch_cards(node, cards))
-        notifying = asyncio.create_task(notify_once_ready(node.problems))
+        following = asyncio.create_task(agent.run())
+        watching = asyncio.create_task(watch_cards(node, None if card_set is None else card_set.cards))
+        starting = asyncio.create_task(until_ready(node.problems))
         try:
-            done, _ = await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait([following, watching, starting], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                server = server or await listen()
+                notify_ready()
+                await asyncio.wait([following, watching], return_when=asyncio.FIRST_COMPLETED)
+            for task in (following, watching):
+                if task.done():
+                    task.result()
         finally:
             watching.cancel()
-            notifying.cancel()
+            starting.cancel()
             # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
             await agent.leave()
-            await server.drain(DRAIN_TIMEOUT_S)
-            running.cancel()
-            await asyncio.wait([running, watching, notifying])
+            if server is not None:
+                await server.drain(DRAIN_TIMEOUT_S)
+            following.cancel()
+            await asyncio.wait([following, watching, starting])
             await actions.close()
 
 
-@contextlib.asynccontextmanager
-async def _listening(
-    node: ShardNode, options: Options, tls: TlsConfig | None, *, may_wait: bool
-) -> AsyncIterator[NodeServer]:
-    """Listen while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
+def _may_wait(options: Options, card_set: CardSet | None) -> bool:
+    """Return whether a lookup may have to wait for a disk or a card: then the event loop never pools."""
+    return options["memory_budget_gb"] is not None or card_set is not None
+
+
+async def _listen(
+    stack: contextlib.AsyncExitStack, node: ShardNode, options: Options, tls: TlsConfig | None, *, may_wait: bool
+) -> NodeServer:
+    """Listen until the stack is closed."""
     addresses = [Address.parse(text) for text in options["listen"]]
     admin = None if options["admin_listen"] is None else Address.parse(options["admin_listen"])
     reachable = [str(address) for address in (*addresses, admin) if address is not None and not address.is_loopback]
     if reachable and tls is None:
         logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
     limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
-    async with contextlib.AsyncExitStack() as stack:
-        metrics = None
-        if admin is not None:
-            from serving.api.node_port import running_node_port  # only who is asked pays for it
+    metrics = None
+    if admin is not None:
+        from serving.api.node_port import running_node_port  # only who is asked pays for it
 
-            metrics, url = await stack.enter_async_context(running_node_port(node, admin, tls))
-            click.echo(f"metrics: {url}")
-        server = NodeServer(node, limits, tls=None if tls is None else server_context(tls), watch=metrics)
-        stack.push_async_callback(server.close)
-        await server.start(addresses)
-        if metrics is not None:
-            metrics.of(server, _advertised(options, server))
-        for address in server.addresses:
-            click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
-        yield server
+        metrics, url = await stack.enter_async_context(running_node_port(node, admin, tls))
+        click.echo(f"metrics: {url}")
+    server = NodeServer(node, limits, tls=None if tls is None else server_context(tls), watch=metrics)
+    stack.push_async_callback(server.close)
+    await server.start(addresses)
+    if metrics is not None:
+        metrics.of(server, _advertised(options, server))
+    for address in server.addresses:
+        click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
+    return server
 
 
 async def _join(fleet: FleetRegistry, division: FleetRecord) -> None:
