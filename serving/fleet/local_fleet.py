@@ -19,7 +19,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from loader.registry import open_registry
+from loader.registry import STORE_REGISTRY, open_registry
 from loader.registry.fleet import (
     COORDINATOR_LOCK,
     FLEET,
@@ -52,8 +52,6 @@ from serving.fleet.supervisor import (
 from serving.fleet.workers import REGISTRY_VARIABLE, WorkerPorts, connectable_host, held_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
-STORE_REGISTRY = ".registry"
-"""Folder in a store that is the registry of a fleet for which no other was named."""
 COORDINATOR = "coordinator"
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
