@@ -161,9 +161,10 @@ class Stagings:
                     logger.log(level, "version %d of %s waits: %s", version, model, attempt.reason)
             else:
                 attempt.state, attempt.due, self.refusal = "refused", self._clock() + config.live_retry_s, error
-                logger.error("version %d of %s is refused: %s", version, model, attempt.reason)
-                if not hasattr(error, "http_status"):
-                    logger.error("which nobody raised on purpose", exc_info=error)
+                if not config.must_serve:
+                    is_bug = not hasattr(error, "http_status")
+                    reason = attempt.reason
+                    logger.error("version %d of %s is refused: %s", version, model, reason, exc_info=is_bug and error)
         else:
             del self._attempts[model][version]
             logger.info("version %d of %s is ready", version, model)
