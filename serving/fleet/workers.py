@@ -82,7 +82,7 @@ class WorkerPorts:
 
 
 @contextlib.contextmanager
-def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
+def reserved_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
     """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
         http = held.enter_context(shared_port(host, http_port))
@@ -159,7 +159,7 @@ def run_workers(options: Options, *, in_fleet: bool, log_level: str) -> None:
     scheme = settings.scheme(options)
 
     async def program() -> None:
-        with held_ports(options["host"], options["http_port"], options["grpc_port"], len(workers)) as ports:
+        with reserved_ports(options["host"], options["http_port"], options["grpc_port"], len(workers)) as ports:
             # Workers leave their fleet once they have drained, which may take as long again as the default grace.
             grace_s = SupervisionConfig().stop_grace_s + options["shutdown_delay_s"]
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:

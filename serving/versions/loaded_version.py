@@ -217,7 +217,7 @@ class LoadedVersion:
             )
         return nodes
 
-    async def takes_dense(self) -> bool:
+    async def accepts_dense(self) -> bool:
         """Return whether the step before answers: a new one would take its place. Raises ShardrankError."""
         active = [asyncio.wrap_future(replica.call(Ranking.weights_active)) for replica in self._replicas]
         return all(await asyncio.gather(*active))
