@@ -29,15 +29,9 @@ from router.plan_file import PlanFile
 from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
-from serving.fleet.local_fleet import (
-    FleetConfig,
-    WorkerPorts,
-    connectable_host,
-    held_ports,
-    placement_line,
-    running_fleet,
-)
+from serving.fleet.local_fleet import FleetConfig, placement_line, running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
+from serving.fleet.workers import WorkerPorts, connectable_host, held_ports
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset

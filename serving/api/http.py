@@ -27,7 +27,7 @@ from serving.api.http_connection import HttpConnection, HttpListener
 from serving.api.http_messages import CODINGS, HttpReply, Refuse, defect_reply, error_reply, expand, read_body
 from serving.api.listening import CountFailure, Place
 from serving.api.tokens import Tokens
-from serving.dashboard.board import Source, run_board
+from serving.dashboard.board import FleetSource, run_board
 from serving.errors import invalid_field
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
@@ -331,7 +331,7 @@ async def running_admin(
     *,
     tokens: Tokens | None = None,
     ssl: tls.SSLContext | None = None,
-    page: Callable[[], Source] | None = None,
+    page: Callable[[], FleetSource] | None = None,
 ) -> AsyncIterator[int]:
     """Serve probes, metrics and a page while the block runs, and yield the port. Raises ConfigError, or as `page`."""
 

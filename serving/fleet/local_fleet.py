@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
-import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
-import httpx
-from prometheus_client.multiprocess import mark_process_dead
 from pydantic import Field, model_validator
 
-from loader.registry import open_registry
+from loader.registry import STORE_REGISTRY, open_registry
 from loader.registry.fleet import (
     COORDINATOR_LOCK,
     FLEET,
@@ -43,26 +39,20 @@ from loader.stores.cache import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile
-from serving.api.listening import WORKER_VARIABLE, Place
 from serving.errors import FleetError
 from serving.fleet.supervisor import (
     ChildSpec,
     NotYetError,
-    Probe,
     RefusedError,
     SupervisionConfig,
     Supervisor,
     shardrank_command,
     supervised,
 )
+from serving.fleet.workers import REGISTRY_VARIABLE, WorkerPorts, connectable_host, held_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
-LOOPBACK = "127.0.0.1"
-STORE_REGISTRY = ".registry"
-"""Folder in a store that is the registry of a fleet for which no other was named."""
 COORDINATOR = "coordinator"
-REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
-"""How children are told the registry: it may have a password, and anybody can read the flags of a process."""
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
 _POLL_S = 0.1
@@ -330,108 +320,6 @@ async def ask_coordinator(fleet: FleetRegistry, process_id: int) -> None:
     """Find out whether anybody coordinates: a process that stands by is as good as the one that does. A `Probe`."""
     if await fleet.registry.holder(COORDINATOR_LOCK) is None:
         raise NotYetError(f"nobody holds {COORDINATOR_LOCK} yet")
-
-
-@contextlib.contextmanager
-def shared_port(host: str, port: int) -> Iterator[int]:
-    """Hold a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
-
-    The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
-    take the port, not even between the death of the last worker and its restart. Raises FleetError if it is taken.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as held:
-        try:
-            if port:
-                # With SO_REUSEPORT alone, two fleets would share it unnoticed.
-                with socket.socket(family, socket.SOCK_STREAM) as probe:
-                    # Connections of a server that has just ended must not keep the port from its successor.
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind((host, port))
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((host, port))
-        except OSError as error:
-            free = "; use --http-port 0 / --grpc-port 0 for free ones" if error.errno == errno.EADDRINUSE else ""
-            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}{free}") from error
-        yield held.getsockname()[1]
-
-
-def connectable_host(host: str) -> str:
-    """Return the address at which a server that is bound to `host` answers on this machine."""
-    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPorts:
-    """Ports that are held for workers.
-
-    HTTP and gRPC are shared by all. `probes` has a private port on loopback for each: at the shared port, whichever
-    worker the kernel picks would answer the question whether this one is ready.
-    """
-
-    host: str
-    http: int
-    grpc: int
-    probes: tuple[int, ...]
-
-
-@contextlib.contextmanager
-def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
-    """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
-    with contextlib.ExitStack() as held:
-        http = held.enter_context(shared_port(host, http_port))
-        grpc = held.enter_context(shared_port(host, grpc_port))
-        probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
-        yield WorkerPorts(host, http, grpc, probes)
-
-
-def worker_specs(
-    run_directory: Path,
-    ports: WorkerPorts,
-    arguments: Sequence[Sequence[str]],
-    log_level: str,
-    environment: Mapping[str, str],
-    probes: Sequence[Probe] = (),
-) -> list[ChildSpec]:
-    """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
-
-    `arguments` has each worker's flags of `shardrank serve`, but ports; `probes` what else each must say, if anything.
-    """
-    on_exit, places = None, [dict[str, str]() for _ in ports.probes]
-    if len(ports.probes) > 1:
-        metrics, sharing = run_directory / "metrics", run_directory / "connections"
-        sharing.mkdir(mode=0o700, exist_ok=True)
-        places = [{WORKER_VARIABLE: str(Place(worker, len(places), sharing))} for worker in range(len(places))]
-        metrics.mkdir(mode=0o700, exist_ok=True)
-        environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-        # A dead process' gauges must not be added up with those of the living.
-        on_exit = partial(mark_process_dead, path=str(metrics))
-    return [
-        ChildSpec(
-            name=f"serve-{worker}",
-            command=shardrank_command(
-                *("--log-level", log_level, "serve", *arguments[worker], "--host", ports.host),
-                *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
-            ),
-            probe=partial(_ask_worker, probes[worker : worker + 1], probe_port),
-            environment={**environment, **places[worker]},
-            on_exit=on_exit,
-        )
-        for worker, probe_port in enumerate(ports.probes)
-    ]
-
-
-async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> None:
-    for probe in probes:
-        await probe(process_id)
-    url = f"http://{LOOPBACK}:{port}/readyz"
-    try:
-        async with httpx.AsyncClient(verify=False, trust_env=False) as client:
-            answer = await client.get(url)
-    except httpx.HTTPError as error:
-        raise NotYetError(f"{url}: {error}") from error
-    if not answer.is_success:
-        raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
 
 
 @dataclass(frozen=True)

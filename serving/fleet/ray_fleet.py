@@ -333,7 +333,8 @@ async def fleet_on_ray(
     """
     from loader.registry import open_registry
     from loader.registry.fleet import FleetRegistry
-    from serving.fleet.local_fleet import REGISTRY_VARIABLE, begin
+    from serving.fleet.local_fleet import begin
+    from serving.fleet.workers import REGISTRY_VARIABLE
 
     registry = open_registry(config.registry_url)
     async with contextlib.AsyncExitStack() as stack:

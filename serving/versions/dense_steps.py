@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -31,17 +30,6 @@ LOOK_S: Final = 0.25
 """Between two polls for new steps; each is up to a quarter earlier or later."""
 READ_FOR_S: Final = 30.0
 """A step whose file can't be read is tried for so long: a shared file system may show it later."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
-
-
-@dataclass(slots=True)
-class _Unread:
-    """A step whose file could not be read: until when it is tried, and when next, seconds of the clock."""
-
-    record: DenseStep
-    until: float
-    again_at: float
-    pause_s: float = FIRST_PAUSE_S
 
 
 class DenseSteps:
@@ -56,7 +44,8 @@ class DenseSteps:
         self, fleet: FleetRegistry, store: Store, metrics: ServingMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.refused: dict[tuple[str, int], tuple[DenseStep, str]] = {}
-        self._unread: dict[tuple[str, int], _Unread] = {}
+        # Steps whose files could not be read, and until when that is tried again, seconds of the clock.
+        self._unread: dict[tuple[str, int], tuple[DenseStep, float]] = {}
         self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
     async def look(self, served: LoadedVersion) -> None:
@@ -84,23 +73,15 @@ class DenseSteps:
         before = self.refused.get((record.model, record.version))
         return before is not None and before[0] == record
 
-    def _is_read_later(self, record: DenseStep, *, failed: bool = False) -> bool:
-        """Tell whether a step is tried at a later time; one whose file could not be read now, for a while."""
+    def _is_read_again(self, record: DenseStep) -> bool:
+        """Return whether a step whose file could not be read is tried again."""
         key, now = (record.model, record.version), self._clock()
-        unread = self._unread.get(key)
-        if unread is None or unread.record != record:
-            if not failed:
-                return False
-            unread = self._unread[key] = _Unread(record, now + READ_FOR_S, now)
-        if failed:
-            unread.again_at = min(now + unread.pause_s, unread.until)
-            unread.pause_s = min(2 * unread.pause_s, MAX_PAUSE_S)
-        return now < unread.again_at
+        if key not in self._unread or self._unread[key][0] != record:
+            self._unread[key] = record, now + READ_FOR_S
+        return now < self._unread[key][1]
 
     async def _try(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> bool:
         key = served.model, served.version
-        if self._is_read_later(record):
-            return False
         try:
             if not await served.takes_dense():
                 return False
@@ -114,7 +95,7 @@ class DenseSteps:
         except ShardrankError as error:
             # What the file system refused has its OSError as cause; a file that is not what was published has none.
             is_unread = isinstance(error.__cause__, OSError)
-            if error.http_status in (503, 504) or (is_unread and self._is_read_later(record, failed=True)):
+            if error.http_status in (503, 504) or (is_unread and self._is_read_again(record)):
                 logger.warning("dense step %d of %s %d can't be taken yet: %s", record.step, *key, error)
                 return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")

@@ -27,7 +27,7 @@ from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import Plan
 from router.plan_file import PlanFile
 from router.router import Router
-from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
+from serving.cards.ranking import CardRanking, scorer_on_card
 from serving.description import ModelInfo
 from serving.errors import RankingModelError
 from serving.formats.schema import RequestSchema
@@ -149,9 +149,13 @@ class LoadedVersion:
             connected = shards(metrics.replica_events(spec.model))
             nodes.update(dict.fromkeys(shard.node for shard in connected if isinstance(shard, LocalShard)))
             router = Router(schema.features, mapper, plan, connected, hot=hot)
-            scorer = _scorer(connected, snapshot, number, limits, options.card_graphs)
+            scorer = scorer_on_card(connected, spec.model, snapshot.version, number, limits, options.card_graphs)
             if scorer is None:
                 return Ranking(parts, router, connected, metrics, counter, clock)
+            if isinstance(spec.dense_model, ExportedModelSpec):
+                scorer.close()
+                problem = "an exported program is run on the CPU, but its rows are on cards"
+                raise RankingModelError(f"model {spec.model!r}: {problem}")
             return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
 
         # What ranks on the loop of the APIs is checked on a thread, so that the loop goes on meanwhile.
@@ -200,24 +204,23 @@ class LoadedVersion:
             )
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                told = await asyncio.wrap_future(self._replicas[0].call(Ranking.nodes))
+                nodes = await asyncio.wrap_future(self._replicas[0].call(Ranking.nodes))
         except TimeoutError:
             raise UnavailableError(
                 f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s", kind="not_ready"
             ) from None
-        asked = {info.identity.shard_index for _, info in told}
-        have = {info.identity.shard_index for _, info in told if info.has(self.model, self.version)}
-        if asked != have:
+        have = {info.identity.shard_index for _, info in nodes if info.has(self.model, self.version)}
+        if lacking := {info.identity.shard_index for _, info in nodes} - have:
             raise UnavailableError(
-                f"no node of shard {min(asked - have)} that answers has version {self.version} of model {self.model!r}",
+                f"no node of shard {min(lacking)} that answers has version {self.version} of model {self.model!r}",
                 kind="not_ready",
             )
-        return told
+        return nodes
 
     async def takes_dense(self) -> bool:
         """Return whether the step before answers: a new one would take its place. Raises ShardrankError."""
-        asked = [asyncio.wrap_future(replica.call(Ranking.weights_active)) for replica in self._replicas]
-        return all(await asyncio.gather(*asked))
+        active = [asyncio.wrap_future(replica.call(Ranking.weights_active)) for replica in self._replicas]
+        return all(await asyncio.gather(*active))
 
     def change_dense(
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], record: DenseStep, max_drift: float
@@ -268,18 +271,6 @@ class LoadedVersion:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self._batcher, self._replicas)
         self._on_close()
-
-
-def _scorer(
-    shards: Sequence[Shard], snapshot: Snapshot, replica: int, limits: RequestLimits, card_graphs: bool
-) -> CardScorer | None:
-    """Make what scores on a card, if rows are on cards. Raises RankingModelError for a program, which runs on CPUs."""
-    model = snapshot.spec.model
-    scorer = scorer_on_card(shards, model, snapshot.version, replica, limits, card_graphs)
-    if scorer is not None and isinstance(snapshot.spec.dense_model, ExportedModelSpec):
-        scorer.close()
-        raise RankingModelError(f"model {model!r}: an exported program is run on the CPU, but its rows are on cards")
-    return scorer
 
 
 def _started(
@@ -532,12 +523,12 @@ class _GoldenCheck:
         return _on_all([replica], check)[0]
 
     def has_deltas(self) -> bool:
-        (told,) = _on_all(self.replicas[:1], Ranking.nodes)
-        name = (self.snapshot.spec.model, self.snapshot.version)
+        (nodes,) = _on_all(self.replicas[:1], Ranking.nodes)
+        key = self.snapshot.spec.model, self.snapshot.version
         return any(
-            (one.model, one.version) == name and one.delta_sequence > one.last_delta
-            for _, info in told
-            for one in info.versions
+            (served.model, served.version) == key and served.delta_sequence > served.last_delta
+            for _, info in nodes
+            for served in info.versions
         )
 
 
@@ -548,34 +539,31 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
     # A request is in the batch that its first candidate falls into.
     batch_of_request = (ends - counts) // schema.limits.max_batch_candidates
     edges = np.flatnonzero(np.diff(batch_of_request, prepend=-1, append=batch_of_request[-1] + 1))
+    outputs = [golden.outputs[name] for name in schema.features.spec.dense_model.outputs]
     for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         candidates = slice(int(ends[first] - counts[first]), int(ends[end - 1]))
-        own = counts[first:end]
-        starts = np.concatenate([[0], np.cumsum(own)])
         batch = MergedBatch(
             _bags(schema, golden, slice(first, end), candidates),
-            starts,
-            np.repeat(np.arange(own.size), own),
+            np.concatenate([[0], np.cumsum(counts[first:end])]),
+            np.repeat(np.arange(end - first), counts[first:end]),
             golden.context_dense[first:end],
             golden.candidate_dense[candidates],
         )
-        expected = [golden.scores, *(golden.outputs[name] for name in schema.features.spec.dense_model.outputs)]
-        yield batch, np.stack([one[candidates] for one in expected])
+        yield batch, np.stack([scores[candidates] for scores in (golden.scores, *outputs)])
 
 
 def _bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> KeyedBags:
     lengths, values, weights = [], [], []
     for feature in schema.features.features:
-        bags = requests if feature.side == "context" else candidates
-        offsets = np.concatenate([[0], np.cumsum(golden.lengths[feature.name], dtype=np.int64)])
+        name, bags = feature.name, requests if feature.side == "context" else candidates
+        offsets = np.concatenate([[0], np.cumsum(golden.lengths[name], dtype=np.int64)])
         ids = slice(int(offsets[bags.start]), int(offsets[bags.stop]))
-        lengths.append(golden.lengths[feature.name][bags])
-        values.append(golden.values[feature.name][ids])
-        own = golden.weights.get(feature.name)
-        weights.append(np.ones(values[-1].size, np.float32) if own is None else own[ids])
+        lengths.append(golden.lengths[name][bags])
+        values.append(golden.values[name][ids])
+        weights.append(golden.weights[name][ids] if name in golden.weights else np.ones(values[-1].size, np.float32))
     return KeyedBags.from_lengths(
         schema.keys,
-        np.array([one.size for one in lengths], dtype=np.int64),
+        np.array([bags.size for bags in lengths], dtype=np.int64),
         np.concatenate(lengths),
         np.concatenate(values),
         np.concatenate(weights) if golden.weights else None,

@@ -12,7 +12,7 @@ import random as random_module
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from pydantic import Field
 
@@ -176,6 +176,12 @@ class AgentConfig(Frozen):
     models: tuple[Name, ...] | None = None
     staging: StagingConfig = StagingConfig()
 
+    @classmethod
+    def for_only_process(cls, model: str) -> Self:
+        """Return how the only process of a fleet behaves: it has to serve that model, and nobody to wait for."""
+        staging = StagingConfig(jitter_s=0.0, must_serve=True)
+        return cls(models=(model,), unannounce_grace_s=0.0, staging=staging)
+
 
 class Agent:
     """Makes this process what is wanted, round by round. Belongs to one event loop; `clock` gives monotonic seconds.
@@ -232,7 +238,10 @@ class Agent:
         return [f"{what}: {reason}" for what, reason in sorted(self._problems.items())]
 
     async def run(self) -> None:
-        """Goes round until cancelled; then ends stagings and waits for what they hold to be let go of."""
+        """Go round until cancelled; then end stagings and wait for what they hold to be let go of.
+
+        Raises the error of a version that was refused, as `StagingConfig.must_serve` says.
+        """
         try:
             while True:
                 try:
@@ -242,6 +251,8 @@ class Agent:
                     self._problems["agent"] = _said(error)
                 else:
                     self._problems.pop("agent", None)
+                if self._config.staging.must_serve and self._stagings.refusal is not None:
+                    raise self._stagings.refusal
                 await self._sleep(self._config.poll_s * self._random.uniform(0.75, 1.25))
         finally:
             await self.close()

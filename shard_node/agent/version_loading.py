@@ -28,7 +28,8 @@ class StagingConfig(Frozen):
 
     Each begins up to `jitter_s` later, so that a fleet does not pull a version in one moment; `fleet_limit` processes
     stage at a time, for each model one. What passes by itself is tried again after `retry_first_s`, doubled each time,
-    and a live version that was refused after `live_retry_s`.
+    and a live version that was refused after `live_retry_s`. A process that `must_serve` has nothing else to do: a
+    version that is refused ends its agent.
     """
 
     jitter_s: float = Field(default=0.3, ge=0, le=600)
@@ -37,6 +38,7 @@ class StagingConfig(Frozen):
     retry_first_s: float = Field(default=0.2, gt=0, le=60)
     retry_max_s: float = Field(default=2.0, gt=0, le=600)
     live_retry_s: float = Field(default=30.0, gt=0, le=3600)
+    must_serve: bool = False
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class _Attempt:
 
 
 class Stagings:
-    """What is being staged, waits for that, or was refused.
+    """What is being staged, waits for that, or was refused; `refusal` is the error of the version refused last.
 
     `is_room_coming` returns whether memory is being freed, so that a lack of it passes by itself; `owner` is for locks.
     """
@@ -77,6 +79,7 @@ class Stagings:
         self._sleep = sleep
         self._random = random
         self._attempts: dict[str, dict[int, _Attempt]] = {}
+        self.refusal: Exception | None = None
 
     def want(self, wanted: WantedModel, missing: Sequence[int], waits_for: str) -> None:
         """Note which versions of a model are missing, in the order in which they are to be staged.
@@ -153,13 +156,15 @@ class Stagings:
                 attempt.state = "waiting"
                 wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))
                 attempt.due = self._clock() + wait_s
-                if attempt.failures == 1:
-                    logger.info("version %d of %s waits: %s", version, model, attempt.reason)
+                if attempt.failures == 1 or config.must_serve:
+                    level = logging.WARNING if config.must_serve else logging.INFO
+                    logger.log(level, "version %d of %s waits: %s", version, model, attempt.reason)
             else:
-                attempt.state, attempt.due = "refused", self._clock() + config.live_retry_s
-                logger.error("version %d of %s is refused: %s", version, model, attempt.reason)
-                if not hasattr(error, "http_status"):
-                    logger.error("which nobody raised on purpose", exc_info=error)
+                attempt.state, attempt.due, self.refusal = "refused", self._clock() + config.live_retry_s, error
+                if not config.must_serve:
+                    is_bug = not hasattr(error, "http_status")
+                    reason = attempt.reason
+                    logger.error("version %d of %s is refused: %s", version, model, reason, exc_info=is_bug and error)
         else:
             del self._attempts[model][version]
             logger.info("version %d of %s is ready", version, model)

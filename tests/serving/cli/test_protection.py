@@ -72,9 +72,9 @@ def test_nodes_are_reached_over_mutual_tls_with_a_valid_certificate_only(
             assert len(program.rank("films", REQUEST).json()["scores"]) == 2
             assert program.stop() == 0
         with running(*serve, *node_flags(ca.issue("expired", days=-1), ca)) as program:
-            program.read_until("can't be served yet: .*tls_expired_certificate")
+            program.read_until("version . of films waits: .*tls_expired_certificate")
         with running(*serve) as program:
-            program.read_until("can't be served yet: .*node_unavailable")
+            program.read_until("version . of films waits: .*node_unavailable")
         assert node_program.stop() == 0
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_expired_certificate") == 1
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_plain_text") == 1

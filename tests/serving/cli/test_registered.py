@@ -17,7 +17,10 @@ import pytest
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.replicas import ReplicatedShard
-from serving.cli.serve import _fleet_configs, _serve_rows_in_fleet, serve, shard_node, worker_arguments
+from serving.cli.serve import serve, shard_node
+from serving.fleet.membership import Membership
+from serving.fleet.workers import worker_arguments
+from serving.shard_server import serve_shard
 from shard_node.buckets import NodeIdentity
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
@@ -102,9 +105,8 @@ def test_a_node_whose_cards_have_failed_leaves_with_their_error(folder: Path, fi
         cards, node = EmulatedCards(2), ShardNode(identity)
         given = [*node_flags(folder, "a"), "--cards", "2", "--replicate-bytes", "0", "--stage-cpu-share", "1"]
         options = shard_node.make_context("shard-node", given).params
-        address = Address(path=f"{folder}/a.sock")
-        serving = _serve_rows_in_fleet(options, *_fleet_configs(options), node, CardSet(cards), [address], None)
-        program = asyncio.create_task(serving)
+        membership = Membership.of(options, in_fleet=True)
+        program = asyncio.create_task(serve_shard(options, membership, node, CardSet(cards), None))
         await until(partial(are_ready, films, "a"), "the node")
         cards.fault = "device 0: cudaErrorIllegalAddress"
         with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
@@ -217,7 +219,7 @@ def test_workers_are_given_every_flag_but_the_registry(tmp_path: Path) -> None:
     kept = ["--model", "films", "--local", "--no-verify", "--max-staleness", "films=30", "--cards", "2"]
     kept += ["--memory-budget-gb", "1.5", "--store", str(tmp_path)]
     given = serve.make_context("serve", ["--registry", "redis://:secret@host", *kept, "--workers", "2"]).params
-    arguments = worker_arguments(given, None)
+    arguments = worker_arguments(given, in_fleet=True)
     assert "secret" not in " ".join(arguments)
     found = serve.make_context("serve", ["--registry", "r", *arguments]).params
     assert {name for name in given if found[name] != given[name]} <= {"registry", "workers", "node_id"}

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from serving.cli.options import device_options
-from serving.cli.serve import _load, serve, shard_node
+from serving.cli.serve import serve, shard_node
 from serving.cli.settings import (
     arguments,
     config_of,
     device_arguments,
+    node_identity,
     num_replicas,
     open_card_set,
     read_limits,
     serving_arguments,
 )
 from serving.fleet.local_fleet import FleetConfig
+from serving.fleet.membership import Membership
 from serving.limits import RequestLimits
+from serving.shard_server import serve_shard
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import ShardNode
@@ -160,31 +163,25 @@ def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
     assert open_card_set(serve.make_context("serve", ["--snapshot", "x"]).params) is None
 
 
-def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_none(
-    api_model: ApiModel, emulated
+def test_a_shard_node_has_its_rows_on_the_cards_that_its_flags_name(
+    api_model: ApiModel, emulated: list[tuple[str, int]], folder: Path
 ) -> None:
-    given = ["--snapshot", str(api_model.path), "--shard", "0/1", "--listen", "unix:/tmp/x", "--cards", "3"]
-    node = _load(api_model.path, shard_node.make_context("shard-node", given).params, None)
-    assert emulated == [("auto", 3)]
-    with node.generations.lease(MODEL) as lease:
-        assert isinstance(lease.payload.engine, CardEngine)
-        assert lease.payload.engine.plan.num_cards == 3
-    assert {use.tier for use in node.info().memory} != {"ram"}
-    node.close()
+    given = ["--snapshot", str(api_model.path), "--shard", "0/1", "--listen", f"unix:{folder}/x", *FLAGS]
+    options = shard_node.make_context("shard-node", given).params
+    node, card_set = ShardNode(node_identity(options, 0, 1)), open_card_set(options)
 
+    async def program() -> None:
+        membership = Membership.of(options, in_fleet=False)
+        running = asyncio.create_task(serve_shard(options, membership, node, card_set, None))
+        while not node.generations.models():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert isinstance(node.generations.payload(MODEL, 1).engine, CardEngine)
+        assert {use.tier for use in node.info().memory} != {"ram"}
+        running.cancel()
+        await asyncio.wait([running])
 
-def test_a_registered_shard_node_opens_the_cards_that_its_flags_name(
-    emulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[CardSet] = []
-
-    async def program(
-        options: object, record: object, agent: object, node: ShardNode, card_set: CardSet, *_: object
-    ) -> None:
-        opened.append(card_set)
-
-    monkeypatch.setattr("serving.cli.serve._serve_rows_in_fleet", program)
-    given = ["--registry", "r", "--store", "s", "--shard", "0/1", "--listen", "unix:/tmp/x", *FLAGS]
-    assert CliRunner().invoke(shard_node, given).exit_code == 0
+    asyncio.run(program())
     assert emulated == [("cuda:0,1", 1)]
-    assert [one.options for one in opened] == [OPTIONS]
+    assert card_set is not None
+    assert card_set.options == OPTIONS
+    node.close()

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from serving.errors import FleetError
-from serving.fleet.local_fleet import FleetConfig, connectable_host, shared_port, socket_path
+from serving.fleet.local_fleet import FleetConfig, socket_path
 from serving.fleet.process import PARENT_PID_VARIABLE
 from serving.fleet.ray_fleet import HOST, RayConfig, check_hosts, connected, groups_of, missing_of, shards_of
+from serving.fleet.workers import connectable_host, shared_port
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES
 
 SHAPE = {"shards": 2, "replicas": 3, "workers": 2}

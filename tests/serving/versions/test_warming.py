@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.cli.serve import _source, serve, worker_arguments
+from serving.cli import settings
+from serving.cli.serve import serve
+from serving.fleet.workers import worker_arguments
 from serving.formats.requests import RankAnswer
 from serving.observe.recording import RecordingConfig, RequestRecorder
 from serving.rank.service import RankingService
@@ -83,8 +85,8 @@ def test_warming_that_fails_keeps_no_version_from_serving(
 def test_flags_say_which_folder_warms(tmp_path: Path) -> None:
     def warming_by(*flags: str) -> Warming | None:
         options = serve.make_context("serve", ["--snapshot", str(tmp_path), *flags]).params
-        worker = serve.make_context("serve", worker_arguments(options, tmp_path, 1)).params
-        found = [_source(one, tmp_path, None).warming for one in (options, worker)]
+        flags = ["--snapshot", str(tmp_path), *worker_arguments(options, 1, in_fleet=False)]
+        found = [settings.warming(one) for one in (options, serve.make_context("serve", flags).params)]
         assert [one is None for one in found] in ([True, True], [False, False])
         return found[0]
 

@@ -1,0 +1,198 @@
+"""Serving processes that share their ports: one child for each, and what several count is added up by files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+import httpx
+from prometheus_client.multiprocess import mark_process_dead
+
+from loader.snapshot.reader import Snapshot
+from serving.api.listening import WORKER_VARIABLE, Place
+from serving.cli import settings
+from serving.cli.settings import Options
+from serving.errors import FleetError
+from serving.fleet.membership import node_id
+from serving.fleet.process import notify_ready, run_until_stopped
+from serving.fleet.supervisor import (
+    ChildSpec,
+    NotYetError,
+    Probe,
+    SupervisionConfig,
+    shardrank_command,
+    supervised,
+)
+
+LOOPBACK = "127.0.0.1"
+REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
+"""How children are told the registry: it may have a password, and anybody can read the flags of a process."""
+ROWS = ("cards", "sharding", "replicate_bytes", "memory_budget_gb")
+
+
+@contextlib.contextmanager
+def shared_port(host: str, port: int) -> Iterator[int]:
+    """Hold a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
+
+    The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
+    take the port, not even between the death of the last worker and its restart. Raises FleetError if it is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        try:
+            if port:
+                # With SO_REUSEPORT alone, two fleets would share it unnoticed.
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    # Connections of a server that has just ended must not keep the port from its successor.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((host, port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((host, port))
+        except OSError as error:
+            free = "; use --http-port 0 / --grpc-port 0 for free ones" if error.errno == errno.EADDRINUSE else ""
+            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}{free}") from error
+        yield held.getsockname()[1]
+
+
+def connectable_host(host: str) -> str:
+    """Return the address at which a server that is bound to `host` answers on this machine."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPorts:
+    """Ports that are held for workers.
+
+    HTTP and gRPC are shared by all. `probes` has a private port on loopback for each: at the shared port, whichever
+    worker the kernel picks would answer the question whether this one is ready.
+    """
+
+    host: str
+    http: int
+    grpc: int
+    probes: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
+    """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
+    with contextlib.ExitStack() as held:
+        http = held.enter_context(shared_port(host, http_port))
+        grpc = held.enter_context(shared_port(host, grpc_port))
+        probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
+        yield WorkerPorts(host, http, grpc, probes)
+
+
+def worker_specs(
+    run_directory: Path,
+    ports: WorkerPorts,
+    arguments: Sequence[Sequence[str]],
+    log_level: str,
+    environment: Mapping[str, str],
+    probes: Sequence[Probe] = (),
+) -> list[ChildSpec]:
+    """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
+
+    `arguments` has each worker's flags of `shardrank serve`, but ports; `probes` what else each must say, if anything.
+    """
+    on_exit, places = None, [dict[str, str]() for _ in ports.probes]
+    if len(ports.probes) > 1:
+        metrics, sharing = run_directory / "metrics", run_directory / "connections"
+        sharing.mkdir(mode=0o700, exist_ok=True)
+        places = [{WORKER_VARIABLE: str(Place(worker, len(places), sharing))} for worker in range(len(places))]
+        metrics.mkdir(mode=0o700, exist_ok=True)
+        environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        # A dead process' gauges must not be added up with those of the living.
+        on_exit = partial(mark_process_dead, path=str(metrics))
+    return [
+        ChildSpec(
+            name=f"serve-{worker}",
+            command=shardrank_command(
+                *("--log-level", log_level, "serve", *arguments[worker], "--host", ports.host),
+                *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
+            ),
+            probe=partial(_ask_worker, probes[worker : worker + 1], probe_port),
+            environment={**environment, **places[worker]},
+            on_exit=on_exit,
+        )
+        for worker, probe_port in enumerate(ports.probes)
+    ]
+
+
+async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> None:
+    for probe in probes:
+        await probe(process_id)
+    url = f"http://{LOOPBACK}:{port}/readyz"
+    try:
+        async with httpx.AsyncClient(verify=False, trust_env=False) as client:
+            answer = await client.get(url)
+    except httpx.HTTPError as error:
+        raise NotYetError(f"{url}: {error}") from error
+    if not answer.is_success:
+        raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+
+
+def run_workers(options: Options, *, in_fleet: bool, log_level: str) -> None:
+    """Run the workers of `shardrank serve` until SIGTERM or SIGINT.
+
+    Raises FleetError if a port is taken or a worker does not come up, SnapshotError for a version that can't be read.
+    """
+    environment = {REGISTRY_VARIABLE: options["registry"]} if in_fleet else {}
+    pinned: list[str] = []
+    if not in_fleet:
+        # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
+        folder = settings.member_folder(options, with_rows=False)
+        rows_here = options["snapshot"] is not None or isinstance(options["store"], Path)
+        snapshot = Snapshot.open(folder, verify=False, rows_here=rows_here)
+        pinned = ["--snapshot", str(folder)]
+        if not rows_here:
+            pinned = [*options["store"].arguments, "--model", snapshot.spec.model, "--version", str(snapshot.version)]
+    workers = [pinned + worker_arguments(options, worker, in_fleet=in_fleet) for worker in range(options["workers"])]
+    scheme = settings.scheme(options)
+
+    async def program() -> None:
+        with held_ports(options["host"], options["http_port"], options["grpc_port"], len(workers)) as ports:
+            # Workers leave their fleet once they have drained, which may take as long again as the default grace.
+            grace_s = SupervisionConfig().stop_grace_s + options["shutdown_delay_s"]
+            async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
+                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, log_level, environment))
+                click.echo(f"logs: {supervisor.run_directory}")
+                click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")
+                click.echo(f"gRPC: {ports.host}:{ports.grpc}")
+                notify_ready()
+                await asyncio.Event().wait()
+
+    run_until_stopped(program)
+
+
+def worker_arguments(options: Options, worker: int = 0, *, in_fleet: bool) -> list[str]:
+    """Return the flags of a worker, but ports, the version that it serves alone, and the registry.
+
+    Node ids differ, and so do folders of recorded requests: two that write can't share one.
+    """
+    has_rows = options["local"] if in_fleet else not options["shards"]
+    names = ["shutdown_delay_s", "plan_file", "warm_from", "warm_requests"]
+    passed = ["--verify" if options["verify"] else "--no-verify", *settings.serving_arguments(options)]
+    if options["record"] is not None:
+        max_mb = max(1, options["record_max_mb"] // options["workers"])
+        passed += ["--record", str((options["record"] / str(worker)).absolute()), "--record-max-mb", str(max_mb)]
+        names.append("record_share")
+    if in_fleet:
+        name = options["node_id"] or node_id("serve", str(options["http_port"] or f"pid{os.getpid()}"))
+        store = options["store"]
+        passed += ["--node-id", f"{name}-{worker}"]
+        passed += ["--store", str(store.resolve())] if isinstance(store, Path) else store.arguments
+        names += ["models", "max_staleness", "advertise", "stage_cpu_share"]
+        names += ["local", *ROWS, "max_memory_gb"] if has_rows else []
+    else:
+        names += ["shards", *ROWS]
+    passed += settings.arguments(options, names)
+    return passed + settings.device_arguments(options) if has_rows else passed
