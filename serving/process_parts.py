@@ -55,9 +55,8 @@ def open_card_set(config: Config) -> CardSet | None:
 
 
 def division(config: Config, num_shards: int) -> FleetRecord:
-    """Return how rows are divided. Raises UsageError for too many shards."""
-    division = {"sharding": config.sharding, "replicate_bytes": config.replicate_bytes}
-    return config_of(FleetRecord, division, num_shards=num_shards)
+    """Return how rows are divided."""
+    return FleetRecord(num_shards=num_shards, sharding=config.sharding, replicate_bytes=config.replicate_bytes)
 
 
 def read_plan(config: Config, models: Collection[str]) -> PlanFile | None:

@@ -63,7 +63,6 @@ def run_shard_node(config: ShardNodeConfig) -> None:
     # What can't be is refused before a card is opened.
     for address in (*config.listen, *filter(None, (config.advertise, config.admin_listen))):
         Address.parse(address)
-    division(config, config.shard[1])
     membership = Membership.of(config)
     if traces is not None:
         from shard_node.otlp import OtlpSink
