@@ -19,37 +19,26 @@ from pydantic import Field
 
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+from loader.registry.fleet import FleetRecord
 from loader.snapshot.tables import Frozen
 from serving.api.grpc.services import GrpcServer
 from serving.api.http import HttpApp, HttpServer, running_admin
 from serving.api.listening import Place
 from serving.api.tokens import Tokens
-from serving.cli.settings import config_of
-from serving.config import ServeConfig
+from serving.cli import settings
+from serving.cli.settings import Options, Protection, config_of
 from serving.dashboard.board import FleetSource
-from serving.fleet.membership import Membership, reachable_host
+from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, run_until_stopped
-from serving.fleet.workers import reserved_ports, serving_node_id
-from serving.limits import RequestLimits
+from serving.fleet.workers import reserved_ports
 from serving.observe.traces import running_tracer
-from serving.process_parts import (
-    check_protection,
-    division,
-    load_options,
-    node_actions,
-    open_card_set,
-    plan_of,
-    recording,
-    server_tls,
-    shard_of,
-    trace_config,
-)
 from serving.rank.service import RankingService
 from serving.versions.fixed_shards import FixedShards
 from serving.versions.fleet_member import FleetMember, LocalRows, ServingConfig
+from shard_node.agent.node_agent import NodeActions
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.tls import TlsConfig, TlsContext, server_context
+from shard_node.wire.tls import TlsClientConfig, TlsConfig, TlsContext, server_context
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +183,7 @@ async def serve(
         await asyncio.to_thread(service.close)
 
 
-def run_serving(config: ServeConfig) -> None:
+def run_serving(options: Options, *, in_fleet: bool, protection: Protection) -> None:
     """Serve what the registry says, or the one version that was named, until SIGTERM or SIGINT.
 
     A registry, and shards, that do not answer yet are waited for.
@@ -205,25 +194,21 @@ def run_serving(config: ServeConfig) -> None:
     """
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
-    check_protection(config)
-    membership = Membership.of(config)
-    fields = ("host", "http_port", "grpc_port", "admin_port", "shutdown_delay_s", "tokens")
-    values = {name: getattr(config, name) for name in fields}
-    server = ServerConfig(**values, tls=server_tls(config), place=Place.here())
+    membership = Membership.of(options, in_fleet=in_fleet)
+    config = config_of(ServerConfig, options, tls=protection.tls, place=Place.here())
+    limits_s = settings.staleness_limits(options["max_staleness"], options["models"])
     service = RankingService(
-        RequestLimits.model_validate(config.limits),
-        expected_models=membership.agent.models,
-        max_staleness_s=config.max_staleness,
+        settings.read_limits(options), expected_models=membership.agent.models, max_staleness_s=limits_s
     )
-    member = fleet_member(config, membership, service)
-    scheme, note = "http" if server.tls is None else "https", ""
-    if server.place is not None and not config.in_fleet:
-        note = _WORKER_NOTE.format(count=server.place.num_workers, process=os.getpid())
+    member = fleet_member(options, membership, service, protection.node_tls)
+    scheme, note, fixed = settings.scheme(options), "", "" if in_fleet else _ALONE
+    if config.place is not None and not in_fleet:
+        note = _WORKER_NOTE.format(count=config.place.num_workers, process=os.getpid())
 
     def on_listening(listening: Listening) -> None:
         host = reachable_host(listening.host)
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
-        member.address = config.advertise or url
+        member.address = options["advertise"] or url
 
     def on_ready(listening: Listening) -> None:
         base = f"{scheme}://{listening.host}"
@@ -232,47 +217,62 @@ def run_serving(config: ServeConfig) -> None:
         if (port := listening.admin_port) is not None:
             click.echo(f"probes and metrics: {base}:{port}/metrics, status page: {base}:{port}/")
 
-    if config.probe_port is None:
+    if options["probe_port"] is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
-        with reserved_ports(config.host, config.http_port, config.grpc_port, workers=0):
+        with reserved_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
-    traces = trace_config(config, "shardrank-serve")
-    with running_tracer(traces, service.metrics) as service.tracer, recording(config, service):
+    traces = settings.trace_config(options, "shardrank-serve")
+    with running_tracer(traces, service.metrics) as service.tracer, settings.recording(options, service):
         program = partial(
             serve,
             service,
-            server,
+            config,
             member.load,
             on_ready,
-            config.probe_port,
+            options["probe_port"],
             on_listening,
             member.leave,
-            partial(FleetSource, membership.open_registry, note, "" if config.in_fleet else _ALONE),
+            partial(FleetSource, membership.open_registry, note, fixed),
         )
         # A second signal ends the process with status 1: a load that is under way can't be interrupted.
         run_until_stopped(program, lambda: os._exit(1), uvloop.new_event_loop)
 
 
-def fleet_member(config: ServeConfig, membership: Membership, service: RankingService) -> FleetMember:
+def fleet_member(
+    options: Options, membership: Membership, service: RankingService, node_tls: TlsClientConfig | None
+) -> FleetMember:
     """Return a serving process that has not begun to load, with rows of its own or over shard nodes."""
-    version, card_set = membership.version, open_card_set(config) if config.has_rows else None
-    options = load_options(config, membership.agent.models or (), card_set)
-    serving = config_of(
+    version, fleet = membership.version, membership.fleet
+    has_rows = options["local"] if version is None else not options["shards"]
+    plan = settings.read_plan(options, membership.agent.models or ())
+    card_set = settings.open_card_set(options) if has_rows else None
+    # A disk is waited for, and so are deltas, which are written to rows in this process while it serves.
+    may_block = has_rows and (version is None or options["memory_budget_gb"] is not None)
+    config = config_of(
         ServingConfig,
-        {},
-        node_id=config.node_id or serving_node_id(config.http_port),
+        options,
+        node_id=options["node_id"] or node_id("serve", str(options["http_port"] or f"pid{os.getpid()}")),
         store=membership.store,
-        stage_cpu_share=membership.stage_cpu_share(config),
-        **dict(options),
+        stage_cpu_share=options["stage_cpu_share"] if version is None else 1.0,
+        node_tls=node_tls,
+        plan=plan,
+        num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_block=may_block),
+        hot_rows=settings.hot_rows(options, all_here=has_rows),
+        replica_policy=settings.replica_policy(options),
+        warming=settings.warming(options),
     )
     local = fixed = None
-    if config.has_rows:
+    if has_rows:
         # One shard that has all rows, whatever a fleet of shard nodes would say.
-        rows = ShardNode(shard_of(config, 0, 1))
-        actions = node_actions(config, membership, rows, serving.node_id, card_set=card_set, file=options.plan)
-        local = LocalRows(rows, actions, partial(plan_of, config, options.plan, 1))
+        rows = ShardNode(settings.node_identity(options, 0, 1))
+        partition = partial(settings.partition_of, options, plan, 0, 1)
+        node = settings.node_config(
+            options, config.node_id, store=membership.store, stage_cpu_share=config.stage_cpu_share
+        )
+        actions = NodeActions(rows, fleet, partition, node, card_set=card_set)
+        local = LocalRows(rows, actions, partial(settings.plan_of, options, plan, 1))
     elif version is not None:
-        shards = [list(map(Address.parse, replicas.split(","))) for replicas in config.shards]
-        fixed = FixedShards(shards, division(config, len(shards)), version)
+        shards = [list(map(Address.parse, replicas.split(","))) for replicas in options["shards"]]
+        fixed = FixedShards(shards, config_of(FleetRecord, options, num_shards=len(shards)), version)
     reopen = membership.open_registry if version is None else None
-    return FleetMember(membership.fleet, service, serving, membership.agent, local, reopen, fixed)
+    return FleetMember(fleet, service, config, membership.agent, local, reopen, fixed)

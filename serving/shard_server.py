@@ -18,20 +18,12 @@ from loader.errors import RegistryUnavailableError
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord, FleetRegistry
-from serving.config import ShardNodeConfig
+from serving.cli import settings
+from serving.cli.settings import Options, config_of
 from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, run_until_stopped, until_ready
-from serving.process_parts import (
-    division,
-    node_actions,
-    open_card_set,
-    read_plan,
-    server_tls,
-    shard_of,
-    trace_config,
-)
 from shard_node.agent.agent import Agent
-from shard_node.agent.node_agent import join_fleet, watch_cards
+from shard_node.agent.node_agent import NodeActions, join_fleet, watch_cards
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
@@ -47,7 +39,7 @@ JOIN_RETRY_S: Final = 0.5
 _JOINING: Final = {"": "it has not joined its fleet yet"}
 
 
-def run_shard_node(config: ShardNodeConfig) -> None:
+def run_shard_node(options: Options, *, in_fleet: bool, tls: TlsConfig | None) -> None:
     """Serve a shard of what the registry says, or of the one version that was named, until SIGTERM or SIGINT.
 
     Raises:
@@ -59,49 +51,52 @@ def run_shard_node(config: ShardNodeConfig) -> None:
     # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several processes
     # on one machine a lookup of 1 ms takes 15 ms and more.
     torch.set_num_threads(1)
-    tls, traces, sink = server_tls(config), trace_config(config, "shardrank-shard-node"), None
+    membership = Membership.of(options, in_fleet=in_fleet)
     # What can't be is refused before a card is opened.
-    for address in (*config.listen, *filter(None, (config.advertise, config.admin_listen))):
-        Address.parse(address)
-    membership = Membership.of(config)
+    settings.node_config(options, options["node_id"] or "shard", store=membership.store)
+    if options["advertise"]:
+        Address.parse(options["advertise"])
+    traces = settings.trace_config(options, "shardrank-shard-node")
+    card_set = settings.open_card_set(options)
+    sink = None
     if traces is not None:
         from shard_node.otlp import OtlpSink
 
         sink = OtlpSink(traces)
-    node = ShardNode(shard_of(config, *config.shard), sink)
-    node_actions(config, membership, node, config.node_id or "shard")
-    card_set = open_card_set(config)
-    program = partial(serve_shard, config, membership, node, card_set, tls)
+    node = ShardNode(settings.node_identity(options, *options["shard"]), sink)
     try:
-        run_until_stopped(program, loop_factory=uvloop.new_event_loop)
+        run_until_stopped(
+            partial(serve_shard, options, membership, node, card_set, tls), loop_factory=uvloop.new_event_loop
+        )
     finally:
         node.close()
 
 
 async def serve_shard(
-    config: ShardNodeConfig,
-    membership: Membership,
-    node: ShardNode,
-    card_set: CardSet | None = None,
-    tls: TlsConfig | None = None,
+    options: Options, membership: Membership, node: ShardNode, card_set: CardSet | None, tls: TlsConfig | None
 ) -> None:
     """Serve until it is cancelled; then leave the fleet and end what is in flight. Raises as `run_shard_node`.
 
     A node of a fleet is found when it has joined; one without a registry listens once its rows are loaded.
     """
-    fleet, is_alone = membership.fleet, membership.version is not None
-    file = read_plan(config, membership.agent.models or ())
+    (index, num_shards), fleet = options["shard"], membership.fleet
+    is_alone, plan = membership.version is not None, settings.read_plan(options, membership.agent.models or ())
     node.problems = lambda: _JOINING
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(fleet.registry.close)
-        # Where a disk or a card may have to be waited for, the event loop never pools.
-        may_wait = config.memory_budget_gb is not None or card_set is not None
-        listen = partial(_listen, stack, node, config, tls, may_wait=may_wait)
+        listen = partial(_listen, stack, node, options, tls, may_wait=_may_wait(options, card_set))
         server = None if is_alone else await listen()
-        await _join(fleet, division(config, node.identity.num_shards))
-        address = "" if server is None else _advertised(config, server)
-        name = config.node_id or ("shard" if server is None else _node_id(config, server.addresses[0]))
-        actions = node_actions(config, membership, node, name, address, card_set, file)
+        await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
+        config = settings.node_config(
+            options,
+            options["node_id"] or ("shard" if server is None else _node_id(index, server.addresses[0])),
+            address="" if server is None else _advertised(options, server),
+            store=membership.store,
+            stage_bytes_per_s=None if options["stage_mb_per_s"] is None else options["stage_mb_per_s"] * 1e6,
+            stage_cpu_share=1.0 if is_alone else options["stage_cpu_share"],
+        )
+        partition = partial(settings.partition_of, options, plan, index, num_shards)
+        actions = NodeActions(node, fleet, partition, config, card_set=card_set)
         agent = Agent(fleet, actions, membership.agent)
         node.problems = partial(actions.problems, agent)
         settle_heap()
@@ -129,16 +124,21 @@ async def serve_shard(
             await actions.close()
 
 
+def _may_wait(options: Options, card_set: CardSet | None) -> bool:
+    """Return whether a lookup may have to wait for a disk or a card: then the event loop never pools."""
+    return options["memory_budget_gb"] is not None or card_set is not None
+
+
 async def _listen(
-    stack: contextlib.AsyncExitStack, node: ShardNode, config: ShardNodeConfig, tls: TlsConfig | None, *, may_wait: bool
+    stack: contextlib.AsyncExitStack, node: ShardNode, options: Options, tls: TlsConfig | None, *, may_wait: bool
 ) -> NodeServer:
     """Listen until the stack is closed."""
-    addresses = [Address.parse(text) for text in config.listen]
-    admin = None if config.admin_listen is None else Address.parse(config.admin_listen)
+    addresses = [Address.parse(text) for text in options["listen"]]
+    admin = None if options["admin_listen"] is None else Address.parse(options["admin_listen"])
     reachable = [str(address) for address in (*addresses, admin) if address is not None and not address.is_loopback]
     if reachable and tls is None:
         logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
-    limits = ServerLimits(threads=config.threads, **({"max_inline_bytes": 0} if may_wait else {}))
+    limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
     metrics = None
     if admin is not None:
         from serving.api.node_port import running_node_port  # only who is asked pays for it
@@ -149,7 +149,7 @@ async def _listen(
     stack.push_async_callback(server.close)
     await server.start(addresses)
     if metrics is not None:
-        metrics.of(server, _advertised(config, server))
+        metrics.of(server, _advertised(options, server))
     for address in server.addresses:
         click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
     return server
@@ -166,14 +166,14 @@ async def _join(fleet: FleetRegistry, division: FleetRecord) -> None:
             await asyncio.sleep(JOIN_RETRY_S)
 
 
-def _node_id(config: ShardNodeConfig, bound: Address) -> str:
-    return node_id(f"shard-{config.shard[0]}", Path(bound.path).stem if bound.is_unix else str(bound.port))
+def _node_id(index: int, bound: Address) -> str:
+    return node_id(f"shard-{index}", Path(bound.path).stem if bound.is_unix else str(bound.port))
 
 
-def _advertised(config: ShardNodeConfig, server: NodeServer) -> str:
+def _advertised(options: Options, server: NodeServer) -> str:
     """Return where others reach a node: every interface stands for this host's name, a socket for its path."""
-    if config.advertise:
-        return str(Address.parse(config.advertise))
+    if options["advertise"]:
+        return str(Address.parse(options["advertise"]))
     bound = server.addresses[0]
     if bound.is_unix:
         return str(Address(path=str(Path(bound.path).absolute())))

@@ -90,17 +90,18 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         verb = "is" if len(wrong) == 1 else "are"
         raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
     settings.hot_rows(options, all_here=options["local"] if in_fleet else not options["shards"])
-    if options["workers"] > 1:
+    if options["probe_port"] is None:
+        # Of several workers the supervisor says it, once.
         settings.warn_if_open(options["host"], protection)
+    if options["workers"] > 1:
         from serving.fleet.workers import run_workers
 
         run_workers(options, in_fleet=in_fleet, log_level=ctx.find_root().params["log_level"])
         return
     # Only now: a supervisor of workers has no use for a server's modules, which take 1.7 s and 214 MB.
-    from serving.config import ServeConfig
     from serving.server import run_serving
 
-    run_serving(_config_of(ServeConfig, options, in_fleet=in_fleet))
+    run_serving(options, in_fleet=in_fleet, protection=protection)
 
 
 @click.command("shard-node", cls=WithExamples)
@@ -162,24 +163,6 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     in_fleet = settings.belongs_to_fleet(ctx, _FLEET_ONLY)
     if options["admin_listen"] is not None and Address.parse(options["admin_listen"]).is_unix:
         raise click.UsageError(f"--admin-listen {options['admin_listen']}: HOST:PORT is needed.")
-    from serving.config import ShardNodeConfig
     from serving.shard_server import run_shard_node
 
-    run_shard_node(_config_of(ShardNodeConfig, options, in_fleet=in_fleet))
-
-
-def _config_of(schema: Any, options: dict[str, Any], *, in_fleet: bool) -> Any:
-    from loader.stores.cache import StoreUrl
-
-    values = {name: value for name in schema.model_fields if (value := options.get(name)) not in (None, ())}
-    if isinstance(store := options["store"], StoreUrl):
-        values |= {"store": store.url, "store_cache": store.cache, "store_cache_gb": store.cache_bytes / 1e9}
-        values["store_timeout_s"] = store.timeout_s
-    if not in_fleet:
-        values.pop("registry", None)
-    for name in ("replica_policy", "max_staleness"):
-        if name in values:
-            values[name] = [f"{key}={value}" for key, value in values[name]]
-    if "limit" in options:
-        values["limits"] = settings.read_limits(options).model_dump(exclude_unset=True)
-    return settings.config_of(schema, {}, **values)
+    run_shard_node(options, in_fleet=in_fleet, tls=tls)

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from loader.stores.cache import StorePlace
     from router.hot_rows import HotRowsConfig
     from router.outliers import ReplicaPolicy
+    from router.plan import Plan
+    from router.plan_file import PlanFile
     from serving.limits import RequestLimits
+    from serving.rank.service import RankingService
+    from serving.versions.warming import Warming
+    from shard_node.agent.node_agent import NodeConfig
+    from shard_node.buckets import NodeIdentity, Partition
     from shard_node.cuda.card_set import CardSet
     from shard_node.tracing import TraceConfig
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
@@ -291,6 +297,19 @@ def device_arguments(options: Options) -> list[str]:
     return arguments(options, DEVICE_FLAGS)
 
 
+def num_replicas(asked: int | None, card_set: CardSet | None, *, may_block: bool) -> int:
+    """Choose the number of ranking replicas: as asked, one for each card, none if no row blocks a thread, else one.
+
+    `may_block` says whether a lookup may block its thread, for a disk or for rows that are written: then 0 raises
+    UsageError, as with cards.
+    """
+    if asked == 0 and (may_block or card_set is not None):
+        raise click.UsageError("--ranking-replicas 0 is only for rows in this process's RAM or on shard nodes.")
+    if asked is not None:
+        return asked
+    return len(card_set.cards.cards) if card_set is not None else int(may_block)
+
+
 def hot_rows(options: Options, *, all_here: bool) -> HotRowsConfig | None:
     """Return what is held of rows on shard nodes; None for nothing. Raises UsageError where all rows are here."""
     size_bytes = to_bytes(options["hot_rows_gb"])
@@ -311,6 +330,31 @@ def replica_policy(options: Options) -> ReplicaPolicy:
     from router.outliers import ReplicaPolicy
 
     return config_of(ReplicaPolicy, {}, "replica-policy: ", **dict(options["replica_policy"]))
+
+
+@contextlib.contextmanager
+def recording(options: Options, service: RankingService) -> Iterator[None]:
+    """Record what a service answers while the block runs, as far as it was asked for. Raises ConfigError."""
+    if options["record"] is None:
+        yield
+        return
+    from serving.observe.recording import RecordingConfig, RequestRecorder
+
+    max_bytes = options["record_max_mb"] * 1_000_000
+    config = RecordingConfig(folder=options["record"], share=options["record_share"], max_bytes=max_bytes)
+    with contextlib.closing(RequestRecorder(config, service.metrics.recorded, clock=service.clock)) as recorder:
+        service.on_ranked += (recorder.offer,)
+        yield
+
+
+def warming(options: Options) -> Warming | None:
+    """Return what versions are warmed with; None for nothing."""
+    folder = options["warm_from"] or options["record"]
+    if folder is None or not options["warm_requests"]:
+        return None
+    from serving.versions.warming import Warming
+
+    return Warming(folder=folder, requests=options["warm_requests"])
 
 
 def read_limits(options: Options) -> RequestLimits:
@@ -338,6 +382,21 @@ def read_limits(options: Options) -> RequestLimits:
     if ignored:
         logger.warning("%s: ignored, and refused by the next release: addresses are not judged", ", ".join(ignored))
     return config_of(RequestLimits, {}, "limits: ", **values)
+
+
+def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
+    """Return `--max-staleness` by model. Raises UsageError for what is no number above 0, and for another model."""
+    limits: dict[str, float] = {}
+    for model, text in pairs:
+        try:
+            limits[model] = float(text)
+        except ValueError:
+            limits[model] = 0.0
+        if not 0 < limits[model] < float("inf"):
+            raise click.UsageError(f"--max-staleness {model}={text}: seconds must be a number above 0.")
+        if models and model not in models:
+            raise click.UsageError(f"--max-staleness {model}={text}: {model} is not among the --model: {list(models)}.")
+    return limits
 
 
 def serving_arguments(options: Options) -> list[str]:
@@ -425,3 +484,50 @@ def warn_if_open(host: str, protection: Protection) -> None:
         missing.append("tokens (--tokens) or client certificates (--tls-client-ca)")
     if missing and not Address(host).is_loopback:
         logger.warning("listens on %s without %s: for a private network only", host, " and without ".join(missing))
+
+
+def read_plan(options: Options, models: Collection[str] = ()) -> PlanFile | None:
+    """Return the plan file that was named. Raises PlanError if it can't be read or, told models, is of none of them."""
+    from router.errors import PlanError
+    from router.plan_file import PlanFile
+
+    path: Path | None = options["plan_file"]
+    file = None if path is None else PlanFile.read(path)
+    if file is not None and models and file.model not in models:
+        raise PlanError(f"{path}: model is {file.model!r}, allowed here is {' or '.join(map(repr, sorted(models)))}")
+    return file
+
+
+def plan_of(options: Options, file: PlanFile | None, num_shards: int, snapshot: Snapshot) -> Plan:
+    """Return how a version's rows are divided: by a file, if that is of its model. Raises as `Plan.of_snapshot`."""
+    from router.plan import Plan
+
+    return Plan.of_snapshot(
+        snapshot, num_shards, options["sharding"], options["cards"], options["replicate_bytes"], file
+    )
+
+
+def partition_of(
+    options: Options, file: PlanFile | None, index: int, num_shards: int, snapshot: Snapshot
+) -> tuple[Partition, str]:
+    """Return which rows of a version are a shard's, and the digest of the plan that says so. Raises as `plan_of`."""
+    plan = plan_of(options, file, num_shards, snapshot)
+    return plan.partition(index), plan.digest
+
+
+def node_identity(options: Options, index: int, num_shards: int) -> NodeIdentity:
+    """Return which shard of how many a process holds."""
+    from shard_node.buckets import NodeIdentity
+
+    return config_of(NodeIdentity, options, shard_index=index, num_shards=num_shards, num_cards=options["cards"])
+
+
+def node_config(options: Options, node_id: str, address: str = "", **more: Any) -> NodeConfig:
+    """Return what a process that holds rows for a fleet is told."""
+    from shard_node.agent.node_agent import NodeConfig
+
+    memory = {
+        "memory_cap_bytes": to_bytes(options["max_memory_gb"]),
+        "memory_budget_bytes": to_bytes(options["memory_budget_gb"]),
+    }
+    return config_of(NodeConfig, options, node_id=node_id, address=address, **memory, **more)

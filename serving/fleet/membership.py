@@ -18,8 +18,8 @@ from loader.registry.registry import Registry
 from loader.snapshot.publishing import version_record
 from loader.snapshot.reader import Snapshot
 from loader.stores.cache import StorePlace
-from serving.cli.settings import config_of, snapshot_folder
-from serving.config import MemberSettings
+from serving.cli import settings
+from serving.cli.settings import Options
 from shard_node.agent.agent import AgentConfig
 
 ANY_HOST = frozenset({"0.0.0.0", "::", ""})
@@ -43,38 +43,24 @@ class Membership:
     version: PublishedVersion | None = None
 
     @classmethod
-    def of(cls, config: MemberSettings) -> Membership:
-        """Return what the settings of a process say. Raises UsageError, SnapshotError, RegistryRecordError."""
-        if config.registry is not None and config.store_place is not None:
-            agent = config_of(AgentConfig, {}, models=config.models or None)
-            reopen = partial(open_registry, config.registry)
-            return cls(FleetRegistry(reopen()), reopen, config.store_place, agent)
-        store, snapshot = only_version(config)
+    def of(cls, options: Options, *, in_fleet: bool) -> Membership:
+        """Return what the options of a process say. Raises UsageError, SnapshotError, RegistryRecordError."""
+        store = options["store"]
+        if in_fleet:
+            agent = settings.config_of(AgentConfig, {}, models=options["models"] or None)
+            reopen = partial(open_registry, options["registry"])
+            return cls(FleetRegistry(reopen()), reopen, store, agent)
+        folder = settings.member_folder(options, with_rows=False)
+        place = folder.parent.parent if options["snapshot"] is not None or isinstance(store, Path) else store
+        snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
         version = version_record(snapshot, time.time())
         fleet = single_process_fleet(f"process {os.getpid()}", version)
-        return cls(fleet, lambda: fleet.registry, store, AgentConfig.for_only_process(version.model), version)
-
-    def stage_cpu_share(self, config: MemberSettings) -> float:
-        """Return how much of a core loading may use: all of it where no version answers meanwhile."""
-        return config.stage_cpu_share if self.version is None else 1.0
+        return cls(fleet, lambda: fleet.registry, place, AgentConfig.for_only_process(version.model), version)
 
 
-def only_version(config: MemberSettings) -> tuple[StorePlace, Snapshot]:
-    """Return the version that a process without a registry serves, and its store; files are not checked.
-
-    Of a store at a URL all but rows is fetched. Raises UsageError, SnapshotError, StoreError.
-    """
-    model = config.models[0] if config.models else None
-    named = config.store_place, model, config.version, config.snapshot
-    folder = snapshot_folder(*named, with_rows=False, verify=config.verify).resolve()
-    store = config.store_place
-    store = folder.parent.parent if store is None or isinstance(store, Path) else store
-    return store, Snapshot.open(folder, verify=False, rows_here=isinstance(store, Path))
-
-
-def node_id(kind: str, suffix: str) -> str:
-    """Return `<kind>-<host>-<suffix>`, with `_` for what no id may have."""
-    return re.sub(r"[^A-Za-z0-9_.:-]", "_", f"{kind}-{socket.gethostname()}-{suffix}")[:200]
+def node_id(kind: str, place: str) -> str:
+    """Return `<kind>-<host>-<place>`, with `_` for what no id may have."""
+    return re.sub(r"[^A-Za-z0-9_.:-]", "_", f"{kind}-{socket.gethostname()}-{place}")[:200]
 
 
 def reachable_host(bound: str) -> str:

@@ -140,11 +140,6 @@ async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> No
         raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
 
 
-def serving_node_id(http_port: int) -> str:
-    """Return `serve-<host>-<HTTP port>`; a process that binds any port has its number there, another next time."""
-    return node_id("serve", str(http_port or f"pid{os.getpid()}"))
-
-
 def run_workers(options: Options, *, in_fleet: bool, log_level: str) -> None:
     """Run the workers of `shardrank serve` until SIGTERM or SIGINT.
 
@@ -191,7 +186,7 @@ def worker_arguments(options: Options, worker: int = 0, *, in_fleet: bool) -> li
         passed += ["--record", str((options["record"] / str(worker)).absolute()), "--record-max-mb", str(max_mb)]
         names.append("record_share")
     if in_fleet:
-        name = options["node_id"] or serving_node_id(options["http_port"])
+        name = options["node_id"] or node_id("serve", str(options["http_port"] or f"pid{os.getpid()}"))
         store = options["store"]
         passed += ["--node-id", f"{name}-{worker}"]
         passed += ["--store", str(store.resolve())] if isinstance(store, Path) else store.arguments

@@ -17,8 +17,7 @@ import pytest
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.replicas import ReplicatedShard
-from serving.cli.serve import serve
-from serving.config import ShardNodeConfig
+from serving.cli.serve import serve, shard_node
 from serving.fleet.membership import Membership
 from serving.fleet.workers import worker_arguments
 from serving.shard_server import serve_shard
@@ -104,9 +103,10 @@ def test_a_node_whose_cards_have_failed_leaves_with_their_error(folder: Path, fi
     async def scenario() -> None:
         identity = NodeIdentity(shard_index=0, num_shards=1, num_cards=2, sharding="hash")
         cards, node = EmulatedCards(2), ShardNode(identity)
-        where = {"registry": str(films), "store": folder / "store", "listen": (f"unix:{folder}/a.sock",)}
-        config = ShardNodeConfig(**where, shard=(0, 1), node_id="a", cards=2, replicate_bytes=0, stage_cpu_share=1)
-        program = asyncio.create_task(serve_shard(config, Membership.of(config), node, CardSet(cards)))
+        given = [*node_flags(folder, "a"), "--cards", "2", "--replicate-bytes", "0", "--stage-cpu-share", "1"]
+        options = shard_node.make_context("shard-node", given).params
+        membership = Membership.of(options, in_fleet=True)
+        program = asyncio.create_task(serve_shard(options, membership, node, CardSet(cards), None))
         await until(partial(are_ready, films, "a"), "the node")
         cards.fault = "device 0: cudaErrorIllegalAddress"
         with pytest.raises(CardError, match="cudaErrorIllegalAddress"):

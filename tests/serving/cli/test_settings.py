@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -10,21 +11,27 @@ import click
 import pytest
 
 from serving.cli.options import device_options
-from serving.cli.serve import serve
+from serving.cli.serve import serve, shard_node
 from serving.cli.settings import (
     arguments,
     config_of,
     device_arguments,
+    node_identity,
+    num_replicas,
     open_card_set,
     read_limits,
     serving_arguments,
 )
 from serving.fleet.local_fleet import FleetConfig
+from serving.fleet.membership import Membership
 from serving.limits import RequestLimits
-from shard_node.cuda.card_set import CardOptions
+from serving.shard_server import serve_shard
+from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.node import ShardNode
 from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.serving_api import ApiModel
+from shardrank_testing.serving_api import MODEL, ApiModel
 
 
 def given(path: Path | None, *limits: tuple[str, str]) -> dict[str, object]:
@@ -128,6 +135,24 @@ def test_a_child_is_given_the_same_cards() -> None:
     assert told == given
 
 
+@pytest.mark.parametrize(
+    ("flag", "num_cards", "may_block", "expected"),
+    [
+        (None, 4, False, 4), (None, 4, True, 4), (3, 4, False, 3), (3, 4, True, 3),
+        (3, None, False, 3), (3, None, True, 3), (None, None, False, 0), (0, None, False, 0), (None, None, True, 1),
+        (0, None, True, None), (0, 1, False, None),
+    ],
+)  # fmt: skip
+def test_how_many_replicas_rank(flag: int | None, num_cards: int | None, may_block: bool, expected: int | None) -> None:
+    """One for each card; without cards the event loop ranks, unless a row may block it."""
+    card_set = None if num_cards is None else CardSet(EmulatedCards(num_cards))
+    if expected is None:
+        with pytest.raises(click.UsageError, match="--ranking-replicas 0 is only for rows in this process's RAM"):
+            num_replicas(flag, card_set, may_block=may_block)
+    else:
+        assert num_replicas(flag, card_set, may_block=may_block) == expected
+
+
 def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
     api_model: ApiModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,3 +161,27 @@ def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
     for command in (("serve", "--snapshot", api_model.path), ("demo", "--once", "--local", *ANY_PORTS)):
         assert "pip install 'shardrank[cuda]'" in shardrank(*command, "--device", "cuda", code=1).output
     assert open_card_set(serve.make_context("serve", ["--snapshot", "x"]).params) is None
+
+
+def test_a_shard_node_has_its_rows_on_the_cards_that_its_flags_name(
+    api_model: ApiModel, emulated: list[tuple[str, int]], folder: Path
+) -> None:
+    given = ["--snapshot", str(api_model.path), "--shard", "0/1", "--listen", f"unix:{folder}/x", *FLAGS]
+    options = shard_node.make_context("shard-node", given).params
+    node, card_set = ShardNode(node_identity(options, 0, 1)), open_card_set(options)
+
+    async def program() -> None:
+        membership = Membership.of(options, in_fleet=False)
+        running = asyncio.create_task(serve_shard(options, membership, node, card_set, None))
+        while not node.generations.models():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert isinstance(node.generations.payload(MODEL, 1).engine, CardEngine)
+        assert {use.tier for use in node.info().memory} != {"ram"}
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(program())
+    assert emulated == [("cuda:0,1", 1)]
+    assert card_set is not None
+    assert card_set.options == OPTIONS
+    node.close()
