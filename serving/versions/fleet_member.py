@@ -322,8 +322,8 @@ class FleetMember:
         model, version, verify = published.model, published.version, self._config.verify
         hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
         files = closing.enter_context(hold(verify=verify, keep=keep, progress=progress))
-        rows_here = isinstance(self._config.store, Path)
-        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=rows_here, progress=progress)
+        with_rows = isinstance(self._config.store, Path)
+        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=with_rows, progress=progress)
         _check_identity(snapshot, published.identity, "was published")
         return snapshot
 

@@ -129,7 +129,12 @@ class Stagings:
 
     async def close(self) -> None:
         """Cancel all and wait until they have let go."""
-        tasks = [one.task for attempts in self._attempts.values() for one in attempts.values() if one.task is not None]
+        tasks = [
+            attempt.task
+            for attempts in self._attempts.values()
+            for attempt in attempts.values()
+            if attempt.task is not None
+        ]
         for task in tasks:
             task.cancel()
         if tasks:
