@@ -38,7 +38,7 @@ class Remembered:
     """What the registry said, as this process last knew it, restored in a registry that has lost it.
 
     That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use, of
-    `models` only, if given. All but what is wanted is read every `look_every_s`. `is_read` once what is wanted was.
+    `models` only, if given. All but what is wanted is read every `poll_every_s`. `is_read` once what is wanted was.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Actions(Protocol):
         ...
 
     async def reconcile(self, desired: WantedModel) -> bool:
-        """Set pointers and followers as far as versions are held; repeatable. True if all of `wanted` is in effect."""
+        """Set pointers and followers as far as versions are held; repeatable. True if all of it is in effect."""
         ...
 
     async def retire(self, model: str, version: int) -> None:
