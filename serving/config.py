@@ -63,11 +63,20 @@ class StoreSettings(Settings):
         values = {"cache": self.store_cache, "cache_bytes": cache_bytes, "timeout_s": self.store_timeout_s}
         return store_place(self.store, **{name: value for name, value in values.items() if value is not None})
 
+    @property
+    def named_store(self) -> StorePlace:
+        """The store. Raises ConfigError if none was named, StoreError."""
+        from loader.errors import ConfigError
+
+        if self.store_place is None:
+            raise ConfigError("name a store: --store FOLDER|URL")
+        return self.store_place
+
     @model_validator(mode="after")
     def _check_store(self, info: ValidationInfo) -> Self:
         wrong = self.given(info) & {"store_cache", "store_cache_gb", "store_timeout_s"}
         if isinstance(self.store_place, Path) and wrong:
-            raise ValueError(f"{self.flags(wrong)}: only with a --store at a URL.")
+            raise ValueError(f"{self.labels(wrong)}: only with a --store at a URL.")
         return self
 
 
@@ -115,12 +124,12 @@ class MemberSettings(StoreSettings):
         static = given & {"version", "snapshot", "shards"}
         if not self.in_fleet:
             if wrong := given & self.fleet_only:
-                raise ValueError(f"{self.flags(wrong)}: only with --registry.")
+                raise ValueError(f"{self.labels(wrong)}: only with --registry.")
             if len(self.models) > 1:
                 raise ValueError("Several --model need --registry.")
         elif static:
             raise ValueError(
-                f"{self.flags(static)}: not with --registry, which says what is served and where rows are."
+                f"{self.labels(static)}: not with --registry, which says what is served and where rows are."
             )
         elif self.store is None:
             raise ValueError("--registry needs --store.")
@@ -204,7 +213,7 @@ class RowSettings(Settings):
     )
 
 
-DEVICE_FIELDS: Final = frozenset({"device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access"})
+DEVICE_FIELDS: Final = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
 
 
 class TlsSettings(Settings):
@@ -420,12 +429,12 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
         given = self.given(info)
         if not self.has_rows and self.in_fleet:
             rows = {"cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb"}
-            if wrong := given & (rows | DEVICE_FIELDS):
-                named = self.flags(wrong)
+            if wrong := given & {*rows, *DEVICE_FIELDS}:
+                named = self.labels(wrong)
                 raise ValueError(f"{named}: with --registry only for --local rows; shard nodes have their own.")
-        elif not self.has_rows and (wrong := given & ({"memory_budget_gb"} | DEVICE_FIELDS)):
+        elif not self.has_rows and (wrong := given & {"memory_budget_gb", *DEVICE_FIELDS}):
             verb = "is" if len(wrong) == 1 else "are"
-            raise ValueError(f"{self.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
+            raise ValueError(f"{self.labels(wrong)} {verb} for rows in this process; shard nodes have their own.")
         if self.has_rows and self.hot_rows_gb:
             raise ValueError(
                 "--hot-rows-gb holds copies of rows that are on shard nodes; here all rows are in this process, "

@@ -29,7 +29,8 @@ from router.plan_file import PlanFile
 from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
-from serving.fleet.local_fleet import FleetConfig, placement_line, running_fleet
+from serving.fleet.config import FleetConfig
+from serving.fleet.local_fleet import placement_line, running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports
 from serving.rank.service import RankingService
@@ -69,7 +70,8 @@ class DemoConfig(Frozen):
     host: str
     http_port: int
     grpc_port: int
-    serve_arguments: tuple[str, ...] = ()
+    hot_rows_gb: float = 0.0
+    hot_rows: Literal["learning", "static"] = "learning"
 
 
 class DemoReport(Frozen):
@@ -343,8 +345,9 @@ async def _serving(
                     replicate_bytes=REPLICATE_BYTES,
                     plan_file=config.plan_file,
                     host=config.host,
-                    shard_node_arguments=("--device", config.device),
-                    serve_arguments=config.serve_arguments,
+                    device=config.device,
+                    hot_rows_gb=config.hot_rows_gb,
+                    hot_rows=config.hot_rows,
                 )
 
                 def on_ready(name: str) -> None:

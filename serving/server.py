@@ -26,11 +26,13 @@ from serving.api.http import HttpApp, HttpServer, running_admin
 from serving.api.listening import Place
 from serving.api.tokens import Tokens
 from serving.cli import settings
-from serving.cli.settings import Options, Protection, config_of
+from serving.cli.settings import Protection, config_of
+from serving.config import ServeConfig
 from serving.dashboard.board import FleetSource
 from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, run_until_stopped
 from serving.fleet.workers import reserved_ports
+from serving.limits import RequestLimits
 from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
 from serving.versions.fixed_shards import FixedShards
@@ -183,7 +185,7 @@ async def serve(
         await asyncio.to_thread(service.close)
 
 
-def run_serving(options: Options, *, in_fleet: bool, protection: Protection) -> None:
+def run_serving(options: ServeConfig) -> None:
     """Serve what the registry says, or the one version that was named, until SIGTERM or SIGINT.
 
     A registry, and shards, that do not answer yet are waited for.
@@ -194,21 +196,22 @@ def run_serving(options: Options, *, in_fleet: bool, protection: Protection) -> 
     """
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
-    membership = Membership.of(options, in_fleet=in_fleet)
+    membership, protection = Membership.of(options), Protection.of(options)
     config = config_of(ServerConfig, options, tls=protection.tls, place=Place.here())
-    limits_s = settings.staleness_limits(options["max_staleness"], options["models"])
     service = RankingService(
-        settings.read_limits(options), expected_models=membership.agent.models, max_staleness_s=limits_s
+        RequestLimits.model_validate(options.limits),
+        expected_models=membership.agent.models,
+        max_staleness_s=options.max_staleness,
     )
     member = fleet_member(options, membership, service, protection.node_tls)
-    scheme, note, fixed = settings.scheme(options), "", "" if in_fleet else _ALONE
-    if config.place is not None and not in_fleet:
+    scheme, note, fixed = settings.scheme(options), "", "" if options.in_fleet else _ALONE
+    if config.place is not None and not options.in_fleet:
         note = _WORKER_NOTE.format(count=config.place.num_workers, process=os.getpid())
 
     def on_listening(listening: Listening) -> None:
         host = reachable_host(listening.host)
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
-        member.address = options["advertise"] or url
+        member.address = options.advertise or url
 
     def on_ready(listening: Listening) -> None:
         base = f"{scheme}://{listening.host}"
@@ -217,9 +220,9 @@ def run_serving(options: Options, *, in_fleet: bool, protection: Protection) -> 
         if (port := listening.admin_port) is not None:
             click.echo(f"probes and metrics: {base}:{port}/metrics, status page: {base}:{port}/")
 
-    if options["probe_port"] is None:
+    if options.probe_port is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
-        with reserved_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
+        with reserved_ports(options.host, options.http_port, options.grpc_port, workers=0):
             pass
     traces = settings.trace_config(options, "shardrank-serve")
     with running_tracer(traces, service.metrics) as service.tracer, settings.recording(options, service):
@@ -229,7 +232,7 @@ def run_serving(options: Options, *, in_fleet: bool, protection: Protection) -> 
             config,
             member.load,
             on_ready,
-            options["probe_port"],
+            options.probe_port,
             on_listening,
             member.leave,
             partial(FleetSource, membership.open_registry, note, fixed),
@@ -239,30 +242,28 @@ def run_serving(options: Options, *, in_fleet: bool, protection: Protection) -> 
 
 
 def fleet_member(
-    options: Options, membership: Membership, service: RankingService, node_tls: TlsClientConfig | None
+    options: ServeConfig, membership: Membership, service: RankingService, node_tls: TlsClientConfig | None
 ) -> FleetMember:
     """Return a serving process that has not begun to load, with rows of its own or over shard nodes."""
     version, fleet = membership.version, membership.fleet
-    has_rows = options["local"] if version is None else not options["shards"]
     plan = settings.read_plan(options, membership.agent.models or ())
-    card_set = settings.open_card_set(options) if has_rows else None
+    card_set = settings.open_card_set(options) if options.has_rows else None
     # A disk is waited for, and so are deltas, which are written to rows in this process while it serves.
-    may_block = has_rows and (version is None or options["memory_budget_gb"] is not None)
+    may_block = options.has_rows and (version is None or options.memory_budget_gb is not None)
     config = config_of(
         ServingConfig,
         options,
-        node_id=options["node_id"] or node_id("serve", str(options["http_port"] or f"pid{os.getpid()}")),
+        node_id=options.node_id or node_id("serve", str(options.http_port or f"pid{os.getpid()}")),
         store=membership.store,
-        stage_cpu_share=options["stage_cpu_share"] if version is None else 1.0,
+        stage_cpu_share=options.stage_cpu_share if version is None else 1.0,
         node_tls=node_tls,
         plan=plan,
-        num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_block=may_block),
-        hot_rows=settings.hot_rows(options, all_here=has_rows),
-        replica_policy=settings.replica_policy(options),
+        num_replicas=settings.num_replicas(options.ranking_replicas, card_set, may_block=may_block),
+        hot_rows=settings.hot_rows(options),
         warming=settings.warming(options),
     )
     local = fixed = None
-    if has_rows:
+    if options.has_rows:
         # One shard that has all rows, whatever a fleet of shard nodes would say.
         rows = ShardNode(settings.node_identity(options, 0, 1))
         partition = partial(settings.partition_of, options, plan, 0, 1)
@@ -272,7 +273,7 @@ def fleet_member(
         actions = NodeActions(rows, fleet, partition, node, card_set=card_set)
         local = LocalRows(rows, actions, partial(settings.plan_of, options, plan, 1))
     elif version is not None:
-        shards = [list(map(Address.parse, replicas.split(","))) for replicas in options["shards"]]
+        shards = [list(map(Address.parse, replicas.split(","))) for replicas in options.shards]
         fixed = FixedShards(shards, config_of(FleetRecord, options, num_shards=len(shards)), version)
     reopen = membership.open_registry if version is None else None
     return FleetMember(fleet, service, config, membership.agent, local, reopen, fixed)

@@ -19,7 +19,8 @@ from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord, FleetRegistry
 from serving.cli import settings
-from serving.cli.settings import Options, config_of
+from serving.cli.settings import Protection, config_of
+from serving.config import ShardNodeConfig
 from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, run_until_stopped, until_ready
 from shard_node.agent.agent import Agent
@@ -39,7 +40,7 @@ JOIN_RETRY_S: Final = 0.5
 _JOINING: Final = {"": "it has not joined its fleet yet"}
 
 
-def run_shard_node(options: Options, *, in_fleet: bool, tls: TlsConfig | None) -> None:
+def run_shard_node(options: ShardNodeConfig) -> None:
     """Serve a shard of what the registry says, or of the one version that was named, until SIGTERM or SIGINT.
 
     Raises:
@@ -51,11 +52,11 @@ def run_shard_node(options: Options, *, in_fleet: bool, tls: TlsConfig | None) -
     # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several processes
     # on one machine a lookup of 1 ms takes 15 ms and more.
     torch.set_num_threads(1)
-    membership = Membership.of(options, in_fleet=in_fleet)
+    membership, tls = Membership.of(options), Protection.of(options).tls
     # What can't be is refused before a card is opened.
-    settings.node_config(options, options["node_id"] or "shard", store=membership.store)
-    if options["advertise"]:
-        Address.parse(options["advertise"])
+    settings.node_config(options, options.node_id or "shard", store=membership.store)
+    if options.advertise:
+        Address.parse(options.advertise)
     traces = settings.trace_config(options, "shardrank-shard-node")
     card_set = settings.open_card_set(options)
     sink = None
@@ -63,7 +64,7 @@ def run_shard_node(options: Options, *, in_fleet: bool, tls: TlsConfig | None) -
         from shard_node.otlp import OtlpSink
 
         sink = OtlpSink(traces)
-    node = ShardNode(settings.node_identity(options, *options["shard"]), sink)
+    node = ShardNode(settings.node_identity(options, *options.shard), sink)
     try:
         run_until_stopped(
             partial(serve_shard, options, membership, node, card_set, tls), loop_factory=uvloop.new_event_loop
@@ -73,13 +74,13 @@ def run_shard_node(options: Options, *, in_fleet: bool, tls: TlsConfig | None) -
 
 
 async def serve_shard(
-    options: Options, membership: Membership, node: ShardNode, card_set: CardSet | None, tls: TlsConfig | None
+    options: ShardNodeConfig, membership: Membership, node: ShardNode, card_set: CardSet | None, tls: TlsConfig | None
 ) -> None:
     """Serve until it is cancelled; then leave the fleet and end what is in flight. Raises as `run_shard_node`.
 
     A node of a fleet is found when it has joined; one without a registry listens once its rows are loaded.
     """
-    (index, num_shards), fleet = options["shard"], membership.fleet
+    (index, num_shards), fleet = options.shard, membership.fleet
     is_alone, plan = membership.version is not None, settings.read_plan(options, membership.agent.models or ())
     node.problems = lambda: _JOINING
     async with contextlib.AsyncExitStack() as stack:
@@ -89,11 +90,11 @@ async def serve_shard(
         await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
         config = settings.node_config(
             options,
-            options["node_id"] or ("shard" if server is None else _node_id(index, server.addresses[0])),
+            options.node_id or ("shard" if server is None else _node_id(index, server.addresses[0])),
             address="" if server is None else _advertised(options, server),
             store=membership.store,
-            stage_bytes_per_s=None if options["stage_mb_per_s"] is None else options["stage_mb_per_s"] * 1e6,
-            stage_cpu_share=1.0 if is_alone else options["stage_cpu_share"],
+            stage_bytes_per_s=None if options.stage_mb_per_s is None else options.stage_mb_per_s * 1e6,
+            stage_cpu_share=1.0 if is_alone else options.stage_cpu_share,
         )
         partition = partial(settings.partition_of, options, plan, index, num_shards)
         actions = NodeActions(node, fleet, partition, config, card_set=card_set)
@@ -124,17 +125,22 @@ async def serve_shard(
             await actions.close()
 
 
-def _may_wait(options: Options, card_set: CardSet | None) -> bool:
+def _may_wait(options: ShardNodeConfig, card_set: CardSet | None) -> bool:
     """Return whether a lookup may have to wait for a disk or a card: then the event loop never pools."""
-    return options["memory_budget_gb"] is not None or card_set is not None
+    return options.memory_budget_gb is not None or card_set is not None
 
 
 async def _listen(
-    stack: contextlib.AsyncExitStack, node: ShardNode, options: Options, tls: TlsConfig | None, *, may_wait: bool
+    stack: contextlib.AsyncExitStack,
+    node: ShardNode,
+    options: ShardNodeConfig,
+    tls: TlsConfig | None,
+    *,
+    may_wait: bool,
 ) -> NodeServer:
     """Listen until the stack is closed."""
-    addresses = [Address.parse(text) for text in options["listen"]]
-    admin = None if options["admin_listen"] is None else Address.parse(options["admin_listen"])
+    addresses = [Address.parse(text) for text in options.listen]
+    admin = None if options.admin_listen is None else Address.parse(options.admin_listen)
     reachable = [str(address) for address in (*addresses, admin) if address is not None and not address.is_loopback]
     if reachable and tls is None:
         logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
@@ -170,10 +176,10 @@ def _node_id(index: int, bound: Address) -> str:
     return node_id(f"shard-{index}", Path(bound.path).stem if bound.is_unix else str(bound.port))
 
 
-def _advertised(options: Options, server: NodeServer) -> str:
+def _advertised(options: ShardNodeConfig, server: NodeServer) -> str:
     """Return where others reach a node: every interface stands for this host's name, a socket for its path."""
-    if options["advertise"]:
-        return str(Address.parse(options["advertise"]))
+    if options.advertise:
+        return str(Address.parse(options.advertise))
     bound = server.addresses[0]
     if bound.is_unix:
         return str(Address(path=str(Path(bound.path).absolute())))

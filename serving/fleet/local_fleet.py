@@ -15,11 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
 
-from pydantic import Field, model_validator
-
-from loader.registry import STORE_REGISTRY, open_registry
+from loader.registry import open_registry
 from loader.registry.fleet import (
     COORDINATOR_LOCK,
     FLEET,
@@ -33,23 +30,21 @@ from loader.rollout.plan import read_rollout
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from loader.snapshot.tables import Frozen
 from loader.stores import open_store
-from loader.stores.cache import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile
 from serving.errors import FleetError
+from serving.fleet.config import FleetConfig
 from serving.fleet.supervisor import (
     ChildSpec,
     NotYetError,
     RefusedError,
-    SupervisionConfig,
     Supervisor,
     shardrank_command,
     supervised,
 )
-from serving.fleet.workers import REGISTRY_VARIABLE, WorkerPorts, connectable_host, reserved_ports, worker_specs
+from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
 COORDINATOR = "coordinator"
@@ -57,92 +52,6 @@ EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
 _POLL_S = 0.1
 QUOTED_TABLES = 8
-
-
-class FleetConfig(Frozen):
-    """A coordinator, shard nodes and serving processes over one store.
-
-    Attributes:
-        versions: what a model begins with, by model. One that is not named goes on with the version that the registry
-            has live; the first time, with the store's latest.
-        registry: its URL or folder; None for the folder `.registry` in the store.
-        plan_file: says how its model's rows are divided, in place of sharding and of what the snapshot carries.
-        on: `here`, or on the hosts of a Ray cluster: then several numbers of shards may be there at a time, and names
-            of shard nodes say which one is theirs.
-    """
-
-    store: Path | StoreUrl
-    models: tuple[str, ...] = Field(min_length=1, max_length=256)
-    versions: dict[str, int] = Field(default_factory=dict)
-    registry: str | None = None
-    shards: int = Field(default=2, ge=1, le=64)
-    replicas: int = Field(default=1, ge=1, le=16)
-    cards: int = Field(default=1, ge=1, le=64)
-    sharding: Literal["hash", "range", "table"] = "hash"
-    replicate_bytes: int = Field(default=1 << 20, ge=0)
-    plan_file: Path | None = None
-    workers: int = Field(default=1, ge=1, le=64)
-    host: str = "127.0.0.1"
-    http_port: int = Field(default=8080, ge=0, le=65535)
-    grpc_port: int = Field(default=8081, ge=0, le=65535)
-    verify: bool = True
-    shard_node_arguments: tuple[str, ...] = ()
-    serve_arguments: tuple[str, ...] = ()
-    coordinator_arguments: tuple[str, ...] = ()
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    supervision: SupervisionConfig = SupervisionConfig()
-    environment: dict[str, str] = Field(default_factory=dict)
-    on: Literal["here", "ray"] = "here"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if len(set(self.models)) != len(self.models):
-            raise ValueError(f"models has duplicates: {list(self.models)}")
-        if unknown := sorted(self.versions.keys() - set(self.models)):
-            raise ValueError(f"versions of models that are not served: {unknown}")
-        if self.registry is None and not isinstance(self.store, Path):
-            raise ValueError(f"registry must be named: none lies in a store at a URL, {self.store}")
-        return self
-
-    @property
-    def registry_url(self) -> str:
-        """The registry that was named, or the store's own."""
-        return self.registry or str(Path(str(self.store)).resolve() / STORE_REGISTRY)
-
-    @property
-    def shard_nodes(self) -> dict[str, int]:
-        """The shard of each node, by name; children and nodes have the same names."""
-        of = f"of-{self.shards}-" if self.on == "ray" else ""
-        return {f"shard-{shard}-{of}{one}": shard for shard in range(self.shards) for one in range(self.replicas)}
-
-    @property
-    def worker_names(self) -> list[str]:
-        """Names of the serving processes."""
-        return [f"serve-{worker}" for worker in range(self.workers)]
-
-    @property
-    def common_arguments(self) -> list[str]:
-        """Flags by which every child finds what it serves, and how that is divided; it checks whatever it loads."""
-        models = [argument for model in self.models for argument in ("--model", model)]
-        store = ["--store", str(self.store.resolve())] if isinstance(self.store, Path) else self.store.arguments
-        plan = [] if self.plan_file is None else ["--plan", str(self.plan_file.resolve())]
-        return [*store, *models, "--verify" if self.verify else "--no-verify", *plan]
-
-    def coordinator_command(self, owner: str) -> list[str]:
-        """Return the arguments of `shardrank` for a coordinator: one that comes after another is the same owner."""
-        return ["--log-level", self.log_level, "coordinator", "--owner", owner, *self.coordinator_arguments]
-
-    def shard_node_command(self, name: str, listen: str) -> list[str]:
-        """Return the arguments of `shardrank` for one of `shard_nodes`, but the registry."""
-        shard = f"{self.shard_nodes[name]}/{self.shards}"
-        own = ["--log-level", self.log_level, "shard-node", "--node-id", name, "--shard", shard, "--listen", listen]
-        divided = ["--cards", str(self.cards), "--sharding", self.sharding]
-        divided += ["--replicate-bytes", str(self.replicate_bytes)]
-        return [*own, *self.common_arguments, *divided, *self.shard_node_arguments]
-
-    def worker_flags(self, name: str) -> list[str]:
-        """Return the flags of `shardrank serve` for one of `worker_names`, but ports and the registry."""
-        return [*self.common_arguments, *self.serve_arguments, "--node-id", name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +118,7 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
             f"a fleet with nodes {taken} runs with registry {fleet.name} already: "
             "stop it first, or give this one another --registry"
         )
-    store, wanted = open_store(config.store), await fleet.wanted()
+    store, wanted = open_store(config.named_store), await fleet.wanted()
     found = []
     for model in config.models:
         chosen = await _choose(fleet, config, model, wanted.get(model), nodes)
@@ -220,7 +129,7 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
     # Where no shard node runs all of them are about to be of this number of shards.
     shards = None if any(node.kind == "shard" for node in nodes) else config.shards
     for snapshot, one in found:
-        await register(fleet, snapshot, clock=clock, store=config.store)
+        await register(fleet, snapshot, clock=clock, store=config.named_store)
         await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version, shards))
     return tuple(one for _, one in found)
 
@@ -228,7 +137,7 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
 def _planned(store: Store, config: FleetConfig, model: str, version: int) -> tuple[Snapshot, Plan]:
     """Read what divides a version; children fetch and check what they load."""
     with store.hold(model, version, with_rows=False, verify=False) as held:
-        rows_here = isinstance(config.store, Path)
+        rows_here = isinstance(config.named_store, Path)
         snapshot = Snapshot.open(held.path, verify=False, rows_here=rows_here)
         file = None if config.plan_file is None else PlanFile.read(config.plan_file)
         if file is not None and file.model not in config.models:
@@ -252,7 +161,7 @@ async def _choose(
     asked = config.versions.get(model)
     live = None if wanted is None else wanted.live
     if live is None or asked == live:
-        return await asyncio.to_thread(open_store(config.store).latest, model) if asked is None else asked
+        return await asyncio.to_thread(open_store(config.named_store).latest, model) if asked is None else asked
     if asked is None:
         return live
     hint = f"start without a version, then: shardrank rollout start {model} {asked}"
@@ -357,12 +266,14 @@ async def running_fleet(
         fleet = FleetRegistry(registry)
         on_begin(await begin(fleet, config))
         supervisor = await stack.enter_async_context(supervised(config.supervision))
-        folder, environment = supervisor.run_directory, {**config.environment, REGISTRY_VARIABLE: config.registry_url}
-        first, workers = _node_specs(config, fleet, folder, environment), config.worker_names
-        await supervisor.start(first, on_ready)
-        arguments = [config.worker_flags(name) for name in workers]
-        probes = [partial(ask_node, fleet, name, config.models) for name in workers]
-        await supervisor.start(worker_specs(folder, ports, arguments, config.log_level, environment, probes), on_ready)
+        folder, environment = supervisor.run_directory, dict(config.environment)
+        if config.passes == "flags":
+            environment["SHARDRANK_REGISTRY"] = config.registry_url
+        await supervisor.start(_node_specs(config, fleet, folder, environment), on_ready)
+        workers = [config.serve_config(name) for name in config.worker_names]
+        probes = [partial(ask_node, fleet, name, config.models) for name in config.worker_names]
+        specs = worker_specs(folder, ports, workers, config.child_arguments, environment, probes)
+        await supervisor.start(specs, on_ready)
         yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
 
 
@@ -371,12 +282,15 @@ def _node_specs(
 ) -> list[ChildSpec]:
     """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
-    owner = config.coordinator_command(f"{COORDINATOR}-{run_directory.name}")
-    specs = [ChildSpec(COORDINATOR, shardrank_command(*owner), partial(ask_coordinator, fleet), environment)]
+    owner = config.coordinator_config(f"{COORDINATOR}-{run_directory.name}")
+    command = config.child_arguments("coordinator", owner, run_directory / f"{COORDINATOR}.toml")
+    specs = [ChildSpec(COORDINATOR, shardrank_command(*command), partial(ask_coordinator, fleet), environment)]
     for name in config.shard_nodes:
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
-        command = shardrank_command(*config.shard_node_command(name, str(listen)))
-        specs.append(ChildSpec(name, command, partial(ask_node, fleet, name, config.models), environment))
+        node = config.shard_node_config(name, str(listen))
+        command = config.child_arguments("shard-node", node, run_directory / f"{name}.toml")
+        probe = partial(ask_node, fleet, name, config.models)
+        specs.append(ChildSpec(name, shardrank_command(*command), probe, environment))
     return specs
 
 

@@ -19,7 +19,7 @@ from loader.snapshot.publishing import version_record
 from loader.snapshot.reader import Snapshot
 from loader.stores.cache import StorePlace
 from serving.cli import settings
-from serving.cli.settings import Options
+from serving.config import MemberSettings
 from shard_node.agent.agent import AgentConfig
 
 ANY_HOST = frozenset({"0.0.0.0", "::", ""})
@@ -43,15 +43,15 @@ class Membership:
     version: PublishedVersion | None = None
 
     @classmethod
-    def of(cls, options: Options, *, in_fleet: bool) -> Membership:
-        """Return what the options of a process say. Raises UsageError, SnapshotError, RegistryRecordError."""
-        store = options["store"]
-        if in_fleet:
-            agent = settings.config_of(AgentConfig, {}, models=options["models"] or None)
-            reopen = partial(open_registry, options["registry"])
-            return cls(FleetRegistry(reopen()), reopen, store, agent)
+    def of(cls, options: MemberSettings) -> Membership:
+        """Return what the settings of a process say. Raises UsageError, SnapshotError, RegistryRecordError."""
+        store = options.store_place
+        if options.registry is not None:
+            agent = settings.config_of(AgentConfig, {}, models=options.models or None)
+            reopen = partial(open_registry, options.registry)
+            return cls(FleetRegistry(reopen()), reopen, options.named_store, agent)
         folder = settings.member_folder(options, with_rows=False)
-        place = folder.parent.parent if options["snapshot"] is not None or isinstance(store, Path) else store
+        place = folder.parent.parent if store is None or isinstance(store, Path) else store
         snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
         version = version_record(snapshot, time.time())
         fleet = single_process_fleet(f"process {os.getpid()}", version)

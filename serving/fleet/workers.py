@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,23 +19,21 @@ from prometheus_client.multiprocess import mark_process_dead
 from loader.snapshot.reader import Snapshot
 from serving.api.listening import WORKER_VARIABLE, Place
 from serving.cli import settings
-from serving.cli.settings import Options
+from serving.config import ServeConfig
 from serving.errors import FleetError
+from serving.fleet.config import SupervisionConfig
 from serving.fleet.membership import node_id
 from serving.fleet.process import notify_ready, run_until_stopped
 from serving.fleet.supervisor import (
     ChildSpec,
     NotYetError,
     Probe,
-    SupervisionConfig,
     shardrank_command,
     supervised,
 )
+from serving.settings import Settings
 
 LOOPBACK = "127.0.0.1"
-REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
-"""How children are told the registry: it may have a password, and anybody can read the flags of a process."""
-ROWS = ("cards", "sharding", "replicate_bytes", "memory_budget_gb")
 
 
 @contextlib.contextmanager
@@ -94,14 +92,15 @@ def reserved_ports(host: str, http_port: int, grpc_port: int, workers: int) -> I
 def worker_specs(
     run_directory: Path,
     ports: WorkerPorts,
-    arguments: Sequence[Sequence[str]],
-    log_level: str,
+    configs: Sequence[ServeConfig],
+    start: Callable[[str, Settings, Path], Sequence[str]],
     environment: Mapping[str, str],
     probes: Sequence[Probe] = (),
 ) -> list[ChildSpec]:
     """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
 
-    `arguments` has each worker's flags of `shardrank serve`, but ports; `probes` what else each must say, if anything.
+    `configs` has each worker's settings but its ports, `start` returns the arguments of `shardrank` for a command and
+    its settings; `probes` what else each must report, if anything.
     """
     on_exit, places = None, [dict[str, str]() for _ in ports.probes]
     if len(ports.probes) > 1:
@@ -112,19 +111,15 @@ def worker_specs(
         environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         # A dead process' gauges must not be added up with those of the living.
         on_exit = partial(mark_process_dead, path=str(metrics))
-    return [
-        ChildSpec(
-            name=f"serve-{worker}",
-            command=shardrank_command(
-                *("--log-level", log_level, "serve", *arguments[worker], "--host", ports.host),
-                *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
-            ),
-            probe=partial(_ask_worker, probes[worker : worker + 1], probe_port),
-            environment={**environment, **places[worker]},
-            on_exit=on_exit,
-        )
-        for worker, probe_port in enumerate(ports.probes)
-    ]
+    specs = []
+    for worker, probe_port in enumerate(ports.probes):
+        bound = {"host": ports.host, "http_port": ports.http, "grpc_port": ports.grpc, "probe_port": probe_port}
+        config = configs[worker].model_copy(update=bound)
+        name = f"serve-{worker}"
+        command = shardrank_command(*start("serve", config, run_directory / f"{name}.toml"))
+        probe = partial(_ask_worker, probes[worker : worker + 1], probe_port)
+        specs.append(ChildSpec(name, command, probe, {**environment, **places[worker]}, on_exit))
+    return specs
 
 
 async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> None:
@@ -140,30 +135,33 @@ async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> No
         raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
 
 
-def run_workers(options: Options, *, in_fleet: bool, log_level: str) -> None:
+def run_workers(config: ServeConfig, log_level: str) -> None:
     """Run the workers of `shardrank serve` until SIGTERM or SIGINT.
 
     Raises FleetError if a port is taken or a worker does not come up, SnapshotError for a version that can't be read.
     """
-    environment = {REGISTRY_VARIABLE: options["registry"]} if in_fleet else {}
-    pinned: list[str] = []
-    if not in_fleet:
+    if not config.in_fleet:
         # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
-        folder = settings.member_folder(options, with_rows=False)
-        rows_here = options["snapshot"] is not None or isinstance(options["store"], Path)
+        folder = settings.member_folder(config, with_rows=False)
+        rows_here = isinstance(config.store_place, Path | None)
         snapshot = Snapshot.open(folder, verify=False, rows_here=rows_here)
-        pinned = ["--snapshot", str(folder)]
+        version: dict[str, object] = {"store": None, "models": (), "version": None, "snapshot": folder}
         if not rows_here:
-            pinned = [*options["store"].arguments, "--model", snapshot.spec.model, "--version", str(snapshot.version)]
-    workers = [pinned + worker_arguments(options, worker, in_fleet=in_fleet) for worker in range(options["workers"])]
-    scheme = settings.scheme(options)
+            version = {"models": (snapshot.spec.model,), "version": snapshot.version}
+        config = config.model_copy(update=version)
+    workers = [worker_config(config, worker) for worker in range(config.workers)]
+    scheme = settings.scheme(config)
+
+    def start(command: str, worker: Settings, file: Path) -> Sequence[str]:
+        worker.write(file)
+        return "--log-level", log_level, command, "--config", str(file)
 
     async def program() -> None:
-        with reserved_ports(options["host"], options["http_port"], options["grpc_port"], len(workers)) as ports:
+        with reserved_ports(config.host, config.http_port, config.grpc_port, len(workers)) as ports:
             # Workers leave their fleet once they have drained, which may take as long again as the default grace.
-            grace_s = SupervisionConfig().stop_grace_s + options["shutdown_delay_s"]
+            grace_s = SupervisionConfig().stop_grace_s + config.shutdown_delay_s
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
-                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, log_level, environment))
+                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, start, {}))
                 click.echo(f"logs: {supervisor.run_directory}")
                 click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")
                 click.echo(f"gRPC: {ports.host}:{ports.grpc}")
@@ -173,26 +171,16 @@ def run_workers(options: Options, *, in_fleet: bool, log_level: str) -> None:
     run_until_stopped(program)
 
 
-def worker_arguments(options: Options, worker: int = 0, *, in_fleet: bool) -> list[str]:
-    """Return the flags of a worker, but ports, the version that it serves alone, and the registry.
+def worker_config(config: ServeConfig, worker: int) -> ServeConfig:
+    """Return the settings of a worker, but its ports.
 
     Node ids differ, and so do folders of recorded requests: two that write can't share one.
     """
-    has_rows = options["local"] if in_fleet else not options["shards"]
-    names = ["shutdown_delay_s", "plan_file", "warm_from", "warm_requests"]
-    passed = ["--verify" if options["verify"] else "--no-verify", *settings.serving_arguments(options)]
-    if options["record"] is not None:
-        max_mb = max(1, options["record_max_mb"] // options["workers"])
-        passed += ["--record", str((options["record"] / str(worker)).absolute()), "--record-max-mb", str(max_mb)]
-        names.append("record_share")
-    if in_fleet:
-        name = options["node_id"] or node_id("serve", str(options["http_port"] or f"pid{os.getpid()}"))
-        store = options["store"]
-        passed += ["--node-id", f"{name}-{worker}"]
-        passed += ["--store", str(store.resolve())] if isinstance(store, Path) else store.arguments
-        names += ["models", "max_staleness", "advertise", "stage_cpu_share"]
-        names += ["local", *ROWS, "max_memory_gb"] if has_rows else []
-    else:
-        names += ["shards", *ROWS]
-    passed += settings.arguments(options, names)
-    return passed + settings.device_arguments(options) if has_rows else passed
+    update: dict[str, object] = {"workers": 1}
+    if config.record is not None:
+        update["record"] = config.record / str(worker)
+        update["record_max_mb"] = max(1, config.record_max_mb // config.workers)
+    if config.in_fleet:
+        name = config.node_id or node_id("serve", str(config.http_port or f"pid{os.getpid()}"))
+        update["node_id"] = f"{name}-{worker}"
+    return config.model_copy(update=update)
