@@ -87,7 +87,7 @@ def seconds(value: Any) -> Any:
 
 
 def plain_type(field: FieldInfo) -> Any:
-    """Return the type of a field without None and annotations, such as `tuple` or `Literal[...]`; str for a union."""
+    """Return the type of a field without None and annotations, such as `tuple` for several; str for a union."""
     kind = field.annotation
     if get_origin(kind) in (Union, UnionType):
         kinds = [member for member in get_args(kind) if member is not NoneType]
@@ -95,6 +95,8 @@ def plain_type(field: FieldInfo) -> Any:
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     origin = get_origin(kind)
+    if origin is tuple and get_args(kind)[-1] is not Ellipsis:
+        return str
     return kind if origin in (None, Literal) else str if origin in (Union, UnionType) else origin
 
 

@@ -101,7 +101,7 @@ def _problems(schema: type[Settings], error: ValidationError, origin: Mapping[st
         name, *inner = item["loc"] or ("",)
         problem = item["msg"].removeprefix("Value error, ")
         if item["type"] == "missing":
-            yield f"Missing option {schema.flag(str(name))!r}, or {name} in the file of --config."
+            yield f"Missing option {schema.flag(str(name))!r}, or {name} in the file of --config"
         elif name:
             place = ".".join((_label(schema, str(name), origin.get(str(name), "")), *map(str, inner)))
             yield f"{place}: {problem}"
