@@ -7,7 +7,6 @@ its default (serving/cli/configured.py). Values are parsed, and what does not go
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 
@@ -52,7 +51,7 @@ class StoreSettings(Settings):
         le=3600,
     )
 
-    @cached_property
+    @property
     def store_place(self) -> StorePlace | None:
         """The store, with what goes with a URL. Raises StoreError."""
         if self.store is None:

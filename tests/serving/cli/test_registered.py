@@ -6,7 +6,6 @@ import asyncio
 import signal
 import socket
 import time
-import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -104,8 +103,16 @@ def test_a_node_whose_cards_have_failed_leaves_with_their_error(folder: Path, fi
     async def scenario() -> None:
         identity = NodeIdentity(shard_index=0, num_shards=1, num_cards=2, sharding="hash")
         cards, node = EmulatedCards(2), ShardNode(identity)
-        where = {"registry": str(films), "store": folder / "store", "listen": (f"unix:{folder}/a.sock",)}
-        config = ShardNodeConfig(**where, shard=(0, 1), node_id="a", cards=2, replicate_bytes=0, stage_cpu_share=1)
+        config = ShardNodeConfig(
+            registry=f"{folder}/registry",
+            store=folder / "store",
+            listen=(f"unix:{folder}/a.sock",),
+            shard=(0, 1),
+            node_id="a",
+            cards=2,
+            replicate_bytes=0,
+            stage_cpu_share=1,
+        )
         program = asyncio.create_task(serve_shard(config, Membership.of(config), node, CardSet(cards), None))
         await until(partial(are_ready, films, "a"), "the node")
         cards.fault = "device 0: cudaErrorIllegalAddress"
@@ -215,12 +222,15 @@ def test_without_a_desired_model_it_listens_and_is_not_ready(store: Path, regist
         assert program.stop() == 0
 
 
-def test_workers_are_given_every_setting_in_a_file_of_their_own(tmp_path: Path) -> None:
-    """It may have the password of the registry."""
-    given = {"models": ("films",), "local": True, "verify": False, "max_staleness": {"films": 30}, "cards": 2}
-    config = ServeConfig(registry="redis://:secret@host", store=tmp_path, workers=2, node_id="x", **given)
+def test_workers_have_all_settings_but_a_node_id_and_a_folder(tmp_path: Path) -> None:
+    """Two that record can't share a folder; its bytes are divided."""
+    config = ServeConfig(
+        registry="redis://:secret@host", store=tmp_path, local=True, record=tmp_path, workers=2, max_staleness={"a": 3}
+    )
     worker = worker_config(config, 1)
+    changed = {name for name in ServeConfig.names() if getattr(worker, name) != getattr(config, name)}
+    assert changed == {"workers", "node_id", "record", "record_max_mb"}
+    assert (worker.record, worker.record_max_mb, worker.workers) == (tmp_path / "1", 128, 1)
+    assert worker.node_id.endswith("-1")
     worker.write(file := tmp_path / "worker.toml")
     assert file.stat().st_mode & 0o777 == 0o600
-    found = ServeConfig.model_validate(tomllib.loads(file.read_text()))
-    assert found == worker == config.model_copy(update={"workers": 1, "node_id": "x-1"})

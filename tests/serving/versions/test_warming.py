@@ -6,13 +6,13 @@ import asyncio
 import re
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from serving.cli import settings
 from serving.config import ServeConfig
+from serving.fleet.workers import worker_config
 from serving.formats.requests import RankAnswer
 from serving.observe.recording import RecordingConfig, RequestRecorder
 from serving.rank.service import RankingService
@@ -82,12 +82,16 @@ def test_warming_that_fails_keeps_no_version_from_serving(
     assert rows == {} or changed != "LIMIT_S"
 
 
-def test_settings_say_which_folder_warms(tmp_path: Path) -> None:
-    def warming_by(**given: Any) -> Warming | None:
-        return settings.warming(ServeConfig(**given))
+def test_settings_name_the_folder_that_warms(tmp_path: Path) -> None:
+    def warming_by(**values: object) -> Warming | None:
+        config = ServeConfig(snapshot=tmp_path, **values)
+        both = [settings.warming(config), settings.warming(worker_config(config, 1))]
+        assert [folder is None for folder in both] in ([True, True], [False, False])
+        return both[0]
 
     record = tmp_path / "r"
     assert warming_by() is None
     assert warming_by(record=record) == Warming(folder=record)
     assert warming_by(record=record, warm_requests=0) is None
-    assert warming_by(record=record, warm_from=tmp_path, warm_requests=9) == Warming(folder=tmp_path, requests=9)
+    named = Warming(folder=tmp_path, requests=9)
+    assert warming_by(record=record, warm_from=tmp_path, warm_requests=9) == named
