@@ -17,6 +17,7 @@ import click
 from serving.cli import LazyGroup, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
+from serving.config import DEVICE_FIELDS, DivisionSettings, RowSettings
 
 if TYPE_CHECKING:
     from loader.snapshot.tables import RowDtype
@@ -326,9 +327,8 @@ server_options = opts.together(
     opts.count("--workers", "Serving processes of each server. In arms without shards each holds all rows.", default=1),
     opts.choice("--dtype", ["auto", "float32", "bfloat16"], "Number format of the dense model."),
     opts.choice("--wire-dtype", ["auto", "float32", "float16"], "Number format of sums that shards send."),
-    opts.sharding_option,
-    opts.memory_budget_option,
-    opts.device_options,
+    opts.setting_option(DivisionSettings, "sharding"),
+    opts.settings_options(RowSettings, "memory_budget_gb", *DEVICE_FIELDS, hidden=False),
     opts.count(
         "--replicate-bytes",
         "Tables of at most this many bytes are held whole by every shard. 0 divides all, so that small tables don't "

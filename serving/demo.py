@@ -29,15 +29,10 @@ from router.plan_file import PlanFile
 from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
-from serving.fleet.local_fleet import (
-    FleetConfig,
-    WorkerPorts,
-    connectable_host,
-    held_ports,
-    placement_line,
-    running_fleet,
-)
+from serving.fleet.config import FleetConfig
+from serving.fleet.local_fleet import placement_line, running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
+from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
@@ -75,7 +70,8 @@ class DemoConfig(Frozen):
     host: str
     http_port: int
     grpc_port: int
-    serve_arguments: tuple[str, ...] = ()
+    hot_rows_gb: float = 0.0
+    hot_rows: Literal["learning", "static"] = "learning"
 
 
 class DemoReport(Frozen):
@@ -255,7 +251,7 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
     ShardrankError if a stage fails; for a port, a device or a file that can't be used, before the work.
     """
     with ExitStack() as stack:
-        ports = stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, workers=1))
+        ports = stack.enter_context(reserved_ports(config.host, config.http_port, config.grpc_port, workers=1))
         if json_file is not None:
             # An older report stays as it is until there is a new one.
             try:
@@ -349,8 +345,9 @@ async def _serving(
                     replicate_bytes=REPLICATE_BYTES,
                     plan_file=config.plan_file,
                     host=config.host,
-                    shard_node_arguments=("--device", config.device),
-                    serve_arguments=config.serve_arguments,
+                    device=config.device,
+                    hot_rows_gb=config.hot_rows_gb,
+                    hot_rows=config.hot_rows,
                 )
 
                 def on_ready(name: str) -> None:

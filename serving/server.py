@@ -6,28 +6,48 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import click
 import uvloop
 from pydantic import Field
 
 from loader.memory import settle_heap
-from loader.registry.registry import Registry
+from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+from loader.registry.fleet import FleetRecord
 from loader.snapshot.tables import Frozen
 from serving.api.grpc.services import GrpcServer
 from serving.api.http import HttpApp, HttpServer, running_admin
 from serving.api.tokens import Tokens
-from serving.dashboard.board import FleetSource, ProcessSource, Source
-from serving.fleet.process import notify_ready, run_until_stopped
+from serving.cli import settings
+from serving.cli.settings import Protection, config_of
+from serving.config import ServeConfig
+from serving.dashboard.board import FleetSource
+from serving.fleet.membership import Membership, node_id, reachable_host
+from serving.fleet.process import notify_ready, num_workers, run_until_stopped
+from serving.fleet.workers import reserved_ports
+from serving.limits import RequestLimits
+from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
-from shard_node.wire.tls import TlsConfig, TlsContext, server_context
+from serving.versions.fixed_shards import FixedShards
+from serving.versions.fleet_member import FleetMember, LocalRows, ServingConfig
+from shard_node.agent.node_agent import NodeActions
+from shard_node.node import ShardNode
+from shard_node.wire.address import Address
+from shard_node.wire.tls import TlsClientConfig, TlsConfig, TlsContext, server_context
 
 logger = logging.getLogger(__name__)
 
+_ALONE = "this process belongs to no fleet (no --registry): it serves what it was started with"
+_WORKER_NOTE = (
+    "{count} worker processes share this port and one of them answers this page: requests and latencies are those of "
+    "process {process} alone; /metrics adds all workers up"
+)
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
 
 
@@ -120,7 +140,7 @@ async def serve(
     probe_port: int | None = None,
     on_listening: Callable[[Listening], None] = lambda listening: None,
     leave: Callable[[], Awaitable[object]] | None = None,
-    open_registry: Callable[[], Registry] | None = None,
+    page: Callable[[], FleetSource] | None = None,
 ) -> None:
     """Serve until it is cancelled, or its cards fail; then finish what is in flight and close everything.
 
@@ -129,8 +149,8 @@ async def serve(
     Until then `probe_port`, a private HTTP port on loopback, tells how it is.
 
     `load` installs the models; `on_listening` and `on_ready` are called with the ports before it and after it; `leave`
-    once requests have ended: until then it follows what is wanted, and a rollout waits for it. `open_registry` opens
-    the registry of its fleet once more, for the page at the admin port; None without a fleet.
+    once requests have ended: until then it follows what is wanted, and a rollout waits for it. `page` opens what the
+    page at the admin port shows.
 
     Raises ConfigError if a port can't be bound, CardError once the cards have failed, and as `load`.
     """
@@ -141,9 +161,6 @@ async def serve(
             admin_port = None
             tokens, ssl = _protection(service, config, "http")
             if config.admin_port is not None:
-                page: Callable[[], Source] = partial(ProcessSource, service, config.num_workers)
-                if open_registry is not None:
-                    page = partial(FleetSource, open_registry)
                 admin_port = await stack.enter_async_context(
                     running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=ssl, page=page)
                 )
@@ -166,8 +183,95 @@ async def serve(
         await asyncio.to_thread(service.close)
 
 
-def serve_until_signalled(*args: Any, **kwargs: Any) -> None:
-    """Serve as `serve` does, with its arguments and errors, until the process receives SIGTERM or SIGINT."""
-    # A second signal ends the process with status 1: a load that is under way can't be interrupted, and whoever asks
-    # twice does not want to wait for it.
-    run_until_stopped(lambda: serve(*args, **kwargs), lambda: os._exit(1), uvloop.new_event_loop)
+def run_serving(options: ServeConfig) -> None:
+    """Serve what the registry says, or the one version that was named, until SIGTERM or SIGINT.
+
+    A registry, and shards, that do not answer yet are waited for.
+
+    Raises:
+        ShardrankError: if a port or a device can't be used, or the cards fail; without a registry also if the version
+            must not be served.
+    """
+    # A thread that loads holds the interpreter for this long at most while a request waits for it.
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
+    membership, protection = Membership.of(options), Protection.of(options)
+    config = config_of(ServerConfig, options, tls=protection.tls, num_workers=num_workers())
+    service = RankingService(
+        RequestLimits.model_validate(options.limits),
+        expected_models=membership.agent.models,
+        max_staleness_s=options.max_staleness,
+    )
+    member = fleet_member(options, membership, service, protection.node_tls)
+    scheme, note, fixed = settings.scheme(options), "", "" if options.in_fleet else _ALONE
+    if config.num_workers > 1 and not options.in_fleet:
+        note = _WORKER_NOTE.format(count=config.num_workers, process=os.getpid())
+
+    def on_listening(listening: Listening) -> None:
+        host = reachable_host(listening.host)
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
+        member.address = options.advertise or url
+
+    def on_ready(listening: Listening) -> None:
+        base = f"{scheme}://{listening.host}"
+        click.echo(f"HTTP: {base}:{listening.http_port}/docs")
+        click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
+        if (port := listening.admin_port) is not None:
+            click.echo(f"probes and metrics: {base}:{port}/metrics, status page: {base}:{port}/")
+
+    if options.probe_port is None:
+        # A process that stands alone shares no port; a worker's are held by its supervisor.
+        with reserved_ports(options.host, options.http_port, options.grpc_port, workers=0):
+            pass
+    traces = settings.trace_config(options, "shardrank-serve")
+    with running_tracer(traces, service.metrics) as service.tracer, settings.recording(options, service):
+        program = partial(
+            serve,
+            service,
+            config,
+            member.load,
+            on_ready,
+            options.probe_port,
+            on_listening,
+            member.leave,
+            partial(FleetSource, membership.open_registry, note, fixed),
+        )
+        # A second signal ends the process with status 1: a load that is under way can't be interrupted.
+        run_until_stopped(program, lambda: os._exit(1), uvloop.new_event_loop)
+
+
+def fleet_member(
+    options: ServeConfig, membership: Membership, service: RankingService, node_tls: TlsClientConfig | None
+) -> FleetMember:
+    """Return a serving process that has not begun to load, with rows of its own or over shard nodes."""
+    version, fleet = membership.version, membership.fleet
+    plan = settings.read_plan(options, membership.agent.models or ())
+    card_set = settings.open_card_set(options) if options.has_rows else None
+    # A disk is waited for, and so are deltas, which are written to rows in this process while it serves.
+    may_block = options.has_rows and (version is None or options.memory_budget_gb is not None)
+    config = config_of(
+        ServingConfig,
+        options,
+        node_id=options.node_id or node_id("serve", str(options.http_port or f"pid{os.getpid()}")),
+        store=membership.store,
+        stage_cpu_share=options.stage_cpu_share if version is None else 1.0,
+        node_tls=node_tls,
+        plan=plan,
+        num_replicas=settings.num_replicas(options.ranking_replicas, card_set, may_block=may_block),
+        hot_rows=settings.hot_rows(options),
+        warming=settings.warming(options),
+    )
+    local = fixed = None
+    if options.has_rows:
+        # One shard that has all rows, whatever a fleet of shard nodes would say.
+        rows = ShardNode(settings.node_identity(options, 0, 1))
+        partition = partial(settings.partition_of, options, plan, 0, 1)
+        node = settings.node_config(
+            options, config.node_id, store=membership.store, stage_cpu_share=config.stage_cpu_share
+        )
+        actions = NodeActions(rows, fleet, partition, node, card_set=card_set)
+        local = LocalRows(rows, actions, partial(settings.plan_of, options, plan, 1))
+    elif version is not None:
+        shards = [list(map(Address.parse, replicas.split(","))) for replicas in options.shards]
+        fixed = FixedShards(shards, config_of(FleetRecord, options, num_shards=len(shards)), version)
+    reopen = membership.open_registry if version is None else None
+    return FleetMember(fleet, service, config, membership.agent, local, reopen, fixed)

@@ -10,6 +10,9 @@ from loader.errors import RegistryRecordError, cut
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.registry import REDIS_SCHEMES, Registry, local_path, without_password
 
+STORE_REGISTRY = ".registry"
+"""Folder in a store that is the registry of a fleet for which no other was named."""
+
 
 def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Registry:
     """Open a registry by its URL. Nothing is connected to or written before it is first used.

@@ -11,10 +11,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from pydantic import Field
-
 from loader.errors import RegistryConflictError, RegistryError, RegistryRecordError, RegistryUnavailableError
 from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry, WantedModel, delta_stream, rollout_key
+from loader.rollout.config import CoordinatorConfig
 from loader.rollout.coverage import (
     BakeTally,
     FleetView,
@@ -27,32 +26,10 @@ from loader.rollout.coverage import (
 )
 from loader.rollout.guards import compare, golden_breach
 from loader.rollout.plan import OnRecord, Rollout, Step, advanced, changed, read_rollout, undone, wanted_in_step
-from loader.snapshot.tables import Frozen
 
 logger = logging.getLogger(__name__)
 
 MAX_QUOTED_LAGS = 8
-
-
-class CoordinatorConfig(Frozen):
-    """How a coordinator works.
-
-    Attributes:
-        tick_s: pause between two reads of the registry.
-        lock_ttl_s: after so long without renewal another coordinator acquires the lock.
-        settle_s: of `RecentNodes`; above the nodes' heartbeat interval.
-        restore_wait_s: time in which nodes may restore a wanted record that the registry has lost.
-        stage_timeout_s: longest time in which nothing but staging blocks a step; `step_timeout_s` for anything else.
-        step_delay_s: pause between putting a step on record and doing it; for drills that end processes in between.
-    """
-
-    tick_s: float = Field(default=0.1, gt=0, le=10)
-    lock_ttl_s: float = Field(default=3.0, gt=0, le=60)
-    settle_s: float = Field(default=2.0, ge=0, le=60)
-    restore_wait_s: float = Field(default=5.0, ge=0, le=600)
-    stage_timeout_s: float = Field(default=3600.0, gt=0)
-    step_timeout_s: float = Field(default=120.0, gt=0)
-    step_delay_s: float = Field(default=0.0, ge=0, le=60)
 
 
 class _Patience:

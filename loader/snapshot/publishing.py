@@ -88,19 +88,24 @@ async def register(
         return known, False
     store = await asyncio.to_thread(lambda: snapshot.path.resolve().parent.parent) if store is None else store
     await _check_lineage(fleet, snapshot.manifest, store)
+    record = version_record(snapshot, clock())
+    await fleet.put_spec(record.model, record.version, snapshot.spec.model_dump_json())
+    await fleet.put_version(record)
+    return record, True
+
+
+def version_record(snapshot: Snapshot, published_at: float) -> PublishedVersion:
+    """Return what is put on record of a version; `published_at` is in seconds since the epoch."""
     delta_base, last_delta = snapshot.manifest.delta_start
-    record = PublishedVersion(
+    return PublishedVersion(
         model=snapshot.spec.model,
         version=snapshot.version,
         identity=snapshot.identity,
         delta_base=delta_base,
         last_delta=last_delta,
         rows_bytes=rows_bytes_of(snapshot.spec),
-        published_at=clock(),
+        published_at=published_at,
     )
-    await fleet.put_spec(record.model, record.version, snapshot.spec.model_dump_json())
-    await fleet.put_version(record)
-    return record, True
 
 
 def rows_bytes_of(spec: ModelSpec) -> int:

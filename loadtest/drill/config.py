@@ -60,8 +60,8 @@ class FleetDrillConfig(OracleShape, FleetShape):
     """A drill on a fleet that serves the oracle. `step_delay_s`: from recording a step of a rollout to doing it."""
 
     step_delay_s: float = 0.0
-    shard_node_arguments: tuple[str, ...] = ()
-    serve_arguments: tuple[str, ...] = ()
+    shard_node: dict[str, Any] = Field(default_factory=dict)
+    serve: dict[str, Any] = Field(default_factory=dict)
 
 
 class SwapDrillConfig(FleetDrillConfig):
@@ -134,9 +134,9 @@ class UpdatingDrillConfig(FleetDrillConfig):
     """A drill during which rows are updated; the processes of its fleet may be restarted."""
 
     workers: Workers = 2
-    shard_node_arguments: tuple[str, ...] = ("--admin-listen", "127.0.0.1:0")
+    shard_node: dict[str, Any] = Field({"admin_listen": "127.0.0.1:0"})
     # Idle connections are not closed before most of them have been told.
-    serve_arguments: tuple[str, ...] = ("--shutdown-delay-s", "5")
+    serve: dict[str, Any] = Field({"shutdown_delay_s": 5.0})
     updates: float = Field(20.0, gt=0, description="Batches of changed rows a second.")
     seed: Seed = 0
 
@@ -192,8 +192,8 @@ class SoakDrillConfig(RollingDrillConfig):
     """
 
     workers: Workers = 1
-    shard_node_arguments: tuple[str, ...] = ()
-    serve_arguments: tuple[str, ...] = ()
+    shard_node: dict[str, Any] = Field(default_factory=dict)
+    serve: dict[str, Any] = Field(default_factory=dict)
     rate: Rate = 100.0
     minutes: float = Field(20.0, gt=0, description="Under load, warm-up included.")
     updates: float = Field(2.0, gt=0, description="Batches of changed rows a second.")

@@ -48,8 +48,9 @@ from loadtest.load.loops import arrival_times, open_loop
 from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import HOST, Server
-from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
-from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor
+from serving.fleet.config import FleetConfig, SupervisionConfig
+from serving.fleet.local_fleet import LocalFleet, running_fleet
+from serving.fleet.supervisor import Child, ChildSpec, NotYetError, Supervisor
 
 FIRST_VERSION = 1
 REPLICATE_BYTES = 1 << 16
@@ -382,10 +383,14 @@ async def oracle_fleet(
             # What is killed again and again on purpose shall not be taken for a process that can't live.
             supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
             # Scores are compared to a hundred-thousandth.
-            shard_node_arguments=config.shard_node_arguments,
-            serve_arguments=("--dtype", "float32", "--hot-rows-gb", str(config.hot_rows_gb), *config.serve_arguments),
-            coordinator_arguments=("--step-delay", f"{config.step_delay_s}s"),
+            dtype="float32",
+            hot_rows_gb=config.hot_rows_gb,
+            shard_node=config.shard_node,
+            serve=config.serve,
+            coordinator={"step_delay_s": config.step_delay_s},
             environment=environment or {},
+            # An earlier release, in its environment, reads no file.
+            passes="flags" if environment else "file",
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)

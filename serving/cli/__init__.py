@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from serving.fleet.process import die_with_parent
+from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
 
 PLUGIN_GROUP = "shardrank.commands"
 """Entry-point group by which other packages add commands; the name is the command's, the object a click command."""
@@ -134,7 +134,8 @@ def _plugins() -> dict[str, EntryPoint]:
     help="How much to log to stderr.",
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def main(log_level: str, debug: bool) -> None:
+@click.pass_context
+def main(ctx: click.Context, /, log_level: str, debug: bool) -> None:
     """Online ranking from sharded embeddings: ids in, scores out.
 
     Examples:
@@ -155,4 +156,5 @@ def main(log_level: str, debug: bool) -> None:
     )
     for package in ("loader", "shard_node", "router", "serving", "loadtest"):
         logging.getLogger(package).setLevel(log_level.upper())
+    ctx.obj = {"is_supervised": PARENT_PID_VARIABLE in os.environ}
     die_with_parent(os.environ)

@@ -10,7 +10,8 @@ import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.settings import Options, Protection, opened_registry
+from serving.cli.settings import Options, Protection, config_of, opened_registry
+from serving.config import NodeTlsSettings
 
 if TYPE_CHECKING:
     from loader.access_counts import AccessCounts
@@ -52,7 +53,7 @@ _MAX_SHOWN = 200
 @opts.option("--node-ca", "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs.", opts.FILE)
 @opts.option("--node-cert", "Certificate to show to shard nodes.", opts.FILE)
 @opts.option("--node-key", "Private key of --node-cert.", opts.FILE)
-@opts.tls_role_option
+@opts.setting_option(NodeTlsSettings, "tls_role", hidden=False)
 @opts.option("--server-ca", "CAs of serving processes at https://. Default: the system's.", opts.EXISTING_FILE)
 @opts.option(
     "--token TOKEN", "For serving processes: one with the right `admin`.", envvar=TOKEN_VARIABLE, show_envvar=True
@@ -137,7 +138,7 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
         if options["registry"] is not None:
             async with opened_registry(options["registry"]) as fleet:
                 model, version, shards, servers = await _of_fleet(fleet, model, version, not options["no_servers"])
-        config, timeout_s = Protection.of(options).node_tls, options["timeout_s"]
+        config, timeout_s = Protection.of(config_of(NodeTlsSettings, options)).node_tls, options["timeout_s"]
         tls = None if config is None else client_context(config)
         clients = [ShardClient(Address.parse(one), connect_timeout_s=timeout_s, tls=tls) for one in shards]
         for client in clients:

@@ -15,16 +15,19 @@ import click
 
 from serving.cli import GroupWithExamples, WithExamples, settings
 from serving.cli import options as opts
+from serving.cli.configured import configured
 from serving.cli.output import stdout_console
-from serving.cli.settings import Options, Protection, config_of, opened_registry
+from serving.cli.settings import Protection, config_of, opened_registry
+from serving.config import DivisionSettings, FrontSettings, RowSettings, TlsSettings
+from serving.fleet.config import CoordinatorSettings, FleetConfig
 from serving.fleet.process import StopRequestedError, run_until_signalled, run_until_stopped
 
 if TYPE_CHECKING:
-    from serving.fleet.local_fleet import Beginning, FleetConfig
+    from serving.fleet.local_fleet import Beginning
     from serving.fleet.ray_fleet import RayConfig
 
 
-_ON_RAY = ("address", "cpus", "detached")
+_LIMITS = "use --limit NAME=VALUE, or the table limits of the file of --config"
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
     "everything, metrics too."
@@ -35,13 +38,11 @@ _SCOPES = (
 @opts.films_options
 @opts.option("--store", "Keep the snapshot in this store; without it, it is removed at the end.", opts.FOLDER)
 @opts.count("--shards", "Shard nodes; each is a process.", 1, 64, 2)
-@opts.cards_option(2)
-@opts.device_option("cpu")
-@opts.sharding_option
-@opts.plan_option
+@opts.setting_option(DivisionSettings, "cards", default=2)
+@opts.setting_option(RowSettings, "device", default="cpu")
+@opts.settings_options(DivisionSettings, "sharding", "plan_file")
 @opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
-@opts.hot_rows_options
-@opts.port_options
+@opts.settings_options(FrontSettings, "hot_rows_gb", "hot_rows", "host", "http_port", "grpc_port", hidden=False)
 @opts.switch("--once", "Stop after the report.")
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
 @click.pass_context
@@ -62,51 +63,17 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     """
     from serving.demo import DemoConfig, run_demo
 
-    settings.hot_rows(options, all_here=options["local"])
-    more = {"shards": 1} if options["local"] else {}
-    config = config_of(DemoConfig, options, serve_arguments=settings.arguments(options, settings.HOT_ROWS), **more)
+    if options["local"] and options["hot_rows_gb"]:
+        raise click.UsageError("--hot-rows-gb holds copies of rows on shard nodes; with --local there are none.")
+    config = config_of(DemoConfig, options, **({"shards": 1} if options["local"] else {}))
     ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
 
 
-ray_address_option = opts.option(
-    "--address HOST:PORT", "With --on ray: the cluster. Default: RAY_ADDRESS, or the one that runs on this machine."
-)
-
-
-@click.command(cls=WithExamples)
-@opts.store_option
-@opts.option("--model NAME", "What to serve. Repeatable; default: all of the store.", multiple=True, name="models")
-@opts.count(
-    "--version",
-    "What the one model begins with. Default: the version that was live last; the first time, the store's latest.",
-)
-@opts.option("--snapshot", "A snapshot's own folder, in place of --store, --model and --version.", opts.FOLDER)
-@opts.registry_option
-@opts.count("--shards", "Shards.", 1, 64, 2)
-@opts.count("--replicas", "Nodes of each shard.", 1, 16, 1)
-@opts.cards_option(1)
-@opts.count("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, 1)
-@opts.sharding_option
-@opts.plan_option
-@opts.replicate_option
-@opts.memory_budget_option
-@opts.device_options
-@opts.max_memory_option("", ", on each shard node")
-@opts.port_options
-@opts.tls_options("Let in only clients with a certificate of these CAs, over HTTP and gRPC.")
-@opts.tokens_option
-@opts.front_options
-@opts.ranking_options
-@opts.hot_rows_options
-@opts.verify_option
-@opts.trust_exported_option
-@opts.serving_trace_options
-@opts.choice("--on", ["here", "ray"], "This machine, or the hosts of a Ray cluster; see docs/ray.md.")
-@ray_address_option
-@opts.option("--cpus", "With --on ray: CPUs that Ray sets aside for each process.", opts.FiniteRange(0, 1024), 1.0)
-@opts.switch("--detach", "With --on ray: leave the fleet running; `shardrank down` ends it.", name="detached")
+@configured("up", FleetConfig)
+@opts.removed_option("--limits FILE", _LIMITS, name="limits_file")
+@opts.ignored_option("--trusted-proxy CIDR", "addresses are not judged")
 @click.pass_context
-def up(ctx: click.Context, /, **options: Any) -> None:
+def up(ctx: click.Context, /, config: FleetConfig) -> None:
     """Run a whole fleet on this machine, or on a Ray cluster.
 
     Runs until Ctrl-C. Starts a coordinator, shards × replicas shard nodes on private Unix sockets and the serving
@@ -123,67 +90,56 @@ def up(ctx: click.Context, /, **options: Any) -> None:
       shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
       shardrank up --on ray --store /shared/models --registry redis://10.0.0.9/0 --replicas 2 --workers 2 --detach
     """
-    from serving.fleet.local_fleet import FleetConfig
-
-    ray = _ray_config(ctx, options)
-    settings.warn_if_open(options["host"] if ray is None else "its host's address", Protection.of(options))
-    settings.replica_policy(options)
-    config = config_of(
-        FleetConfig,
-        options,
-        **_what(options),
-        shard_node_arguments=settings.arguments(options, ["memory_budget_gb", "max_memory_gb", *settings.TRACES])
-        + settings.device_arguments(options),
-        serve_arguments=settings.serving_arguments(options),
-        log_level=ctx.find_root().params.get("log_level", "info"),
-    )
-    if ray is None:
-        _run(config, settings.scheme(options))
+    if config.on == "ray":
+        config, ray = _on_ray(config)
+        settings.warn_if_open("its host's address", Protection.of(config))
     else:
+        settings.warn_if_open(config.host, Protection.of(config))
+    update = _versions(config) | {"log_level": ctx.find_root().params.get("log_level", "info")}
+    config = config.model_copy(update=update)
+    if config.on == "ray":
         _run_on_ray(config, ray)
+    else:
+        _run(config, settings.scheme(config))
 
 
-def _ray_config(ctx: click.Context, options: dict[str, Any]) -> RayConfig | None:
-    """Return how Ray runs the fleet, None if it does not; `options` are then made those of a fleet on several hosts."""
-    given = settings.given_flags(ctx)
-    if options["on"] != "ray":
-        if wrong := sorted(given.intersection(_ON_RAY)):
-            raise click.UsageError(f"{settings.flags(wrong)}: only with --on ray.")
-        return None
+def _on_ray(config: FleetConfig) -> tuple[FleetConfig, RayConfig]:
+    """Return the settings of a fleet on several hosts, and how Ray runs it."""
     from serving.fleet.ray_fleet import HOST, RayConfig
     from shard_node.cuda.card_set import DeviceChoice
 
-    if options["registry"] is None:
-        raise click.UsageError("--on ray needs --registry: one that every host of the cluster reaches, such as Redis.")
-    options["host"] = options["host"] if "host" in given else HOST
     # Ray shows an actor the GPUs that were set aside for it, and no others.
-    device = DeviceChoice.parse(options["device"])
-    options["device"] = "cpu" if device.kind == "auto" else str(device)
-    gpus = (len(device.devices) or options["cards"]) if device.kind == "cuda" else 0
-    return config_of(RayConfig, options, gpus=gpus, memory_bytes=settings.to_bytes(options["max_memory_gb"]))
+    device = DeviceChoice.parse(config.device)
+    gpus = (len(device.devices) or config.cards) if device.kind == "cuda" else 0
+    update = {"device": "cpu" if device.kind == "auto" else str(device)}
+    if "host" not in config.model_fields_set:
+        update["host"] = HOST
+    ray = config_of(RayConfig, config, gpus=gpus, memory_bytes=settings.to_bytes(config.max_memory_gb))
+    return config.model_copy(update=update), ray
 
 
-def _what(options: Options) -> dict[str, Any]:
-    """`store`, `models` and `versions` of the fleet. Raises click.UsageError or SnapshotError."""
+def _versions(config: FleetConfig) -> dict[str, Any]:
+    """Return `store`, `models` and `versions` of the fleet. Raises click.UsageError or SnapshotError."""
     from loader.snapshot.reader import Snapshot
     from loader.stores import open_store
 
-    store, models, version = options["store"], options["models"], options["version"]
-    if options["snapshot"] is not None:
-        folder = settings.snapshot_folder(store, next(iter(models), None), version, options["snapshot"])
+    store, models, version = config.store_place, config.models, config.version
+    if config.snapshot is not None:
+        folder = settings.snapshot_folder(store, next(iter(models), None), version, config.snapshot)
         # Only the manifest and the headers: each child checks the files that it loads.
         snapshot = Snapshot.open(folder.resolve(), verify=False)
         name = snapshot.spec.model
         return {"store": snapshot.path.parent.parent, "models": (name,), "versions": {name: snapshot.version}}
     if store is None:
         raise click.UsageError("Name a store: --store FOLDER|URL [--model NAME ...], or --snapshot FOLDER.")
-    settings.registry_url(options["registry"], store)
     opened = open_store(store)
     opened.check_exists()
     models = models or tuple(opened.models())
-    if version is not None and len(models) != 1:
+    if version is None:
+        return {"models": models}
+    if len(models) != 1:
         raise click.UsageError(f"--version is of one model, but there are several: {list(models)}")
-    return {"store": store, "models": models, "versions": {} if version is None else {models[0]: version}}
+    return {"models": models, "versions": {models[0]: version}}
 
 
 def _run(config: FleetConfig, scheme: str) -> None:
@@ -234,7 +190,7 @@ def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
 
 @click.command(cls=WithExamples)
 @opts.registry_option
-@ray_address_option
+@opts.setting_option(FleetConfig, "address", help="The cluster. Default: RAY_ADDRESS, or the one on this machine.")
 def down(registry: str | None, address: str | None) -> None:
     """End a fleet that `shardrank up --on ray --detach` started.
 
@@ -272,13 +228,8 @@ def _tell(beginnings: Sequence[Beginning]) -> None:
             )
 
 
-@click.command(cls=WithExamples)
-@opts.fleet_options
-@opts.duration("--stage-timeout", "How long staging may take before a rollout is rolled back. Default: 1h.")
-@opts.duration("--step-timeout", "How long every other step may take. Default: 2m.")
-@opts.option("--owner", "In whose name the lock is held; its own by default.", hidden=True)
-@opts.duration("--step-delay", "Pause before each step, for drills.", hidden=True)
-def coordinator(url: str, owner: str | None, **times: float | None) -> None:
+@configured("coordinator", CoordinatorSettings)
+def coordinator(config: CoordinatorSettings) -> None:
     """Carry out the rollouts of a fleet.
 
     Runs until SIGTERM or Ctrl-C. Of several, one works and the others stand by; if it dies, the next goes on at the
@@ -288,13 +239,12 @@ def coordinator(url: str, owner: str | None, **times: float | None) -> None:
       shardrank coordinator --store models
       shardrank coordinator --registry redis://10.0.0.9:6379/0 --step-timeout 5m
     """
-    from loader.rollout.coordinator import Coordinator, CoordinatorConfig
+    from loader.rollout.coordinator import Coordinator
 
-    config = config_of(CoordinatorConfig, {f"{name}_s": value for name, value in times.items()})
-    name = owner or f"{socket.gethostname()}:{os.getpid()}"
+    name = config.owner or f"{socket.gethostname()}:{os.getpid()}"
 
     async def program() -> None:
-        async with opened_registry(url) as fleet:
+        async with opened_registry(settings.registry_url(config.registry, config.store_place)) as fleet:
             click.echo(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
 
@@ -305,8 +255,8 @@ def coordinator(url: str, owner: str | None, **times: float | None) -> None:
 @opts.fleet_options
 @opts.option("--host", "Address to listen on.", default="127.0.0.1")
 @opts.option("--port", "0 takes a free one.", opts.PORT, 8090)
-@opts.tls_options("Let in only clients with a certificate of these CAs.")
-@opts.tokens_option
+@opts.settings_options(TlsSettings)
+@opts.setting_option(FrontSettings, "tokens")
 def dashboard(url: str, **options: Any) -> None:
     """Show a fleet on a page: versions, rollouts, nodes, latencies, and what changed last.
 
@@ -325,7 +275,8 @@ def dashboard(url: str, **options: Any) -> None:
     from serving.rank.service import RankingService
     from shard_node.wire.tls import server_context
 
-    protection = Protection.of(options)
+    files = config_of(FrontSettings, {name: options[name] for name in (*TlsSettings.names(), "tokens")})
+    protection = Protection.of(files)
     settings.warn_if_open(options["host"], protection)
     ssl = None if protection.tls is None else server_context(protection.tls, alpn=("http/1.1",))
     tokens = None if protection.tokens is None else Tokens(protection.tokens)
@@ -335,7 +286,7 @@ def dashboard(url: str, **options: Any) -> None:
         # A service that serves nothing: it has the limits and metrics of the port.
         admin = running_admin(RankingService(), options["host"], options["port"], tokens=tokens, ssl=ssl, page=page)
         async with admin as port:
-            click.echo(f"dashboard: {settings.scheme(options)}://{options['host']}:{port}/")
+            click.echo(f"dashboard: {settings.scheme(files)}://{options['host']}:{port}/")
             await asyncio.Event().wait()
 
     run_until_stopped(program)

@@ -17,6 +17,7 @@ from serving.cli import options as opts
 from serving.cli.output import human_bytes, human_count, print_table
 from serving.cli.settings import Options, config_of
 from serving.cli.snapshots import read_description
+from serving.config import DEFAULT_PINNED_GB, DivisionSettings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,15 +55,14 @@ TIER_NAMES = {
 @opts.gigabytes(
     "--card-memory-gb", "Of each card, for rows and places, in 10^9 bytes; default: all of the card.", above_zero=True
 )
-@opts.gigabytes("--pinned-memory-gb", "Host memory for rows that no card has room for.", opts.DEFAULT_PINNED_GB)
+@opts.gigabytes("--pinned-memory-gb", "Host memory for rows that no card has room for.", DEFAULT_PINNED_GB)
 @opts.gigabytes(
     "--hot-gb",
     "Of each card, for copies of the hottest rows. Default: what all rows leave of the card, else a sixteenth.",
 )
 @opts.count("--versions", "Versions side by side, each with its part of the memory; a rollout needs 2.", 1, 8, 1)
 @opts.count("--shards", "Nodes that share rows.", 1, 1024, 1)
-@opts.sharding_option
-@opts.replicate_option
+@opts.settings_options(DivisionSettings, "sharding", "replicate_bytes")
 @opts.switch("--no-peer-access", "Plan for cards that can't read each other's memory.")
 @opts.count("--batch", "Candidates of a batch.", 1, 10_000_000, 500)
 @opts.count("--requests", "Requests of a batch; context features are looked up once for each.", 1, 10_000_000, 1)

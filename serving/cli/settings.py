@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import shutil
-import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
-from click.core import ParameterSource
+
+from serving.config import FrontSettings, NodeTlsSettings, TlsSettings, TraceSettings
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -26,10 +25,9 @@ if TYPE_CHECKING:
     from loader.snapshot.store import HeldSnapshot
     from loader.stores.cache import StorePlace
     from router.hot_rows import HotRowsConfig
-    from router.outliers import ReplicaPolicy
     from router.plan import Plan
     from router.plan_file import PlanFile
-    from serving.limits import RequestLimits
+    from serving.config import DivisionSettings, MemberSettings, ServeConfig, ShardNodeConfig
     from serving.rank.service import RankingService
     from serving.versions.warming import Warming
     from shard_node.agent.node_agent import NodeConfig
@@ -44,26 +42,12 @@ Options: TypeAlias = Mapping[str, Any]
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound="BaseModel")
 
-MAX_LIMITS_FILE_BYTES = 1 << 20
-REMOVED_LIMITS = ("max_connections_per_address", "penalty_s", "trusted_proxies")
-"""Ignored for one release."""
-DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
-TRACES = ("trace_endpoint", "trace_protocol")
-HOT_ROWS = ("hot_rows_gb", "hot_rows")
-_TLS = ("tls_cert", "tls_key", "tls_client_ca")
-_NODE_TLS = ("node_ca", "node_cert", "node_key")
-SERVING = (
-    *("admin_port", *_TLS, *_NODE_TLS, "tls_role", "tokens", *TRACES, "trace_sample_share"),
-    *("ranking_replicas", "dtype", "wire_dtype", "replica_policy", *HOT_ROWS, "trust_exported"),
-)
-"""Options of a serving process that whoever starts several passes on as they are."""
 _HELD: list[HeldSnapshot] = []
 """Versions that the one command of this process works with."""
-_FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan", "detached": "--detach"}
 
 
-def config_of(schema: type[Config], options: Options, prefix: str = "", /, **more: Any) -> Config:
-    """Make a config of the options that were given and are its fields, and of `more`, which comes first.
+def config_of(schema: type[Config], options: Options | BaseModel, prefix: str = "", /, **more: Any) -> Config:
+    """Make a config of the options or settings that are its fields, and of `more`, which comes first.
 
     Raises UsageError naming what is unknown or out of range.
     """
@@ -71,69 +55,19 @@ def config_of(schema: type[Config], options: Options, prefix: str = "", /, **mor
 
     from loader.snapshot.tables import schema_errors
 
-    values = {name: options[name] for name in schema.model_fields.keys() & options if options[name] is not None} | more
+    given = options if isinstance(options, Mapping) else dict(options)
+    values = {name: given[name] for name in schema.model_fields.keys() & given if given[name] is not None} | more
     try:
         # Numbers may be strings, as they are on a command line.
         return schema.model_validate(values)
     except ValidationError as error:
-        raise click.UsageError(prefix + "; ".join(map(str, schema_errors(error, [schema])))) from error
+        problems = (str(one).removeprefix("Value error, ") for one in schema_errors(error, [schema]))
+        raise click.UsageError(prefix + "; ".join(problems)) from error
 
 
 def flags(names: Iterable[str]) -> str:
     """Return options as a person writes them: `--shard, --no-verify`."""
-    return ", ".join(_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in names)
-
-
-def arguments(options: Options, names: Iterable[str]) -> list[str]:
-    """Return the flags that give a child process the same values, each as often as it was given; no switch is off."""
-    passed: list[str] = []
-    for name in names:
-        value = options.get(name)
-        if isinstance(value, bool):
-            passed += flags([name]).split() if value else []
-            continue
-        for item in value if isinstance(value, tuple) else () if value is None else (value,):
-            # A link is kept as it is: setting it anew is how secrets change.
-            text = (
-                "=".join(item) if isinstance(item, tuple) else str(item.absolute() if isinstance(item, Path) else item)
-            )
-            passed += [flags([name]), text]
-    return passed
-
-
-def given_flags(ctx: click.Context) -> set[str]:
-    """Return the names of the options that stand on the command line itself."""
-    return {name for name in ctx.params if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-
-
-def belongs_to_fleet(ctx: click.Context, fleet_only: Collection[str]) -> bool:
-    """Tell whether a process gets its versions from a registry. Raises UsageError for flags of the other form."""
-    given = given_flags(ctx)
-    static = sorted(given & {"version", "snapshot", "shards"})
-    if ctx.params["registry"] is None or (static and "registry" not in given):
-        if wrong := sorted(given.intersection(fleet_only)):
-            raise click.UsageError(f"{flags(wrong)}: only with --registry.")
-        return False
-    if static:
-        raise click.UsageError(f"{flags(static)}: not with --registry, which says what is served and where rows are.")
-    if ctx.params["store"] is None:
-        raise click.UsageError("--registry needs --store.")
-    return True
-
-
-def store_of(
-    store: str | Path, store_cache: Path | None, store_cache_gb: float | None, store_timeout_s: float | None
-) -> StorePlace:
-    """Return where a store is. Raises StoreError, and UsageError for flags that a folder has no use for."""
-    from loader.stores.cache import store_place
-
-    values = {"cache": store_cache, "cache_bytes": to_bytes(store_cache_gb), "timeout_s": store_timeout_s}
-    place = store_place(store, **{name: value for name, value in values.items() if value is not None})
-    if isinstance(place, Path):
-        given = given_flags(click.get_current_context())
-        if wrong := sorted(given & {"store_cache", "store_cache_gb", "store_timeout_s"}):
-            raise click.UsageError(f"{flags(wrong)}: only with a --store at a URL.")
-    return place
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def snapshot_folder(
@@ -227,14 +161,11 @@ def export_into(
     return snapshot, where
 
 
-def member_folder(options: Options, *, with_rows: bool = True) -> Path:
+def member_folder(config: MemberSettings, *, with_rows: bool = True) -> Path:
     """Return the folder of the one snapshot that a process without a registry serves. Raises as `snapshot_folder`."""
-    models = options["models"]
-    if len(models) > 1:
-        raise click.UsageError("Several --model need --registry.")
-    model = models[0] if models else None
-    named = options["store"], model, options["version"], options["snapshot"]
-    return snapshot_folder(*named, with_rows=with_rows, verify=options["verify"]).resolve()
+    model = config.models[0] if config.models else None
+    named = config.store_place, model, config.version, config.snapshot
+    return snapshot_folder(*named, with_rows=with_rows, verify=config.verify).resolve()
 
 
 def registry_url(registry: str | None, store: StorePlace | None) -> str:
@@ -245,7 +176,7 @@ def registry_url(registry: str | None, store: StorePlace | None) -> str:
         raise click.UsageError("Name the fleet: --registry URL, or --store FOLDER for the registry that lies in it.")
     if not isinstance(store, Path):
         raise click.UsageError(f"--registry URL is needed: no registry lies in a store at a URL, {store}.")
-    from serving.fleet.local_fleet import STORE_REGISTRY
+    from loader.registry import STORE_REGISTRY
 
     return str(store.resolve() / STORE_REGISTRY)
 
@@ -278,23 +209,15 @@ def to_bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else int(gigabytes * 1e9)
 
 
-def open_card_set(options: Options) -> CardSet | None:
-    """Open the cards that the flags choose, as far as one version may take them; None for the CPU.
+def open_card_set(config: ServeConfig | ShardNodeConfig) -> CardSet | None:
+    """Open the cards that the settings choose, as far as one version may take them; None for the CPU.
 
     Raises as `CardSet.open`.
     """
     from shard_node.cuda.card_set import CardOptions, CardSet
 
-    limits = config_of(CardOptions, options, require_peer_access=options["peer_access"] == "required")
-    return CardSet.open(options["device"], options["cards"], limits)
-
-
-def device_arguments(options: Options) -> list[str]:
-    """Return the flags that give a child process the same devices. Raises DeviceChoiceError."""
-    from shard_node.cuda.card_set import DeviceChoice
-
-    DeviceChoice.parse(options["device"])
-    return arguments(options, DEVICE_FLAGS)
+    limits = config_of(CardOptions, config, require_peer_access=config.peer_access == "required")
+    return CardSet.open(config.device, config.cards, limits)
 
 
 def num_replicas(asked: int | None, card_set: CardSet | None, *, may_block: bool) -> int:
@@ -304,129 +227,66 @@ def num_replicas(asked: int | None, card_set: CardSet | None, *, may_block: bool
     UsageError, as with cards.
     """
     if asked == 0 and (may_block or card_set is not None):
-        raise click.UsageError("--ranking-replicas 0 is only for rows in this process's RAM or on shard nodes.")
+        raise click.UsageError("ranking_replicas 0 is only for rows in this process's RAM or on shard nodes.")
     if asked is not None:
         return asked
     return len(card_set.cards.cards) if card_set is not None else int(may_block)
 
 
-def hot_rows(options: Options, *, all_here: bool) -> HotRowsConfig | None:
-    """Return what is held of rows on shard nodes; None for nothing. Raises UsageError where all rows are here."""
-    size_bytes = to_bytes(options["hot_rows_gb"])
-    if not size_bytes:
+def hot_rows(config: ServeConfig) -> HotRowsConfig | None:
+    """Return what is kept of rows on shard nodes; None for nothing."""
+    if not (size_bytes := to_bytes(config.hot_rows_gb)):
         return None
-    if all_here:
-        raise click.UsageError(
-            "--hot-rows-gb holds copies of rows that are on shard nodes; here all rows are in this process, "
-            "where a copy would save nothing."
-        )
     from router.hot_rows import HotRowsConfig
 
-    return HotRowsConfig(size_bytes=size_bytes, policy=options["hot_rows"])
-
-
-def replica_policy(options: Options) -> ReplicaPolicy:
-    """Return what `--replica-policy` says. Raises UsageError naming what is unknown or out of range."""
-    from router.outliers import ReplicaPolicy
-
-    return config_of(ReplicaPolicy, {}, "replica-policy: ", **dict(options["replica_policy"]))
+    return HotRowsConfig(size_bytes=size_bytes, policy=config.hot_rows)
 
 
 @contextlib.contextmanager
-def recording(options: Options, service: RankingService) -> Iterator[None]:
-    """Record what a service answers while the block runs, as far as it was asked for. Raises ConfigError."""
-    if options["record"] is None:
+def recording(config: ServeConfig, service: RankingService) -> Iterator[None]:
+    """Record what a service answers while the block runs, as far as the settings say. Raises ConfigError."""
+    if config.record is None:
         yield
         return
     from serving.observe.recording import RecordingConfig, RequestRecorder
 
-    max_bytes = options["record_max_mb"] * 1_000_000
-    config = RecordingConfig(folder=options["record"], share=options["record_share"], max_bytes=max_bytes)
-    with contextlib.closing(RequestRecorder(config, service.metrics.recorded, clock=service.clock)) as recorder:
+    max_bytes = config.record_max_mb * 1_000_000
+    recorded = RecordingConfig(folder=config.record, share=config.record_share, max_bytes=max_bytes)
+    with contextlib.closing(RequestRecorder(recorded, service.metrics.recorded, clock=service.clock)) as recorder:
         service.on_ranked += (recorder.offer,)
         yield
 
 
-def warming(options: Options) -> Warming | None:
+def warming(config: ServeConfig) -> Warming | None:
     """Return what versions are warmed with; None for nothing."""
-    folder = options["warm_from"] or options["record"]
-    if folder is None or not options["warm_requests"]:
+    folder = config.warm_from or config.record
+    if folder is None or not config.warm_requests:
         return None
     from serving.versions.warming import Warming
 
-    return Warming(folder=folder, requests=options["warm_requests"])
+    return Warming(folder=folder, requests=config.warm_requests)
 
 
-def read_limits(options: Options) -> RequestLimits:
-    """Return the limits of a file (JSON, or TOML by its name), overridden by `--limit`.
-
-    Raises UsageError naming the limit that is unknown or out of range, or what is wrong with the file.
-    """
-    from serving.limits import RequestLimits
-
-    values: dict[str, Any] = {}
-    path: Path | None = options["limits_file"]
-    if path is not None:
-        if path.stat().st_size > MAX_LIMITS_FILE_BYTES:
-            raise click.UsageError(f"{path}: more than {MAX_LIMITS_FILE_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-        try:
-            values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        except ValueError as error:
-            raise click.UsageError(f"{path}: {error}") from error
-        if not isinstance(values, dict):
-            raise click.UsageError(f"{path}: expected an object of limits by name")
-    values |= dict(options["limit"])
-    ignored = [name for name in REMOVED_LIMITS if values.pop(name, None) is not None]
-    ignored += ["--trusted-proxy"] if options.get("trusted_proxies") else []
-    if ignored:
-        logger.warning("%s: ignored, and refused by the next release: addresses are not judged", ", ".join(ignored))
-    return config_of(RequestLimits, {}, "limits: ", **values)
-
-
-def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
-    """Return `--max-staleness` by model. Raises UsageError for what is no number above 0, and for another model."""
-    limits: dict[str, float] = {}
-    for model, text in pairs:
-        try:
-            limits[model] = float(text)
-        except ValueError:
-            limits[model] = 0.0
-        if not 0 < limits[model] < float("inf"):
-            raise click.UsageError(f"--max-staleness {model}={text}: seconds must be a number above 0.")
-        if models and model not in models:
-            raise click.UsageError(f"--max-staleness {model}={text}: {model} is not among the --model: {list(models)}.")
-    return limits
-
-
-def serving_arguments(options: Options) -> list[str]:
-    """Return the flags that give a serving process the same options. Raises UsageError for wrong limits or traces."""
-    limits = read_limits(options).model_dump(exclude_unset=True)
-    trace_config(options, "")
-    passed = [f"--limit={name}={value}" for name, value in limits.items()]
-    return passed + arguments(options, SERVING)
-
-
-def trace_config(options: Options, service_name: str) -> TraceConfig | None:
+def trace_config(config: TraceSettings, service_name: str) -> TraceConfig | None:
     """Return where traces go; None for nowhere. Raises UsageError, and ConfigError for a variable."""
     from shard_node.tracing import TraceConfig
 
     names = ("endpoint", "protocol", "sample_share")
-    given = {name: value for name in names if (value := options.get(f"trace_{name}")) is not None}
-    config = config_of(TraceConfig, {}, "traces: ", service_name=service_name, **given)
-    if not config.is_enabled:
+    given = {name: value for name in names if (value := getattr(config, f"trace_{name}", None)) is not None}
+    traces = config_of(TraceConfig, {}, "traces: ", service_name=service_name, **given)
+    if not traces.is_enabled:
         if given:
-            raise click.UsageError("--trace-protocol and --trace-sample-share need --trace-endpoint.")
+            raise click.UsageError("trace_protocol and trace_sample_share need --trace-endpoint.")
         return None
-    if os.environ.get("OTEL_TRACES_SAMPLER") and options.get("trace_sample_share", 0) is None:
-        raise click.UsageError("OTEL_TRACES_SAMPLER is not read any more: pass --trace-sample-share, or unset it.")
-    config.resolved()
-    return config
+    if os.environ.get("OTEL_TRACES_SAMPLER") and isinstance(config, FrontSettings) and "sample_share" not in given:
+        raise click.UsageError("OTEL_TRACES_SAMPLER is not read any more: set trace_sample_share, or unset it.")
+    traces.resolved()
+    return traces
 
 
-def scheme(options: Options) -> str:
+def scheme(config: TlsSettings) -> str:
     """Return that of the URLs at which a server answers."""
-    return "http" if options["tls_cert"] is None else "https"
+    return "http" if config.tls_cert is None else "https"
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,35 +298,24 @@ class Protection:
     tokens: Path | None
 
     @classmethod
-    def of(cls, options: Options) -> Protection:
-        """Read the options of a command, those that it has.
+    def of(cls, config: TlsSettings) -> Protection:
+        """Read the settings of a process, those that it has.
 
-        Raises UsageError for flags that need another one; TlsConfigError, ConfigError for a file that does not fit.
+        Raises UsageError for roles that are none; TlsConfigError, ConfigError for a file that does not fit.
         """
         from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context, server_context
 
-        cert, key, client_ca = (options.get(name) for name in _TLS)
-        node_ca, node_cert, node_key = (options.get(name) for name in _NODE_TLS)
-        if (cert is None) != (key is None) or (client_ca is not None and cert is None):
-            raise click.UsageError("--tls-cert and --tls-key belong together, and --tls-client-ca needs both.")
-        if (node_cert is None) != (node_key is None):
-            raise click.UsageError("--node-cert and --node-key belong together.")
-        node_ca = node_ca or client_ca
-        if node_cert is not None and node_ca is None:
-            raise click.UsageError("--node-cert needs --node-ca or --tls-client-ca.")
-        if node_cert is None:
-            node_cert, node_key = cert, key
-        if options.get("tls_role") and node_ca is None:
-            raise click.UsageError("--tls-role needs --tls-client-ca or --node-ca.")
-        roles, place = {"role_uris": options.get("tls_role")}, "--tls-role: "
-        tls = None if cert is None else config_of(TlsConfig, roles, place, cert=cert, key=key, client_ca=client_ca)
-        node = {"ca": node_ca, "cert": node_cert, "key": node_key}
-        node_tls = None if node_ca is None else config_of(TlsClientConfig, roles, place, **node)
-        tokens: Path | None = options.get("tokens")
-        if tls is not None:
+        cert, key, client_ca = config.tls_cert, config.tls_key, config.tls_client_ca
+        roles, prefix = {"role_uris": getattr(config, "tls_role", None)}, "tls_role: "
+        tls = node_tls = None
+        if cert is not None:
+            tls = config_of(TlsConfig, roles, prefix, cert=cert, key=key, client_ca=client_ca)
             server_context(tls)
-        if node_tls is not None:
+        if isinstance(config, NodeTlsSettings) and (ca := config.node_ca or client_ca) is not None:
+            shown = (cert, key) if config.node_cert is None else (config.node_cert, config.node_key)
+            node_tls = config_of(TlsClientConfig, roles, prefix, ca=ca, cert=shown[0], key=shown[1])
             client_context(node_tls)
+        tokens: Path | None = getattr(config, "tokens", None)
         if tokens is not None:
             from serving.api.tokens import read_tokens
 
@@ -486,48 +335,46 @@ def warn_if_open(host: str, protection: Protection) -> None:
         logger.warning("listens on %s without %s: for a private network only", host, " and without ".join(missing))
 
 
-def read_plan(options: Options, models: Collection[str] = ()) -> PlanFile | None:
+def read_plan(config: DivisionSettings, models: Collection[str] = ()) -> PlanFile | None:
     """Return the plan file that was named. Raises PlanError if it can't be read or, told models, is of none of them."""
     from router.errors import PlanError
     from router.plan_file import PlanFile
 
-    path: Path | None = options["plan_file"]
+    path = config.plan_file
     file = None if path is None else PlanFile.read(path)
     if file is not None and models and file.model not in models:
         raise PlanError(f"{path}: model is {file.model!r}, allowed here is {' or '.join(map(repr, sorted(models)))}")
     return file
 
 
-def plan_of(options: Options, file: PlanFile | None, num_shards: int, snapshot: Snapshot) -> Plan:
+def plan_of(config: DivisionSettings, file: PlanFile | None, num_shards: int, snapshot: Snapshot) -> Plan:
     """Return how a version's rows are divided: by a file, if that is of its model. Raises as `Plan.of_snapshot`."""
     from router.plan import Plan
 
-    return Plan.of_snapshot(
-        snapshot, num_shards, options["sharding"], options["cards"], options["replicate_bytes"], file
-    )
+    return Plan.of_snapshot(snapshot, num_shards, config.sharding, config.cards, config.replicate_bytes, file)
 
 
 def partition_of(
-    options: Options, file: PlanFile | None, index: int, num_shards: int, snapshot: Snapshot
+    config: DivisionSettings, file: PlanFile | None, index: int, num_shards: int, snapshot: Snapshot
 ) -> tuple[Partition, str]:
     """Return which rows of a version are a shard's, and the digest of the plan that says so. Raises as `plan_of`."""
-    plan = plan_of(options, file, num_shards, snapshot)
+    plan = plan_of(config, file, num_shards, snapshot)
     return plan.partition(index), plan.digest
 
 
-def node_identity(options: Options, index: int, num_shards: int) -> NodeIdentity:
+def node_identity(config: DivisionSettings, index: int, num_shards: int) -> NodeIdentity:
     """Return which shard of how many a process holds."""
     from shard_node.buckets import NodeIdentity
 
-    return config_of(NodeIdentity, options, shard_index=index, num_shards=num_shards, num_cards=options["cards"])
+    return config_of(NodeIdentity, config, shard_index=index, num_shards=num_shards, num_cards=config.cards)
 
 
-def node_config(options: Options, node_id: str, address: str = "", **more: Any) -> NodeConfig:
-    """Return what a process that holds rows for a fleet is told."""
+def node_config(config: ServeConfig | ShardNodeConfig, node_id: str, address: str = "", **more: Any) -> NodeConfig:
+    """Return what a process that has rows needs to know of itself."""
     from shard_node.agent.node_agent import NodeConfig
 
     memory = {
-        "memory_cap_bytes": to_bytes(options["max_memory_gb"]),
-        "memory_budget_bytes": to_bytes(options["memory_budget_gb"]),
+        "memory_cap_bytes": to_bytes(config.max_memory_gb),
+        "memory_budget_bytes": to_bytes(config.memory_budget_gb),
     }
-    return config_of(NodeConfig, options, node_id=node_id, address=address, **memory, **more)
+    return config_of(NodeConfig, config, node_id=node_id, address=address, **memory | more)

@@ -13,6 +13,7 @@ from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_json, print_table, progress_bars
 from serving.cli.settings import config_of, flags, snapshot_folder
+from serving.config import FrontSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -321,7 +322,7 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
 @opts.snapshot_options
 @opts.option("--golden/--no-golden", "Re-score its golden requests through the path that serves.", default=True)
 @opts.hash_threads_option
-@opts.trust_exported_option
+@opts.setting_option(FrontSettings, "trust_exported")
 @opts.json_flag("the result")
 @click.pass_context
 def verify(

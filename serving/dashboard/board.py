@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from loader.errors import OverloadedError, RegistryError, RolloutError, UnavailableError
-from loader.registry.fleet import Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.registry import Registry
 from loader.rollout.plan import Rollout
 from loader.rollout.requests import FleetState, SeenRollout, read_fleet, roll_back
-from serving.dashboard.history import MAX_TEXT, Changes, History, told_events
-from serving.rank.service import RankingService
-from shard_node.node import NodeInfo
+from serving.dashboard.history import MAX_TEXT, Changes, History, recent_events
 
 MAX_MODELS = 32
 MAX_NODES = 400
@@ -42,7 +39,7 @@ WATCHED_S = 0.5
 """Between two looks while somebody watches."""
 UNWATCHED_S = 2.5
 """Else: often enough that no slot of the history is missed."""
-LOOK_TIMEOUT_S = 4.0
+READ_TIMEOUT_S = 4.0
 MAX_WATCHERS = 16
 MAX_WAITING = 8
 """Messages that a slow watcher may have waiting before it is ended."""
@@ -55,21 +52,21 @@ class FleetSource:
     Attributes:
         name: for people, without secrets.
         note: what the page must say of its numbers; "" for nothing.
-        fixed: why nothing can be changed here; "" if it can.
+        fixed: why nothing can be changed, and no coordinator is missed; "" for a fleet that others belong to.
     """
 
-    note = fixed = ""
-
-    def __init__(self, open_registry: Callable[[], Registry]) -> None:
+    def __init__(self, open_registry: Callable[[], Registry], note: str = "", fixed: str = "") -> None:
         self._fleet = FleetRegistry(open_registry())
-        self.name = self._fleet.name
+        self.name, self.note, self.fixed = self._fleet.name, note, fixed
 
-    async def look(self) -> FleetState:
-        """Read it. Raises RegistryError."""
+    async def read(self) -> FleetState:
+        """Read the state of the fleet. Raises RegistryError."""
         return await read_fleet(self._fleet)
 
     async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
         """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
+        if self.fixed:
+            raise RolloutError(f"{model}: {self.fixed}")
         return await roll_back(self._fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
 
     async def close(self) -> None:
@@ -77,211 +74,114 @@ class FleetSource:
         await self._fleet.registry.close()
 
 
-class ProcessSource:
-    """One serving process without a registry, told in the words of a fleet: itself, and what its shards last said."""
-
-    fixed = "this process belongs to no fleet (no --registry): it serves what it was started with"
-
-    def __init__(self, service: RankingService, num_workers: int = 1) -> None:
-        self._service = service
-        self.name = f"process {os.getpid()}"
-        self.note = ""
-        if num_workers > 1:
-            self.note = (
-                f"{num_workers} worker processes share this port and one of them answers this page: "
-                f"requests and latencies are those of process {os.getpid()} alone; /metrics adds all workers up"
-            )
-
-    async def look(self) -> FleetState:
-        """Read it."""
-        wanted = {}
-        for model, version in self._service.generations.live_versions().items():
-            choice = self._service.canary(model)
-            canary = None if choice is None else Canary(version=choice.version, share=choice.share)
-            wanted[model] = WantedModel(model=model, epoch=1, live=version, hold=(version,), canary=canary)
-        versions = tuple(
-            VersionReport(
-                model=generation.model,
-                version=generation.version,
-                state="draining" if generation.state == "draining" else "ready",
-                leases=generation.leases,
-                golden_difference=generation.payload.checked.difference,
-                dense_step=generation.payload.dense_step,
-                stats=generation.payload.counter.stats(),
-            )
-            for generation in self._service.generations.all()
-        )
-        itself = NodeRecord(
-            node_id=f"process-{os.getpid()}",
-            kind="serving",
-            process_id=os.getpid(),
-            address="",
-            live=self._service.generations.live_versions(),
-            versions=versions,
-        )
-        return FleetState(nodes=(itself, *self._shards()), wanted=wanted)
-
-    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """Raise RolloutError."""
-        raise RolloutError(f"{model}: {self.fixed}")
-
-    async def close(self) -> None:
-        """Do nothing: it has no connections."""
-
-    def _shards(self) -> Iterator[NodeRecord]:
-        # A node that holds several models is told by each of them.
-        nodes: dict[str, NodeInfo] = {address: info for _, address, info in self._service.watch.nodes()}
-        for place, (address, info) in enumerate(sorted(nodes.items())):
-            yield NodeRecord(
-                node_id=f"shard-{info.identity.shard_index}-{place}",
-                kind="shard",
-                process_id=0,
-                address=address,
-                shard_index=info.identity.shard_index,
-                num_shards=info.identity.num_shards,
-                versions=tuple(_reports(info)),
-            )
-
-
-Source: TypeAlias = FleetSource | ProcessSource
-
-
-def _reports(info: NodeInfo) -> Iterator[VersionReport]:
-    for one in info.versions:
-        tiers: dict[str, int] = {}
-        for use in info.memory:
-            if (use.model, use.version) == (one.model, one.version):
-                tiers[use.tier] = tiers.get(use.tier, 0) + use.size_bytes
-        yield VersionReport(
-            model=one.model,
-            version=one.version,
-            state="draining" if one.state == "draining" else "ready",
-            plan_digest=one.plan_digest,
-            memory_tiers=tiers,
-            delta_sequence=one.delta_sequence,
-            delta_published_at=one.delta_published_at,
-        )
-
-
-class _Held(NamedTuple):
-    """What nodes report of each version, how many serving processes answer with it, and `FleetState.last_deltas`."""
-
-    reports: Mapping[_Version, Sequence[tuple[NodeRecord, VersionReport]]]
-    answering: Mapping[_Version, int]
-    last_deltas: Mapping[_Version, int]
-
-    @classmethod
-    def of(cls, state: FleetState) -> _Held:
-        reports: defaultdict[_Version, list[tuple[NodeRecord, VersionReport]]] = defaultdict(list)
-        answering: Counter[_Version] = Counter()
-        for node in state.nodes:
-            for one in node.versions:
-                reports[one.model, one.version].append((node, one))
-            if node.kind == "serving":
-                answering.update(node.live.items())
-        return cls(dict(reports), answering, state.last_deltas())
-
-
 def state_document(state: FleetState, changes: Changes, history: History) -> Document:
     """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
-    models, held = state.models(), _Held.of(state)
-    nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
-    nodes += changes.gone.values()
-    nodes.sort(key=lambda one: (one[0].kind != "shard", one[0].shard_index or 0, one[0].node_id))
-    return {
-        "coordinator": state.coordinator,
-        "num_shards": None if state.division is None else state.division.num_shards,
-        "models": [_model(state, held, model, history) for model in models[:MAX_MODELS]],
-        "more_models": max(0, len(models) - MAX_MODELS),
-        "nodes": [_node(held, node, gone_at) for node, gone_at in nodes[:MAX_NODES]],
-        "more_nodes": max(0, len(nodes) - MAX_NODES),
-        "events": told_events(changes, state, MAX_EVENTS),
-    }
+    return _View(state, history).document(changes)
 
 
-def _node(held: _Held, node: NodeRecord, gone_at: float | None) -> Document:
-    return node.model_dump(include={"node_id", "kind", "shard_index", "memory_available_bytes", "live"}) | {
-        "address": node.address[:MAX_TEXT],
-        "state": "gone" if gone_at is not None else "ending" if node.draining else "up",
-        "gone_at": gone_at,
-        "versions": [_report(held, report) for report in node.versions[-MAX_VERSIONS:]],
-    }
+class _View:
+    """A state as the page shows it, with what nodes report of each version and how many processes answer with it."""
+
+    def __init__(self, state: FleetState, history: History) -> None:
+        self.state, self.history, self.last_deltas = state, history, state.last_deltas()
+        self.reports: defaultdict[_Version, list[tuple[NodeRecord, VersionReport]]] = defaultdict(list)
+        self.answering: Counter[_Version] = Counter()
+        for node in state.nodes:
+            for report in node.versions:
+                self.reports[report.model, report.version].append((node, report))
+            if node.kind == "serving":
+                self.answering.update(node.live.items())
+
+    def document(self, changes: Changes) -> Document:
+        state, models = self.state, self.state.models()
+        nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
+        nodes += changes.gone.values()
+        nodes.sort(key=lambda row: (row[0].kind != "shard", row[0].shard_index or 0, row[0].node_id))
+        return {
+            "coordinator": state.coordinator,
+            "num_shards": None if state.division is None else state.division.num_shards,
+            "models": list(map(self.model, models[:MAX_MODELS])),
+            "more_models": max(0, len(models) - MAX_MODELS),
+            "nodes": [self.node(*row) for row in nodes[:MAX_NODES]],
+            "more_nodes": max(0, len(nodes) - MAX_NODES),
+            "events": recent_events(changes, state, MAX_EVENTS),
+        }
+
+    def node(self, node: NodeRecord, gone_at: float | None) -> Document:
+        return node.model_dump(include={"node_id", "kind", "shard_index", "memory_available_bytes", "live"}) | {
+            "address": node.address[:MAX_TEXT],
+            "state": "gone" if gone_at is not None else "ending" if node.draining else "up",
+            "gone_at": gone_at,
+            "versions": list(map(self.report, node.versions[-MAX_VERSIONS:])),
+        }
+
+    def report(self, report: VersionReport) -> Document:
+        # Only who holds rows applies deltas.
+        has_rows = bool(report.plan_digest or report.memory_tiers)
+        last_delta = self.last_deltas.get((report.model, report.version)) if has_rows else None
+        return report.model_dump(include=_REPORTED) | {
+            "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
+            "delta_sequence": report.delta_sequence if has_rows else None,
+            "lag": None if last_delta is None else max(0, last_delta - report.delta_sequence),
+        }
+
+    def model(self, model: str) -> Document:
+        desired, rollout = self.state.wanted.get(model), self.state.rollouts.get(model)
+        named = set() if desired is None else desired.named()
+        used = {version for name, version in self.reports if name == model} | named
+        known = used | {version for name, version in self.state.published if name == model}
+        shown = sorted(known, key=lambda version: (version not in used, -version))[:MAX_VERSIONS]
+        # The fleet's number of shards is that of further versions; one from before it changed is divided as it was.
+        num_shards, before = self.state.view(model).num_shards, {} if desired is None else desired.num_shards
+        return {
+            "model": model,
+            "live": None if desired is None else desired.live,
+            "canary": None if desired is None or desired.canary is None else desired.canary.model_dump(),
+            "versions": [
+                self.version(model, version) | {"num_shards": before.get(version, num_shards)}
+                for version in sorted(shown, reverse=True)
+            ],
+            "rollout": None if rollout is None else _rollout(self.state, rollout),
+            "rollback": _rollback(self.state, model, rollout),
+        }
+
+    def version(self, model: str, version: int) -> Document:
+        reports, desired = self.reports.get((model, version), []), self.state.wanted.get(model)
+        ready = [node for node, report in reports if report.state == "ready"]
+        shards = {node.shard_index for node in ready if node.kind == "shard"}
+        published = self.state.published.get((model, version))
+        return {
+            "version": version,
+            "role": _role(desired, version, {report.state for _, report in reports}),
+            "published_at": None if published is None else published.published_at,
+            "rows_bytes": None if published is None else published.rows_bytes,
+            "shards": len(shards),
+            "replicas": sum(node.kind == "shard" for node in ready),
+            "serving": sum(node.kind == "serving" for node in ready),
+            "answering": self.answering.get((model, version), 0),
+            "last_delta": self.state.last_delta(model, version),
+            "recent": self.history.recent(model, version),
+        }
 
 
-def _report(held: _Held, report: VersionReport) -> Document:
-    # Only who holds rows applies deltas.
-    has_rows = bool(report.plan_digest or report.memory_tiers)
-    last_delta = held.last_deltas.get((report.model, report.version)) if has_rows else None
-    return report.model_dump(include=_REPORTED) | {
-        "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
-        "delta_sequence": report.delta_sequence if has_rows else None,
-        "lag": None if last_delta is None else max(0, last_delta - report.delta_sequence),
-    }
-
-
-def _model(state: FleetState, held: _Held, model: str, history: History) -> Document:
-    wanted, rollout = state.wanted.get(model), state.rollouts.get(model)
-    return {
-        "model": model,
-        "live": None if wanted is None else wanted.live,
-        "canary": None if wanted is None or wanted.canary is None else wanted.canary.model_dump(),
-        "versions": _versions(state, held, model, history),
-        "rollout": None if rollout is None else _rollout(state, rollout),
-        "rollback": _rollback(state, model, rollout),
-    }
-
-
-def _versions(state: FleetState, held: _Held, model: str, history: History) -> list[Document]:
-    wanted, num_shards = state.wanted.get(model), state.view(model).num_shards
-    used = {version for name, version in held.reports if name == model} | (set() if wanted is None else wanted.named())
-    known = used | {version for name, version in state.published if name == model}
-    shown = sorted(known, key=lambda version: (version not in used, -version))[:MAX_VERSIONS]
-    # The fleet's number is that of further versions; one from before it changed is divided as it was.
-    before = {} if wanted is None else wanted.num_shards
-    return [
-        _version(state, held, (model, version), before.get(version, num_shards), history)
-        for version in sorted(shown, reverse=True)
-    ]
-
-
-def _version(state: FleetState, held: _Held, key: _Version, num_shards: int | None, history: History) -> Document:
-    model, version = key
-    reports = held.reports.get(key, ())
-    ready = [node for node, one in reports if one.state == "ready"]
-    shards = {node.shard_index for node in ready if node.kind == "shard"}
-    published = state.published.get(key)
-    return {
-        "version": version,
-        "role": _role(state.wanted.get(model), version, {one.state for _, one in reports}),
-        "published_at": None if published is None else published.published_at,
-        "rows_bytes": None if published is None else published.rows_bytes,
-        "shards": len(shards),
-        "num_shards": num_shards,
-        "replicas": sum(node.kind == "shard" for node in ready),
-        "serving": sum(node.kind == "serving" for node in ready),
-        "answering": held.answering.get(key, 0),
-        "last_delta": state.last_delta(model, version),
-        "recent": history.recent(model, version),
-    }
-
-
-def _role(wanted: WantedModel | None, version: int, states: Set[str]) -> str:
-    if wanted is not None and wanted.live == version:
+def _role(desired: WantedModel | None, version: int, states: Set[str]) -> str:
+    if desired is not None and desired.live == version:
         return "live"
-    if wanted is not None and wanted.canary is not None and wanted.canary.version == version:
-        return f"canary, {100 * wanted.canary.share:g}%"
+    if desired is not None and desired.canary is not None and desired.canary.version == version:
+        return f"canary, {100 * desired.canary.share:g}%"
     # What is most in the way of its use is what people look for.
-    return next((one for one in ("refused", "staging", "waiting", "draining", "ready") if one in states), "published")
+    order = ("refused", "staging", "waiting", "draining", "ready")
+    return next((state for state in order if state in states), "published")
 
 
 def _rollout(state: FleetState, rollout: Rollout) -> Document:
     status = state.status(rollout.model, with_nodes=False)
-    told: Document = status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"})
-    told["waiting_for"] = [text[:MAX_TEXT] for text in status.waiting_for[:8]]
-    told["more_waiting"] = max(0, len(status.waiting_for) - 8)
-    told["limits"] = rollout.guards.model_dump()
-    told["active"] = rollout.active
-    return told
+    return status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"}) | {
+        "waiting_for": [text[:MAX_TEXT] for text in status.waiting_for[:8]],
+        "more_waiting": max(0, len(status.waiting_for) - 8),
+        "limits": rollout.guards.model_dump(),
+        "active": rollout.active,
+    }
 
 
 def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Document:
@@ -305,7 +205,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
-        self.is_ended = False
+        self.is_closed = False
 
     def send(self, message: bytes) -> None:
         """Put a message in its queue; a watcher whose queue is full is ended."""
@@ -316,12 +216,12 @@ class Watcher:
 
     def end(self) -> None:
         """End its stream, without what still waits."""
-        self.is_ended = True
+        self.is_closed = True
         self._waiting.put_nowait(b"")
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Yield the messages until it is ended."""
-        while (message := await self._waiting.get()) and not self.is_ended:
+        while (message := await self._waiting.get()) and not self.is_closed:
             yield message
 
 
@@ -331,7 +231,7 @@ class Board:
     `clock` gives seconds since the epoch.
     """
 
-    def __init__(self, source: Source, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, source: FleetSource, clock: Callable[[], float] = time.time) -> None:
         self.source = source
         self.history = History()
         self._clock = clock
@@ -339,7 +239,7 @@ class Board:
         self._state = FleetState()
         self._read_at: float | None = None
         self._problem = "nothing was read yet"
-        self._told = b""
+        self._last_state = b""
         self._watchers: set[Watcher] = set()
         self._is_closed = False
         self._wake = asyncio.Event()
@@ -353,10 +253,10 @@ class Board:
             if len(self._watchers) >= MAX_WATCHERS:
                 raise OverloadedError(f"{MAX_WATCHERS} pages are open already, which is the most: close one")
             history = await asyncio.to_thread(lambda: _event("history", self.history.document()))
-            self._told = self._told or await asyncio.to_thread(self._state_event)
+            self._last_state = self._last_state or await asyncio.to_thread(self._state_event)
             if self._is_closed:
                 raise UnavailableError("the process is shutting down", kind="shutting_down")
-            for message in (history, self._read_event(), self._told):
+            for message in (history, self._read_event(), self._last_state):
                 watcher.send(message)
             self._watchers.add(watcher)
         self._wake.set()
@@ -376,7 +276,7 @@ class Board:
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await self.look()
+            await self.update()
             try:
                 async with asyncio.timeout(WATCHED_S if self._watchers else UNWATCHED_S):
                     await self._wake.wait()
@@ -384,14 +284,14 @@ class Board:
                 pass
             self._wake.clear()
 
-    async def look(self) -> None:
+    async def update(self) -> None:
         """Look once, and tell what is new."""
         state, problem = None, ""
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                state = await self.source.look()
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                state = await self.source.read()
         except TimeoutError:
-            problem = f"{self.source.name} has not answered within {LOOK_TIMEOUT_S:g} s"
+            problem = f"{self.source.name} has not answered within {READ_TIMEOUT_S:g} s"
         except RegistryError as error:
             problem = str(error)
         except Exception as error:
@@ -403,7 +303,7 @@ class Board:
             for watcher in list(self._watchers):
                 for message in messages:
                     watcher.send(message)
-                if watcher.is_ended:
+                if watcher.is_closed:
                     logger.info("a page that took nothing was ended")
                     self._watchers.discard(watcher)
 
@@ -415,14 +315,14 @@ class Board:
         self._problem = problem
         if state is not None:
             self._read_at, self._state = now, state
-            self._changes.look(state, now)
+            self._changes.update(state, now)
             has_closed = self.history.observe(state.nodes, now)
         if not self._watchers:
-            self._told = b""
+            self._last_state = b""
             return []
-        before, self._told = self._told, self._state_event()
+        before, self._last_state = self._last_state, self._state_event()
         slot = [_event("slot", self.history.document(last_only=True))] if has_closed else []
-        return [self._read_event(), *([] if self._told == before else [self._told]), *slot]
+        return [self._read_event(), *([] if self._last_state == before else [self._last_state]), *slot]
 
     def _read_event(self) -> bytes:
         # It changes each time, and all else seldom does.
@@ -435,7 +335,9 @@ class Board:
 
 
 @asynccontextmanager
-async def run_board(open_source: Callable[[], Source], clock: Callable[[], float] = time.time) -> AsyncIterator[Board]:
+async def run_board(
+    open_source: Callable[[], FleetSource], clock: Callable[[], float] = time.time
+) -> AsyncIterator[Board]:
     """Run a board while the block runs. Raises RegistryError if its source can't be opened."""
     source = open_source()
     board = Board(source, clock)

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
-import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
-
-import httpx
-from prometheus_client.multiprocess import mark_process_dead
-from pydantic import Field, model_validator
 
 from loader.registry import open_registry
 from loader.registry.fleet import (
@@ -37,122 +30,28 @@ from loader.rollout.plan import read_rollout
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from loader.snapshot.tables import Frozen
 from loader.stores import open_store
-from loader.stores.cache import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile
 from serving.errors import FleetError
-from serving.fleet.process import WORKER_VARIABLE
+from serving.fleet.config import FleetConfig
 from serving.fleet.supervisor import (
     ChildSpec,
     NotYetError,
-    Probe,
     RefusedError,
-    SupervisionConfig,
     Supervisor,
     shardrank_command,
     supervised,
 )
+from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
-LOOPBACK = "127.0.0.1"
-STORE_REGISTRY = ".registry"
-"""Folder in a store that is the registry of a fleet for which no other was named."""
 COORDINATOR = "coordinator"
-REGISTRY_VARIABLE = "SHARDRANK_REGISTRY"
-"""How children are told the registry: it may have a password, and anybody can read the flags of a process."""
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
 _POLL_S = 0.1
 QUOTED_TABLES = 8
-
-
-class FleetConfig(Frozen):
-    """A coordinator, shard nodes and serving processes over one store.
-
-    Attributes:
-        versions: what a model begins with, by model. One that is not named goes on with the version that the registry
-            has live; the first time, with the store's latest.
-        registry: its URL or folder; None for the folder `.registry` in the store.
-        plan_file: says how its model's rows are divided, in place of sharding and of what the snapshot carries.
-        on: `here`, or on the hosts of a Ray cluster: then several numbers of shards may be there at a time, and names
-            of shard nodes say which one is theirs.
-    """
-
-    store: Path | StoreUrl
-    models: tuple[str, ...] = Field(min_length=1, max_length=256)
-    versions: dict[str, int] = Field(default_factory=dict)
-    registry: str | None = None
-    shards: int = Field(default=2, ge=1, le=64)
-    replicas: int = Field(default=1, ge=1, le=16)
-    cards: int = Field(default=1, ge=1, le=64)
-    sharding: Literal["hash", "range", "table"] = "hash"
-    replicate_bytes: int = Field(default=1 << 20, ge=0)
-    plan_file: Path | None = None
-    workers: int = Field(default=1, ge=1, le=64)
-    host: str = "127.0.0.1"
-    http_port: int = Field(default=8080, ge=0, le=65535)
-    grpc_port: int = Field(default=8081, ge=0, le=65535)
-    verify: bool = True
-    shard_node_arguments: tuple[str, ...] = ()
-    serve_arguments: tuple[str, ...] = ()
-    coordinator_arguments: tuple[str, ...] = ()
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    supervision: SupervisionConfig = SupervisionConfig()
-    environment: dict[str, str] = Field(default_factory=dict)
-    on: Literal["here", "ray"] = "here"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if len(set(self.models)) != len(self.models):
-            raise ValueError(f"models has duplicates: {list(self.models)}")
-        if unknown := sorted(self.versions.keys() - set(self.models)):
-            raise ValueError(f"versions of models that are not served: {unknown}")
-        if self.registry is None and not isinstance(self.store, Path):
-            raise ValueError(f"registry must be named: none lies in a store at a URL, {self.store}")
-        return self
-
-    @property
-    def registry_url(self) -> str:
-        """The registry that was named, or the store's own."""
-        return self.registry or str(Path(str(self.store)).resolve() / STORE_REGISTRY)
-
-    @property
-    def shard_nodes(self) -> dict[str, int]:
-        """The shard of each node, by name; children and nodes have the same names."""
-        of = f"of-{self.shards}-" if self.on == "ray" else ""
-        return {f"shard-{shard}-{of}{one}": shard for shard in range(self.shards) for one in range(self.replicas)}
-
-    @property
-    def worker_names(self) -> list[str]:
-        """Names of the serving processes."""
-        return [f"serve-{worker}" for worker in range(self.workers)]
-
-    @property
-    def common_arguments(self) -> list[str]:
-        """Flags by which every child finds what it serves, and how that is divided; it checks whatever it loads."""
-        models = [argument for model in self.models for argument in ("--model", model)]
-        store = ["--store", str(self.store.resolve())] if isinstance(self.store, Path) else self.store.arguments
-        plan = [] if self.plan_file is None else ["--plan", str(self.plan_file.resolve())]
-        return [*store, *models, "--verify" if self.verify else "--no-verify", *plan]
-
-    def coordinator_command(self, owner: str) -> list[str]:
-        """Return the arguments of `shardrank` for a coordinator: one that comes after another is the same owner."""
-        return ["--log-level", self.log_level, "coordinator", "--owner", owner, *self.coordinator_arguments]
-
-    def shard_node_command(self, name: str, listen: str) -> list[str]:
-        """Return the arguments of `shardrank` for one of `shard_nodes`, but the registry."""
-        shard = f"{self.shard_nodes[name]}/{self.shards}"
-        own = ["--log-level", self.log_level, "shard-node", "--node-id", name, "--shard", shard, "--listen", listen]
-        divided = ["--cards", str(self.cards), "--sharding", self.sharding]
-        divided += ["--replicate-bytes", str(self.replicate_bytes)]
-        return [*own, *self.common_arguments, *divided, *self.shard_node_arguments]
-
-    def worker_flags(self, name: str) -> list[str]:
-        """Return the flags of `shardrank serve` for one of `worker_names`, but ports and the registry."""
-        return [*self.common_arguments, *self.serve_arguments, "--node-id", name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +118,7 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
             f"a fleet with nodes {taken} runs with registry {fleet.name} already: "
             "stop it first, or give this one another --registry"
         )
-    store, wanted = open_store(config.store), await fleet.wanted()
+    store, wanted = open_store(config.named_store), await fleet.wanted()
     found = []
     for model in config.models:
         chosen = await _choose(fleet, config, model, wanted.get(model), nodes)
@@ -230,7 +129,7 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
     # Where no shard node runs all of them are about to be of this number of shards.
     shards = None if any(node.kind == "shard" for node in nodes) else config.shards
     for snapshot, one in found:
-        await register(fleet, snapshot, clock=clock, store=config.store)
+        await register(fleet, snapshot, clock=clock, store=config.named_store)
         await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version, shards))
     return tuple(one for _, one in found)
 
@@ -238,7 +137,7 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
 def _planned(store: Store, config: FleetConfig, model: str, version: int) -> tuple[Snapshot, Plan]:
     """Read what divides a version; children fetch and check what they load."""
     with store.hold(model, version, with_rows=False, verify=False) as held:
-        rows_here = isinstance(config.store, Path)
+        rows_here = isinstance(config.named_store, Path)
         snapshot = Snapshot.open(held.path, verify=False, rows_here=rows_here)
         file = None if config.plan_file is None else PlanFile.read(config.plan_file)
         if file is not None and file.model not in config.models:
@@ -262,7 +161,7 @@ async def _choose(
     asked = config.versions.get(model)
     live = None if wanted is None else wanted.live
     if live is None or asked == live:
-        return await asyncio.to_thread(open_store(config.store).latest, model) if asked is None else asked
+        return await asyncio.to_thread(open_store(config.named_store).latest, model) if asked is None else asked
     if asked is None:
         return live
     hint = f"start without a version, then: shardrank rollout start {model} {asked}"
@@ -332,107 +231,6 @@ async def ask_coordinator(fleet: FleetRegistry, process_id: int) -> None:
         raise NotYetError(f"nobody holds {COORDINATOR_LOCK} yet")
 
 
-@contextlib.contextmanager
-def shared_port(host: str, port: int) -> Iterator[int]:
-    """Hold a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
-
-    The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
-    take the port, not even between the death of the last worker and its restart. Raises FleetError if it is taken.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as held:
-        try:
-            if port:
-                # With SO_REUSEPORT alone, two fleets would share it unnoticed.
-                with socket.socket(family, socket.SOCK_STREAM) as probe:
-                    # Connections of a server that has just ended must not keep the port from its successor.
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind((host, port))
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((host, port))
-        except OSError as error:
-            free = "; use --http-port 0 / --grpc-port 0 for free ones" if error.errno == errno.EADDRINUSE else ""
-            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}{free}") from error
-        yield held.getsockname()[1]
-
-
-def connectable_host(host: str) -> str:
-    """Return the address at which a server that is bound to `host` answers on this machine."""
-    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPorts:
-    """Ports that are held for workers.
-
-    HTTP and gRPC are shared by all. `probes` has a private port on loopback for each: at the shared port, whichever
-    worker the kernel picks would answer the question whether this one is ready.
-    """
-
-    host: str
-    http: int
-    grpc: int
-    probes: tuple[int, ...]
-
-
-@contextlib.contextmanager
-def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
-    """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
-    with contextlib.ExitStack() as held:
-        http = held.enter_context(shared_port(host, http_port))
-        grpc = held.enter_context(shared_port(host, grpc_port))
-        probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
-        yield WorkerPorts(host, http, grpc, probes)
-
-
-def worker_specs(
-    run_directory: Path,
-    ports: WorkerPorts,
-    arguments: Sequence[Sequence[str]],
-    log_level: str,
-    environment: Mapping[str, str],
-    probes: Sequence[Probe] = (),
-) -> list[ChildSpec]:
-    """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
-
-    `arguments` has each worker's flags of `shardrank serve`, but ports; `probes` what else each must say, if anything.
-    """
-    on_exit, places = None, [dict[str, str]() for _ in ports.probes]
-    if len(ports.probes) > 1:
-        metrics = run_directory / "metrics"
-        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}"} for worker in range(len(places))]
-        metrics.mkdir(mode=0o700, exist_ok=True)
-        environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-        # A dead process' gauges must not be added up with those of the living.
-        on_exit = partial(mark_process_dead, path=str(metrics))
-    return [
-        ChildSpec(
-            name=f"serve-{worker}",
-            command=shardrank_command(
-                *("--log-level", log_level, "serve", *arguments[worker], "--host", ports.host),
-                *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
-            ),
-            probe=partial(_ask_worker, probes[worker : worker + 1], probe_port),
-            environment={**environment, **places[worker]},
-            on_exit=on_exit,
-        )
-        for worker, probe_port in enumerate(ports.probes)
-    ]
-
-
-async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> None:
-    for probe in probes:
-        await probe(process_id)
-    url = f"http://{LOOPBACK}:{port}/readyz"
-    try:
-        async with httpx.AsyncClient(verify=False, trust_env=False) as client:
-            answer = await client.get(url)
-    except httpx.HTTPError as error:
-        raise NotYetError(f"{url}: {error}") from error
-    if not answer.is_success:
-        raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
-
-
 @dataclass(frozen=True)
 class LocalFleet:
     """A fleet that serves: `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>`, with an open registry."""
@@ -448,7 +246,7 @@ class LocalFleet:
 async def running_fleet(
     config: FleetConfig,
     on_ready: Callable[[str], None] = lambda name: None,
-    held: WorkerPorts | None = None,
+    reserved: WorkerPorts | None = None,
     on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
 ) -> AsyncIterator[LocalFleet]:
     """Start a fleet, wait until all of it serves, and stop it when the block ends.
@@ -461,18 +259,21 @@ async def running_fleet(
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        ports = held or stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, config.workers))
+        numbers = config.host, config.http_port, config.grpc_port, config.workers
+        ports = reserved or stack.enter_context(reserved_ports(*numbers))
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
         on_begin(await begin(fleet, config))
         supervisor = await stack.enter_async_context(supervised(config.supervision))
-        folder, environment = supervisor.run_directory, {**config.environment, REGISTRY_VARIABLE: config.registry_url}
-        first, workers = _node_specs(config, fleet, folder, environment), config.worker_names
-        await supervisor.start(first, on_ready)
-        arguments = [config.worker_flags(name) for name in workers]
-        probes = [partial(ask_node, fleet, name, config.models) for name in workers]
-        await supervisor.start(worker_specs(folder, ports, arguments, config.log_level, environment, probes), on_ready)
+        folder, environment = supervisor.run_directory, dict(config.environment)
+        if config.passes == "flags":
+            environment["SHARDRANK_REGISTRY"] = config.registry_url
+        await supervisor.start(_node_specs(config, fleet, folder, environment), on_ready)
+        workers = [config.serve_config(name) for name in config.worker_names]
+        probes = [partial(ask_node, fleet, name, config.models) for name in config.worker_names]
+        specs = worker_specs(folder, ports, workers, config.child_arguments, environment, probes)
+        await supervisor.start(specs, on_ready)
         yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
 
 
@@ -481,12 +282,15 @@ def _node_specs(
 ) -> list[ChildSpec]:
     """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
-    owner = config.coordinator_command(f"{COORDINATOR}-{run_directory.name}")
-    specs = [ChildSpec(COORDINATOR, shardrank_command(*owner), partial(ask_coordinator, fleet), environment)]
+    owner = config.coordinator_config(f"{COORDINATOR}-{run_directory.name}")
+    command = config.child_arguments("coordinator", owner, run_directory / f"{COORDINATOR}.toml")
+    specs = [ChildSpec(COORDINATOR, shardrank_command(*command), partial(ask_coordinator, fleet), environment)]
     for name in config.shard_nodes:
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
-        command = shardrank_command(*config.shard_node_command(name, str(listen)))
-        specs.append(ChildSpec(name, command, partial(ask_node, fleet, name, config.models), environment))
+        node = config.shard_node_config(name, str(listen))
+        command = config.child_arguments("shard-node", node, run_directory / f"{name}.toml")
+        probe = partial(ask_node, fleet, name, config.models)
+        specs.append(ChildSpec(name, shardrank_command(*command), probe, environment))
     return specs
 
 

@@ -118,8 +118,7 @@ def notify_ready() -> None:
             logger.warning("NOTIFY_SOCKET %s does not take that the process is ready: %s", address, error)
 
 
-async def notify_once_ready(problems: Callable[[], object]) -> None:
-    """Do `notify_ready` once there are no problems."""
+async def until_ready(problems: Callable[[], object]) -> None:
+    """Wait until there are no problems."""
     while problems():  # noqa: ASYNC110 - what is missing has no event
         await asyncio.sleep(READY_POLL_S)
-    notify_ready()

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -31,15 +32,17 @@ from loader.progress import all_or_first_error
 from loader.snapshot.tables import Frozen
 from serving.errors import FleetError
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, describe_exit, shardrank_command
+from serving.settings import write_private
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry
-    from serving.fleet.local_fleet import Beginning, FleetConfig
+    from serving.fleet.config import FleetConfig
+    from serving.fleet.local_fleet import Beginning
 
 logger = logging.getLogger(__name__)
 
 HOST: Final = "{host}"
-"""Stands in the arguments of a process for the address of the host that Ray places it on."""
+"""Stands in the settings of a process for the address of the host that Ray places it on."""
 STOP_GRACE_S = 20.0
 READY_TIMEOUT_S = 600.0
 _HEALTHY_AFTER_S = 30.0
@@ -67,10 +70,11 @@ class RayConfig(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class PlacedProcess:
-    """One process: the arguments of `shardrank`, in which HOST may stand, and what is claimed of its host."""
+    """One process: the command of `shardrank`, its settings as TOML, in which HOST may stand, and its claims."""
 
     name: str
-    arguments: tuple[str, ...]
+    command: str
+    settings: str
     claims: Mapping[str, float]
 
 
@@ -83,15 +87,15 @@ def groups_of(config: FleetConfig, ray: RayConfig) -> Groups:
     any_host = {"CPU": ray.cpus}
     node = any_host | ({"GPU": float(ray.gpus)} if ray.gpus else {})
     node |= {} if ray.memory_bytes is None else {"memory": float(ray.memory_bytes)}
-    coordinator = PlacedProcess("coordinator-0", tuple(config.coordinator_command("coordinator-on-ray")), any_host)
-    groups: dict[str, list[PlacedProcess]] = {"coordinator": [coordinator]}
+    coordinator = config.coordinator_config("coordinator-on-ray")
+    groups: dict[str, list[PlacedProcess]] = {
+        "coordinator": [PlacedProcess("coordinator-0", "coordinator", coordinator.to_toml(), any_host)]
+    }
     for name in config.shard_nodes:
-        command = tuple(config.shard_node_command(name, f"{HOST}:0"))
-        groups.setdefault(_group_of(name), []).append(PlacedProcess(name, command, node))
-    ports = ("--host", config.host, "--http-port", str(config.http_port), "--grpc-port", str(config.grpc_port))
-    start = ("--log-level", config.log_level, "serve")
+        settings = config.shard_node_config(name, f"{HOST}:0").to_toml()
+        groups.setdefault(_group_of(name), []).append(PlacedProcess(name, "shard-node", settings, node))
     groups["serve"] = [
-        PlacedProcess(name, (*start, *config.worker_flags(name), *ports), any_host) for name in config.worker_names
+        PlacedProcess(name, "serve", config.serve_config(name).to_toml(), any_host) for name in config.worker_names
     ]
     return groups
 
@@ -140,12 +144,14 @@ def _group_of(name: str) -> str:
 class RayProcess:
     """The actor: starts one process, and ends with it so that Ray restarts both. Its methods are called by `up`."""
 
-    def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, command: str, settings: str, log_level: str) -> None:
         # This host's address in the cluster, and the folder of Ray's logs, to which ours go.
         host: str = _imported("ray.util").get_node_ip_address()
         folder = Path(_imported("ray._private.worker")._global_node.get_logs_dir_path())
-        command = shardrank_command(*(one.replace(HOST, host) for one in arguments))
-        spec = ChildSpec(name, command, _nobody_asks, {**environment, "PYTHONUNBUFFERED": "1"})
+        file = Path(tempfile.mkdtemp(prefix="shardrank-")) / f"{name}.toml"
+        write_private(file, settings.replace(HOST, host))
+        arguments = shardrank_command("--log-level", log_level, command, "--config", str(file))
+        spec = ChildSpec(name, arguments, _nobody_asks, {"PYTHONUNBUFFERED": "1"})
         self._child = Child(spec, folder / f"shardrank-{name}.log")
         self._failure: str | None = None
         self._is_stopping = False
@@ -242,7 +248,7 @@ class RayCluster:
         """Return what each host that is up has in all."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    def start(self, group: str, processes: Sequence[PlacedProcess], environment: Mapping[str, str]) -> None:
+    def start(self, group: str, processes: Sequence[PlacedProcess], log_level: str) -> None:
         """Have a group started; that its hosts are found, and its processes run, is not waited for."""
         lifetime = "detached" if self._config.detached else None
         bundles = [dict(process.claims) for process in processes]
@@ -260,7 +266,7 @@ class RayCluster:
                     placement, index
                 ),
             )
-            self._actors.append(options.remote(process.name, process.arguments, dict(environment)))
+            self._actors.append(options.remote(process.name, process.command, process.settings, log_level))
 
     async def look(self, name: str) -> tuple[int, str | None]:
         """Return `RayProcess.look` of a process that runs, or has just ended. Raises NotYetError."""
@@ -333,7 +339,7 @@ async def fleet_on_ray(
     """
     from loader.registry import open_registry
     from loader.registry.fleet import FleetRegistry
-    from serving.fleet.local_fleet import REGISTRY_VARIABLE, begin
+    from serving.fleet.local_fleet import begin
 
     registry = open_registry(config.registry_url)
     async with contextlib.AsyncExitStack() as stack:
@@ -353,7 +359,7 @@ async def fleet_on_ray(
         started = [process.name for processes in missing.values() for process in processes]
         try:
             for group, processes in missing.items():
-                cluster.start(group, processes, {REGISTRY_VARIABLE: config.registry_url})
+                cluster.start(group, processes, config.log_level)
             waiting = [_until_ready(cluster, fleet, config, name, on_ready) for name in started]
             await all_or_first_error(waiting)
         except BaseException:

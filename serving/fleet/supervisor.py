@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import Field
-
 from loader.errors import RegistryError
-from loader.snapshot.tables import Frozen
 from serving.errors import FleetError
+from serving.fleet.config import KNOWN_VARIABLES, SupervisionConfig
 from serving.fleet.fork_server import FORK_SERVER_VARIABLE, ForkedProcess, running_fork_server
 from serving.fleet.process import PARENT_PID_VARIABLE
 
@@ -48,7 +46,8 @@ class RefusedError(Exception):
 class ChildSpec:
     """What to run and how to know that it serves; the name is unique in its fleet, and the log's.
 
-    `environment` is added to the supervisor's; `on_exit` is called with the id of each process that ended by itself.
+    `environment` is added to the supervisor's but the variables of settings; `on_exit` is called with the id of each
+    process that ended by itself.
     """
 
     name: str
@@ -86,7 +85,8 @@ class Child:
     async def spawn(self) -> None:
         """Start a process in a session of its own, its output appended to the log file. Raises OSError."""
         command = self.spec.command
-        environment = {**os.environ, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
+        inherited = {name: value for name, value in os.environ.items() if name not in KNOWN_VARIABLES}
+        environment = {**inherited, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
         # Its supervisor says when all are ready.
         environment.pop("NOTIFY_SOCKET", None)
         with contextlib.ExitStack() as opened:
@@ -148,18 +148,6 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-class SupervisionConfig(Frozen):
-    """How patient a supervisor is. All times in seconds."""
-
-    ready_timeout_s: float = Field(default=600.0, gt=0)
-    probe_interval_s: float = Field(default=0.05, gt=0)
-    probe_timeout_s: float = Field(default=2.0, gt=0)
-    stop_grace_s: float = Field(default=15.0, gt=0)
-    first_backoff_s: float = Field(default=0.1, gt=0)
-    max_backoff_s: float = Field(default=5.0, gt=0)
-    healthy_after_s: float = Field(default=30.0, gt=0)
 
 
 class Supervisor:

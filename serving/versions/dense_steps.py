@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -27,21 +26,10 @@ from shard_node.generation import Generations
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.25
+POLL_S: Final = 0.25
 """Between two polls for new steps; each is up to a quarter earlier or later."""
 READ_FOR_S: Final = 30.0
 """A step whose file can't be read is tried for so long: a shared file system may show it later."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
-
-
-@dataclass(slots=True)
-class _Unread:
-    """A step whose file could not be read: until when it is tried, and when next, seconds of the clock."""
-
-    record: DenseStep
-    until: float
-    again_at: float
-    pause_s: float = FIRST_PAUSE_S
 
 
 class DenseSteps:
@@ -56,10 +44,11 @@ class DenseSteps:
         self, fleet: FleetRegistry, store: Store, metrics: ServingMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.refused: dict[tuple[str, int], tuple[DenseStep, str]] = {}
-        self._unread: dict[tuple[str, int], _Unread] = {}
+        # Steps whose files could not be read, and until when that is tried again, seconds of the clock.
+        self._unread: dict[tuple[str, int], tuple[DenseStep, float]] = {}
         self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
-    async def look(self, served: LoadedVersion) -> None:
+    async def update(self, served: LoadedVersion) -> None:
         """Offer a version the newest step, if it has an older one. Raises RegistryError.
 
         A version without any first accepts, unchecked for drift, the step that other processes accepted last: the
@@ -84,37 +73,29 @@ class DenseSteps:
         before = self.refused.get((record.model, record.version))
         return before is not None and before[0] == record
 
-    def _is_read_later(self, record: DenseStep, *, failed: bool = False) -> bool:
-        """Tell whether a step is tried at a later time; one whose file could not be read now, for a while."""
+    def _is_read_again(self, record: DenseStep) -> bool:
+        """Return whether a step whose file could not be read is tried again."""
         key, now = (record.model, record.version), self._clock()
-        unread = self._unread.get(key)
-        if unread is None or unread.record != record:
-            if not failed:
-                return False
-            unread = self._unread[key] = _Unread(record, now + READ_FOR_S, now)
-        if failed:
-            unread.again_at = min(now + unread.pause_s, unread.until)
-            unread.pause_s = min(2 * unread.pause_s, MAX_PAUSE_S)
-        return now < unread.again_at
+        if key not in self._unread or self._unread[key][0] != record:
+            self._unread[key] = record, now + READ_FOR_S
+        return now < self._unread[key][1]
 
     async def _try(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> bool:
         key = served.model, served.version
-        if self._is_read_later(record):
-            return False
         try:
-            if not await served.takes_dense():
+            if not await served.accepts_dense():
                 return False
-            taking = asyncio.ensure_future(asyncio.to_thread(self._take, served, record, max_drift))
+            changing = asyncio.ensure_future(asyncio.to_thread(self._change, served, record, max_drift))
             try:
-                await asyncio.shield(taking)
+                await asyncio.shield(changing)
             except asyncio.CancelledError:
                 # Its replicas must not end under a check, which would wait for them for good.
-                await ended(taking)
+                await ended(changing)
                 raise
         except ShardrankError as error:
             # What the file system refused has its OSError as cause; a file that is not what was published has none.
             is_unread = isinstance(error.__cause__, OSError)
-            if error.http_status in (503, 504) or (is_unread and self._is_read_later(record, failed=True)):
+            if error.http_status in (503, 504) or (is_unread and self._is_read_again(record)):
                 logger.warning("dense step %d of %s %d can't be taken yet: %s", record.step, *key, error)
                 return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")
@@ -134,8 +115,8 @@ class DenseSteps:
         while True:
             try:
                 # Nothing here keeps versions that are retired while another one is looked at.
-                served = [one for one in generations.all() if one.state != "draining"]
-                steps = {(one.model, one.version): one.payload.dense_step for one in served}
+                served = [generation for generation in generations.all() if generation.state != "draining"]
+                steps = {(generation.model, generation.version): generation.payload.dense_step for generation in served}
                 del served
                 for known in (self.refused, self._unread):
                     for gone in known.keys() - steps.keys():
@@ -144,20 +125,20 @@ class DenseSteps:
                     if await self._newer(*key, step) is not None:
                         # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
                         with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
-                            await self.look(lease.payload)
+                            await self.update(lease.payload)
                 is_silent = False
             except Exception as error:  # a fault of ours must not end the following for good
                 if not is_silent:
                     trace = not isinstance(error, RegistryError)
                     logger.warning("dense weights are those that answer: %s", error, exc_info=trace)
                 is_silent = True
-            await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
+            await asyncio.sleep(POLL_S * random.uniform(0.75, 1.25))
 
-    def _take(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> None:
+    def _change(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> None:
         torch.set_num_threads(1)
         tensors = read_step(self._store, record)
         # What is served, though the store may have another one in its place by now.
         model, version, identity = served.model, served.version, served.description.identity
-        with self._store.hold(model, version, identity=identity, with_rows=False, verify=False) as held:
-            snapshot = Snapshot.open(held.path, verify=False, rows_here=False)
+        with self._store.hold(model, version, identity=identity, with_rows=False, verify=False) as files:
+            snapshot = Snapshot.open(files.path, verify=False, rows_here=False)
             served.change_dense(snapshot, checked_tensors(snapshot, tensors), record, max_drift)

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from loader.errors import RegistryError, SnapshotCorruptError, UnavailableError
-from loader.progress import CancelToken, Throttle, ended, in_background
+from loader.progress import CancelToken, Progress, Throttle, ended, in_background
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -44,12 +44,13 @@ from router.hot_rows import HotRows
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
-from router.shard import ReplicaSource
+from router.shard import ReplicaSource, ReplicatedShard
 from router.shard_client import ShardClient
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
+from serving.versions.fixed_shards import FixedShards
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
-from serving.versions.loading import local_shards, replicated_shards
+from serving.versions.loading import local_shards
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
 LIVE_POLL_S = 0.05
-LOOK_S = 0.2
+POLL_S = 0.2
 """Between two polls of the nodes; each is up to a quarter earlier or later."""
 OPENED = 0.5
 
@@ -87,9 +88,9 @@ class FleetMember:
     """Does what its agent requests, until `leave`. Belongs to the registry's event loop.
 
     If `agent_config` names no models, the process is not ready without those that are desired at the start. Without
-    `local` rows they are on shard nodes, and `open_registry` opens the registry once more for each version with hot
-    rows. `address` is its HTTP address, to be set before `load`. Raises TlsConfigError, or HotRowsError for hot rows
-    with `local` rows.
+    `local` rows they are on shard nodes, which announce themselves unless they are `fixed`. `open_registry` opens the
+    registry once more for each version with hot rows; None if there are no deltas. `address` is its HTTP address, to be
+    set before `load`. Raises TlsConfigError, or HotRowsError for hot rows with `local` rows.
     """
 
     def __init__(
@@ -100,15 +101,16 @@ class FleetMember:
         agent_config: AgentConfig,
         local: LocalRows | None = None,
         open_registry: Callable[[], Registry] | None = None,
+        fixed: FixedShards | None = None,
     ) -> None:
         if config.hot_rows is not None and local is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
-        self._open_registry = open_registry
+        self._open_registry, self._fixed = open_registry, fixed
         self._hot_rows: dict[str, HotRows] = {}
         self._hot_memory = RowMemory()
         self._hot_reports: dict[tuple[str, int], HotReport] = {}
         self.address = ""
-        self._fleet, self._service, self._config = fleet, service, config
+        self.fleet, self._service, self._config = fleet, service, config
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
@@ -120,12 +122,19 @@ class FleetMember:
         self.agent = Agent(fleet, self, agent_config, service.clock)
 
     async def load(self) -> None:
-        """Begin, and return once each expected model is live. The process is in the fleet until `leave`."""
-        self._tasks = [asyncio.create_task(self.agent.run(), name="agent")]
-        self._tasks.append(asyncio.create_task(self._dense.run(self._service.generations), name="follow dense steps"))
+        """Begin, and return once each expected model is live. The process is in the fleet until `leave`.
+
+        Raises the error of a version that is refused, if `StagingConfig.must_serve` says so.
+        """
+        running = [self.agent.run(), self._dense.run(self._service.generations)]
         if self._local is None:
-            self._tasks.append(asyncio.create_task(self._watch_nodes(), name="watch nodes"))
-        while not self._is_live():  # noqa: ASYNC110  # what is wanted and what is live have no event
+            running.append(self._watch_nodes())
+        if self._fixed is not None:
+            running.append(self._fixed.announce(self.fleet, self._service.watch))
+        self._tasks = [asyncio.create_task(work) for work in running]
+        while not self._is_live():
+            if self._tasks[0].done():
+                self._tasks[0].result()
             await asyncio.sleep(LIVE_POLL_S)
 
     async def leave(self) -> None:
@@ -138,62 +147,62 @@ class FleetMember:
             await asyncio.wait(self._tasks)
         if self._local is not None:
             await self._local.actions.close()
-        await self._fleet.registry.close()
+        await self.fleet.registry.close()
 
-    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
+    def desired_versions(self, desired: WantedModel) -> Sequence[int]:
         """List the live version, those to be flipped to, and the one that answers here until the pointer has moved."""
-        versions = (wanted.live, *wanted.serve, self._service.live(wanted.model))
+        versions = (desired.live, *desired.serve, self._service.live(desired.model))
         return tuple(dict.fromkeys(version for version in versions if version is not None))
 
-    def held(self) -> set[tuple[str, int]]:
+    def loaded(self) -> set[tuple[str, int]]:
         """List (model, version) of what could answer requests."""
-        return self._here() if self._local is None else self._here() & set(self._local.actions.held())
+        return self._loaded() if self._local is None else self._loaded() & set(self._local.actions.loaded())
 
-    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+    async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version, and put it beside the live one.
 
         Raises UnavailableError if it is not published or a shard lacks it, another ShardrankError with status 503 or
         504 if its shards can't be asked now, else if it must not be served.
         """
-        published = await self._fleet.version(model, version)
+        published = await self.fleet.version(model, version)
         if published is None:
             problem = f"version {version} of model {model!r} is not on record as published"
             raise UnavailableError(problem, kind="not_ready")
         topology = None
         if self._local is None:
-            topology = await self._topology(model, version, wanted.num_shards.get(version))
-        elif (model, version) not in self._local.actions.held():
-            await self._local.actions.stage(model, version, wanted, lambda share: tell(share * OPENED))
-        if (model, version) in self._here():
+            topology = await self._topology(model, version, desired.num_shards.get(version))
+        elif (model, version) not in self._local.actions.loaded():
+            await self._local.actions.stage(model, version, desired, lambda share: tell(share * OPENED))
+        if (model, version) in self._loaded():
             return  # its rows were staged anew; what ranks with them is still here
         try:
             await self._load(published, topology, tell)
         except BaseException:
-            if self._local is not None and (model, version) in self._local.actions.held():
+            if self._local is not None and (model, version) in self._local.actions.loaded():
                 # No other task knows of these rows: they are freed, however often this one is cancelled meanwhile.
                 going = asyncio.ensure_future(self._local.actions.retire(model, version))
                 await ended(going)
                 going.result()
             raise
 
-    async def settle(self, wanted: WantedModel) -> bool:
+    async def reconcile(self, desired: WantedModel) -> bool:
         """Point to the live version and the canary as far as they are here. True if both are as wanted."""
-        model, live, canary = wanted.model, wanted.live, wanted.canary
+        model, live, canary = desired.model, desired.live, desired.canary
         if self._local is not None:
-            await self._local.actions.settle(wanted)
-        here = {version for name, version in self.held() if name == model}
-        if live is not None and live in here and (before := self._service.live(model)) != live:
+            await self._local.actions.reconcile(desired)
+        loaded = {version for name, version in self.loaded() if name == model}
+        if live is not None and live in loaded and (before := self._service.live(model)) != live:
             self._service.flip(model, live)
             logger.info("version %d of %s is live, after %s", live, model, before)
-        if canary is None or canary.version not in here:
+        if canary is None or canary.version not in loaded:
             self._service.set_canary(model, None)
         else:
             self._service.set_canary(model, canary.version, canary.share)
-        return (live is None or live in here) and (canary is None or canary.version in here)
+        return (live is None or live in loaded) and (canary is None or canary.version in loaded)
 
     async def retire(self, model: str, version: int) -> None:
         """Withdraw a version; return when its last request has ended and it is freed."""
-        if (model, version) in self._here():
+        if (model, version) in self._loaded():
             generation = self._service.retire(model, version)
             deadline = self._service.clock() + self._service.limits.max_timeout_ms / 1000
             while not generation.retired.is_set():
@@ -201,22 +210,22 @@ class FleetMember:
                     logger.error("%d requests still use version %d of %s", generation.leases, version, model)
                     deadline = float("inf")
                 await asyncio.sleep(DRAINED_POLL_S)
-        if self._local is not None and (model, version) in self._local.actions.held():
+        if self._local is not None and (model, version) in self._local.actions.loaded():
             await self._local.actions.retire(model, version)
 
     def reports(self) -> list[VersionReport]:
         """Report each version that could answer requests."""
         of_rows = () if self._local is None else self._local.actions.reports()
-        rows = {(one.model, one.version): one for one in of_rows}
-        held, found = self.held(), []
-        for one in self._service.generations.all():
-            if (key := (one.model, one.version)) not in held:
+        rows = {(report.model, report.version): report for report in of_rows}
+        loaded, reports = self.loaded(), []
+        for generation in self._service.generations.all():
+            if (key := (generation.model, generation.version)) not in loaded:
                 continue
-            served, report = one.payload, rows.get(key, VersionReport(model=key[0], version=key[1], state="ready"))
-            told = {
+            served, report = generation.payload, rows.get(key)
+            update = {
                 "progress": 1.0,
                 "identity": served.description.identity,
-                "leases": one.leases,
+                "leases": generation.leases,
                 "golden_difference": served.checked.difference,
                 "golden_tolerance": served.checked.tolerance,
                 "stats": served.counter.stats(),
@@ -224,8 +233,9 @@ class FleetMember:
                 "dense_step": served.dense_step,
                 "dense_refused": self._dense.refused[key][1] if key in self._dense.refused else "",
             }
-            found.append(report.model_copy(update=told))
-        return found
+            report = report or VersionReport(model=served.model, version=served.version, state="ready")
+            reports.append(report.model_copy(update=update))
+        return reports
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """Make the record that is announced."""
@@ -249,9 +259,9 @@ class FleetMember:
 
     async def _topology(self, model: str, version: int, num_shards: int | None) -> FleetRecord:
         """Return how the fleet divides a version. Raises UnavailableError unless each shard has a node with it."""
-        self.directory.update(await self._fleet.nodes())
+        self.directory.update(await self.fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
-        topology = await self._fleet.fleet() or self.directory.topology()
+        topology = await self.fleet.fleet() or self.directory.topology()
         if topology is None:
             raise UnavailableError("no shard node has joined the fleet yet", kind="not_ready")
         topology = topology.model_copy(update={} if num_shards is None else {"num_shards": num_shards})
@@ -265,83 +275,83 @@ class FleetMember:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        keep = await identities_in_use(self._fleet, self._config.store)
-        work = partial(self._load_now, published, topology, tell, asyncio.get_running_loop(), keep)
+        keep, loop = await identities_in_use(self.fleet, self._config.store), asyncio.get_running_loop()
+
+        def work(wish: CancelToken) -> LoadedVersion:
+            # OpenMP would give this thread helpers of its own.
+            torch.set_num_threads(1)
+            progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
+            paced = Throttle(self._config.stage_cpu_share, sleep=wish.rest).over(progress)
+            with ExitStack() as closing:
+                snapshot = self._open(published, keep, paced, closing)
+                wish.check()
+                plan, shards, hot = self._connect(snapshot, topology, closing)
+                kept = ExitStack()
+                served = LoadedVersion.load(
+                    snapshot,
+                    plan,
+                    shards,
+                    self._config,
+                    limits=self._service.limits,
+                    metrics=self._service.metrics,
+                    clock=self._service.clock,
+                    on_close=kept.close,
+                    loop=loop,
+                    hot=hot,
+                )
+                kept.push(closing.pop_all())
+                return served
+
+        started_at = time.monotonic()
         name = f"load-{published.model}-{published.version}"
-        began = time.monotonic()
         served = await in_background(work, name, self._discard, low_priority=False)
         try:
             # A version that comes back answers with the dense weights that it had.
-            await self._dense.look(served)
+            await self._dense.update(served)
             self._service.install_staged(served)
         except BaseException:
             self._discard(served)
             raise
-        taken_s = time.monotonic() - began
-        logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, taken_s)
+        duration_s = time.monotonic() - started_at
+        logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, duration_s)
 
-    def _load_now(
-        self,
-        published: PublishedVersion,
-        topology: FleetRecord | None,
-        tell: Callable[[float], None],
-        loop: asyncio.AbstractEventLoop,
-        keep: Collection[str],
-        wish: CancelToken,
-    ) -> LoadedVersion:
-        # OpenMP would give this thread helpers of its own.
-        torch.set_num_threads(1)
-        config, service, model, version = self._config, self._service, published.model, published.version
-        progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
-        paced = Throttle(config.stage_cpu_share, sleep=wish.rest).over(progress)
-        with ExitStack() as closing:
-            # Shard nodes fetch and check the row files.
-            files = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
-            held = closing.enter_context(files(verify=config.verify, keep=keep, progress=paced))
-            rows_here = isinstance(config.store, Path)
-            snapshot = Snapshot.open(
-                held.path, verify=config.verify, files="other", rows_here=rows_here, progress=paced
-            )
-            _check_identity(snapshot, published.identity, "was published")
-            wish.check()
-            hot = None
-            if self._local is not None:
-                with self._local.node.generations.lease(model, version) as lease:
-                    rows = f"is of the rows of version {version} of model {model!r} that are in this process"
-                    _check_identity(snapshot, lease.payload.manifest_identity, rows)
-                plan, shards = self._local.plan_of(snapshot), local_shards([self._local.node])
-            else:
-                assert topology is not None
-                plan, shards, hot = self._remote_shards(snapshot, topology, closing)
-            kept = ExitStack()
-            served = LoadedVersion.load(
-                snapshot,
-                plan,
-                shards,
-                config,
-                limits=service.limits,
-                metrics=service.metrics,
-                clock=service.clock,
-                on_close=kept.close,
-                loop=loop,
-                hot=hot,
-            )
-            kept.push(closing.pop_all())
-            return served
+    def _open(
+        self, published: PublishedVersion, keep: Collection[str], progress: Progress, closing: ExitStack
+    ) -> Snapshot:
+        """Open a version without its row files, which are fetched and checked by whoever loads them."""
+        model, version, verify = published.model, published.version, self._config.verify
+        hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
+        files = closing.enter_context(hold(verify=verify, keep=keep, progress=progress))
+        with_rows = isinstance(self._config.store, Path)
+        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=with_rows, progress=progress)
+        _check_identity(snapshot, published.identity, "was published")
+        return snapshot
 
-    def _remote_shards(
-        self, snapshot: Snapshot, topology: FleetRecord, closing: ExitStack
+    def _connect(
+        self, snapshot: Snapshot, topology: FleetRecord | None, closing: ExitStack
     ) -> tuple[Plan, ShardsFactory, HotRows | None]:
-        """Return a version's plan and connections to shard nodes, and copies of its hot rows."""
+        """Return a version's plan and its shards, in this process or elsewhere, and copies of its hot rows."""
         model, version, clock, config = snapshot.spec.model, snapshot.version, self._service.clock, self._config
+        if self._local is not None:
+            with self._local.node.generations.lease(model, version) as lease:
+                rows = f"is of the rows of version {version} of model {model!r} that are in this process"
+                _check_identity(snapshot, lease.payload.manifest_identity, rows)
+            return self._local.plan_of(snapshot), local_shards([self._local.node]), None
+        assert topology is not None
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
         plan = Plan.of_snapshot(snapshot, *division, config.plan)
+        connect = partial(ShardClient, tls=self._node_tls)
+        sources = [
+            ReplicaSource(partial(self.directory.current, model, version, index), connect)
+            for index in range(plan.num_shards)
+        ]
 
-        def replicas(index: int) -> ReplicaSource:
-            current = partial(self.directory.current, model, version, index)
-            return ReplicaSource(current, partial(ShardClient, tls=self._node_tls))
+        def shards(events: ReplicaEvents) -> list[ReplicatedShard]:
+            return [
+                ReplicatedShard(plan, index, snapshot, source, events, clock, config.replica_policy)
+                for index, source in enumerate(sources)
+            ]
 
-        shards = replicated_shards(snapshot, plan, replicas, clock, config.replica_policy)
         if config.hot_rows is None:
             return plan, shards, None
         # Runs after the keeper has ended and reported for the last time.
@@ -370,12 +380,13 @@ class FleetMember:
 
         threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
 
-    def _here(self) -> set[tuple[str, int]]:
-        return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}
+    def _loaded(self) -> set[tuple[str, int]]:
+        generations = self._service.generations.all()
+        return {(loaded.model, loaded.version) for loaded in generations if loaded.state != "draining"}
 
     def _is_live(self) -> bool:
-        wanted = self.agent.wanted.values()
-        expected = self._models or tuple(sorted(one.model for one in wanted if one.live is not None))
+        desired = self.agent.desired.values()
+        expected = self._models or tuple(sorted(record.model for record in desired if record.live is not None))
         if not expected:
             return False
         self._service.expect(expected)
@@ -385,14 +396,14 @@ class FleetMember:
         is_silent = False
         while True:
             try:
-                self.directory.update(await self._fleet.nodes())
+                self.directory.update(await self.fleet.nodes())
                 is_silent = False
             except Exception as error:  # a fault of ours must not leave this process with the nodes of today for good
                 if not is_silent:
                     trace = not isinstance(error, RegistryError)
                     logger.warning("nodes are those that are known: %s", error, exc_info=trace)
                 is_silent = True
-            await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
+            await asyncio.sleep(POLL_S * random.uniform(0.75, 1.25))
 
 
 def _check_identity(snapshot: Snapshot, identity: str, what: str) -> None:

@@ -28,7 +28,8 @@ class StagingConfig(Frozen):
 
     Each begins up to `jitter_s` later, so that a fleet does not pull a version in one moment; `fleet_limit` processes
     stage at a time, for each model one. What passes by itself is tried again after `retry_first_s`, doubled each time,
-    and a live version that was refused after `live_retry_s`.
+    and a live version that was refused after `live_retry_s`. A process that `must_serve` has nothing else to do: a
+    version that is refused ends its agent.
     """
 
     jitter_s: float = Field(default=0.3, ge=0, le=600)
@@ -37,6 +38,7 @@ class StagingConfig(Frozen):
     retry_first_s: float = Field(default=0.2, gt=0, le=60)
     retry_max_s: float = Field(default=2.0, gt=0, le=600)
     live_retry_s: float = Field(default=30.0, gt=0, le=3600)
+    must_serve: bool = False
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class _Attempt:
 
 
 class Stagings:
-    """What is being staged, waits for that, or was refused.
+    """What is being staged, waits for that, or was refused; `refusal` is the error of the version refused last.
 
     `is_room_coming` returns whether memory is being freed, so that a lack of it passes by itself; `owner` is for locks.
     """
@@ -77,13 +79,14 @@ class Stagings:
         self._sleep = sleep
         self._random = random
         self._attempts: dict[str, dict[int, _Attempt]] = {}
+        self.refusal: Exception | None = None
 
-    def want(self, wanted: WantedModel, missing: Sequence[int], waits_for: str) -> None:
+    def want(self, desired: WantedModel, missing: Sequence[int], waits_for: str) -> None:
         """Note which versions of a model are missing, in the order in which they are to be staged.
 
         Begins with the first that is due, unless `waits_for` says why none may; ends what is not missing.
         """
-        attempts = self._attempts.setdefault(wanted.model, {})
+        attempts = self._attempts.setdefault(desired.model, {})
         for version, attempt in list(attempts.items()):
             if version in missing:
                 continue
@@ -100,9 +103,9 @@ class Stagings:
             attempt = attempts[version]
             if waits_for and attempt.state == "waiting":
                 attempt.reason = cut_reason(waits_for)
-            elif not waits_for and attempt.due <= now and (attempt.state != "refused" or version == wanted.live):
-                name = f"stage {wanted.model} {version}"
-                attempt.task = asyncio.create_task(self._attempt(attempt, version, wanted), name=name)
+            elif not waits_for and attempt.due <= now and (attempt.state != "refused" or version == desired.live):
+                name = f"stage {desired.model} {version}"
+                attempt.task = asyncio.create_task(self._attempt(attempt, version, desired), name=name)
                 return
 
     def reports(self) -> Iterator[VersionReport]:
@@ -117,7 +120,7 @@ class Stagings:
                     reason=attempt.reason,
                 )
 
-    async def look_again(self) -> None:
+    async def retry_republished(self) -> None:
         """Let refused versions be tried again that were published anew. Raises RegistryError."""
         for model, attempts in self._attempts.items():
             for version, attempt in list(attempts.items()):
@@ -126,21 +129,26 @@ class Stagings:
 
     async def close(self) -> None:
         """Cancel all and wait until they have let go."""
-        tasks = [one.task for attempts in self._attempts.values() for one in attempts.values() if one.task is not None]
+        tasks = [
+            attempt.task
+            for attempts in self._attempts.values()
+            for attempt in attempts.values()
+            if attempt.task is not None
+        ]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _attempt(self, attempt: _Attempt, version: int, wanted: WantedModel) -> None:
-        model = wanted.model
+    async def _attempt(self, attempt: _Attempt, version: int, desired: WantedModel) -> None:
+        model = desired.model
         try:
             if not attempt.failures:
                 await self._sleep(self._random.uniform(0, self._config.jitter_s))
-            async with self._place(model):
+            async with self._permit(model):
                 attempt.identity = await self._identity(model, version)
                 attempt.state, attempt.progress, attempt.reason = "staging", 0.0, ""
-                await self._stage(model, version, wanted, lambda share: setattr(attempt, "progress", share))
+                await self._stage(model, version, desired, lambda share: setattr(attempt, "progress", share))
         except asyncio.CancelledError:
             logger.info("staging version %d of %s was called off", version, model)
             self._attempts[model].pop(version, None)
@@ -153,13 +161,15 @@ class Stagings:
                 attempt.state = "waiting"
                 wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))
                 attempt.due = self._clock() + wait_s
-                if attempt.failures == 1:
-                    logger.info("version %d of %s waits: %s", version, model, attempt.reason)
+                if attempt.failures == 1 or config.must_serve:
+                    level = logging.WARNING if config.must_serve else logging.INFO
+                    logger.log(level, "version %d of %s waits: %s", version, model, attempt.reason)
             else:
-                attempt.state, attempt.due = "refused", self._clock() + config.live_retry_s
-                logger.error("version %d of %s is refused: %s", version, model, attempt.reason)
-                if not hasattr(error, "http_status"):
-                    logger.error("which nobody raised on purpose", exc_info=error)
+                attempt.state, attempt.due, self.refusal = "refused", self._clock() + config.live_retry_s, error
+                if not config.must_serve:
+                    is_bug = not hasattr(error, "http_status")
+                    reason = attempt.reason
+                    logger.error("version %d of %s is refused: %s", version, model, reason, exc_info=is_bug and error)
         else:
             del self._attempts[model][version]
             logger.info("version %d of %s is ready", version, model)
@@ -171,7 +181,7 @@ class Stagings:
         return "" if published is None else published.identity
 
     @contextlib.asynccontextmanager
-    async def _place(self, model: str) -> AsyncIterator[None]:
+    async def _permit(self, model: str) -> AsyncIterator[None]:
         """Keep one of the fleet's places until the block ends. Raises UnavailableError if all are taken."""
         registry, ttl_s = self._fleet.registry, self._config.lock_ttl_s
         owner = f"{self._owner}:{model}"

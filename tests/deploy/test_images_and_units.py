@@ -79,7 +79,9 @@ def test_a_unit_that_may_hold_rows_waits_and_has_a_cache(name):
 def test_every_service_of_the_compose_file_is_a_command_of_this_release():
     services = compose()["services"]
     parsed = {
-        name: parse_command_line(one["command"]) for name, one in services.items() if name not in TOOLS | {"redis"}
+        name: parse_command_line(one["command"], **one["environment"])
+        for name, one in services.items()
+        if name not in TOOLS | {"redis"}
     }
     assert sorted(parsed) == ["coordinator", "serve-0", "serve-1", "shard-0-0", "shard-0-1", "shard-1-0", "shard-1-1"]
     assert [parsed[f"shard-{shard}-{replica}"]["shard"] for shard in (0, 1) for replica in (0, 1)] == [
@@ -133,7 +135,7 @@ def test_a_unit_starts_a_command_of_this_release(unit):
     )
     program, *arguments = shlex.split(filled)
     assert program == "/opt/shardrank/bin/shardrank"
-    parse_command_line(arguments)
+    parse_command_line(arguments, SHARDRANK_REGISTRY="redis://redis.internal/0")
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)

@@ -24,6 +24,8 @@ from shardrank_testing.command_line import parse_command_line
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
+# What the pods have from a secret; the name is of the pod.
+VARIABLES = {"SHARDRANK_REGISTRY": "redis://redis/0", "SHARDRANK_NODE_ID": "shard-0-0"}
 # Kinds of operators, which Kubernetes has no schemas of.
 CUSTOM_GROUPS = ("monitoring.coreos.com/",)
 
@@ -71,7 +73,7 @@ def test_the_commands_in_the_pods_are_commands_of_this_release():
     for name, pod in pods(base_documents()):
         container = pod["spec"]["containers"][0]
         if container["image"] == "shardrank":
-            commands[name] = parse_command_line(container["args"])
+            commands[name] = parse_command_line(container["args"], **VARIABLES)
     assert set(commands) == {"shard-0", "shard-1", "serving", "coordinator"}
     assert (commands["shard-0"]["shard"], commands["shard-1"]["shard"]) == ((0, 2), (1, 2))
     assert commands["serving"]["http_port"] == 8080
@@ -82,7 +84,7 @@ def test_the_cuda_overlay_gives_each_shard_node_gpus_and_as_many_cards():
         container = pod["spec"]["containers"][0]
         if name.startswith("shard-"):
             gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
-            command = parse_command_line(container["args"])
+            command = parse_command_line(container["args"], **VARIABLES)
             assert command["cards"] == gpus == 8
             # Not `auto`: a pod whose GPUs can't be used must not hold the rows of eight in its RAM.
             assert command["device"] == "cuda"
@@ -103,7 +105,7 @@ def test_certificates_of_the_wire_have_the_role_of_their_pods(tmp_path):
         for secret in (one["secret"]["secretName"] for one in pod["spec"].get("volumes", ()) if "secret" in one):
             arguments = pod["spec"]["containers"][0]["args"]
             assert {text.partition("=/tls/")[2] for text in arguments} == {"", "ca.crt", "tls.crt", "tls.key"}
-            if (address := parse_command_line(arguments).get("advertise")) is not None:
+            if (address := parse_command_line(arguments, **VARIABLES).get("advertise")) is not None:
                 pattern = "*." + address.partition(".")[2].rpartition(":")[0]
                 assert {pattern, name} <= set(issued[secret]["dnsNames"])
             roles[name] = issued[secret]["uris"]
@@ -112,6 +114,13 @@ def test_certificates_of_the_wire_have_the_role_of_their_pods(tmp_path):
     (port,) = monitor["spec"]["podMetricsEndpoints"]
     assert issued[port["tlsConfig"]["cert"]["secret"]["name"]]["uris"] == ["shardrank:operator"]
     assert port["tlsConfig"]["serverName"] in issued["wire-node"]["dnsNames"]
+
+
+def test_pods_have_no_variables_of_services():
+    """`SHARDRANK_GRPC_PORT` of the service shardrank-grpc is the name of a setting."""
+    for name, pod in pods(base_documents()):
+        if pod["spec"]["containers"][0]["image"] == "shardrank":
+            assert pod["spec"]["enableServiceLinks"] is False, name
 
 
 def test_selectors_choose_the_pods_that_they_are_for():
@@ -240,7 +249,7 @@ def pod_of(service: dict[str, Any]) -> dict[str, Any]:
     container["volumeMounts"] += [{"name": "store", "mountPath": "/mnt/models", "readOnly": True}]
     claim = {"name": "store", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
     spec = {"containers": [container], "volumes": [*RUNTIME["spec"]["volumes"], claim]}
-    spec |= {"terminationGracePeriodSeconds": predictor["terminationGracePeriodSeconds"]}
+    spec |= {name: predictor[name] for name in ("terminationGracePeriodSeconds", "enableServiceLinks")}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": service["metadata"]["name"]}, "spec": spec}
 
 

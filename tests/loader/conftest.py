@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry
+from loader.registry.memory import MemoryRegistry
 from loader.registry.registry import Registry
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import VocabularyMapping
@@ -31,10 +33,22 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 @pytest.fixture(params=REGISTRY_KINDS)
 def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
     """Return the URL of another empty registry with each call."""
-    if request.param == "directory":
-        return lambda: str(tmp_path / f"registry-{next(_fleets)}")
-    server = request.getfixturevalue("shared_redis")
-    return lambda: f"{server.url}?fleet=test-{next(_fleets)}"
+    return partial(_empty_url, request.param, request, tmp_path)
+
+
+def _empty_url(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
+    if kind == "directory":
+        return str(folder / f"registry-{next(_fleets)}")
+    return f"{request.getfixturevalue('shared_redis').url}?fleet=test-{next(_fleets)}"
+
+
+@pytest.fixture(params=[*REGISTRY_KINDS, "memory"])
+async def any_registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Registry]:
+    """An empty registry: a directory, Redis, and the memory of this process."""
+    is_memory = request.param == "memory"
+    opened = MemoryRegistry("memory") if is_memory else open_registry(_empty_url(request.param, request, tmp_path))
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every registry keeps to: each test runs against a directory and against a real Redis."""
+"""What every registry keeps to: each test runs against a directory, a real Redis, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
 from loader.registry import open_registry
+from loader.registry.memory import MemoryRegistry
 from loader.registry.registry import MAX_VALUE_BYTES, StreamBounds, StreamEntry
 from shardrank_testing.registries import every_call, with_open
 
@@ -167,38 +168,52 @@ class Model:
         assert await self.registry.bounds(stream) == expected
 
     async def reopen(self):
+        if isinstance(self.registry, MemoryRegistry):
+            return
         url = self.registry.url
         await self.registry.close()
         self.registry = open_registry(url)
 
 
+async def play(registry, calls, first_sequence):
+    """Make calls, and compare each answer with that of a dict and a list."""
+    model = Model(registry, first_sequence)
+    try:
+        for name, *arguments in calls:
+            await getattr(model, name)(*arguments)
+        await model.entries("")
+        for stream in STREAMS:
+            await model.read(stream, -(2**50), 1000, 10_000)
+    finally:
+        await model.registry.close()
+
+
+ANY_CALLS = given(calls=st.lists(CALLS, max_size=25), first_sequence=st.sampled_from([1, 250, 2**40]))
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(calls=OVER_A_BLOCKS_END, first_sequence=250)
 @example(calls=EVERY_REFUSAL_OF_KEYS, first_sequence=1)
-@given(calls=st.lists(CALLS, max_size=25), first_sequence=st.sampled_from([1, 250, 2**40]))
+@ANY_CALLS
 def test_any_sequence_of_calls_answers_as_a_dict_and_a_list(new_url, calls, first_sequence):
-    async def scenario(registry):
-        model = Model(registry, first_sequence)
-        try:
-            for name, *arguments in calls:
-                await getattr(model, name)(*arguments)
-            await model.entries("")
-            for stream in STREAMS:
-                await model.read(stream, -(2**50), 1000, 10_000)
-        finally:
-            await model.registry.close()
+    with_open(new_url(), lambda registry: play(registry, calls, first_sequence))
 
-    with_open(new_url(), scenario)
+
+@example(calls=OVER_A_BLOCKS_END, first_sequence=250)
+@example(calls=EVERY_REFUSAL_OF_KEYS, first_sequence=1)
+@ANY_CALLS
+def test_any_sequence_of_calls_is_answered_in_memory(calls, first_sequence):
+    asyncio.run(play(MemoryRegistry("memory"), calls, first_sequence))
 
 
 BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a b", "ä", "a\n", "a=", "a~", "a" * 201, "a/" * 300 + "a"]
 
 
 @pytest.mark.parametrize("key", BAD_KEYS)
-async def test_every_method_refuses_a_bad_key(registry, key):
-    for call in every_call(registry, key):
+async def test_every_method_refuses_a_bad_key(any_registry, key):
+    for call in every_call(any_registry, key):
         await refused(call, RegistryRecordError, "allowed are at most 512 characters")
-    assert await registry.entries("") == {}
+    assert await any_registry.entries("") == {}
 
 
 TOO_LONG = b"x" * (MAX_VALUE_BYTES + 1)
@@ -217,29 +232,29 @@ TOO_LONG = b"x" * (MAX_VALUE_BYTES + 1)
         ("append", ("a", 1, TOO_LONG), RegistryRecordError, f"at most {MAX_VALUE_BYTES}"),
     ],
 )
-async def test_arguments_out_of_range_are_refused(registry, method, arguments, error, message):
-    await refused(getattr(registry, method)(*arguments), error, message)
-    assert (await registry.entries(""), await registry.announced("")) == ({}, {})
-    assert (await registry.bounds("a"), await registry.holder("a")) == (StreamBounds(0, 0), None)
+async def test_arguments_out_of_range_are_refused(any_registry, method, arguments, error, message):
+    await refused(getattr(any_registry, method)(*arguments), error, message)
+    assert (await any_registry.entries(""), await any_registry.announced("")) == ({}, {})
+    assert (await any_registry.bounds("a"), await any_registry.holder("a")) == (StreamBounds(0, 0), None)
 
 
-async def test_the_longest_value_is_stored(registry):
-    await registry.put("a", TOO_LONG[1:], 0)
-    await registry.append("a", 1, TOO_LONG[1:])
-    assert (await registry.get("a")).value == TOO_LONG[1:]
-    assert [entry.payload for entry in await registry.read("a", 0)] == [TOO_LONG[1:]]
+async def test_the_longest_value_is_stored(any_registry):
+    await any_registry.put("a", TOO_LONG[1:], 0)
+    await any_registry.append("a", 1, TOO_LONG[1:])
+    assert (await any_registry.get("a")).value == TOO_LONG[1:]
+    assert [entry.payload for entry in await any_registry.read("a", 0)] == [TOO_LONG[1:]]
 
 
-async def test_an_announcement_expires_and_the_others_stay(registry):
-    await registry.announce("nodes/a", b"1", 0.02)
-    await registry.announce("nodes/b", b"2", 60.0)
+async def test_an_announcement_expires_and_the_others_stay(any_registry):
+    await any_registry.announce("nodes/a", b"1", 0.02)
+    await any_registry.announce("nodes/b", b"2", 60.0)
     deadline = time.monotonic() + WAIT_S
-    while "nodes/a" in await registry.announced("nodes/"):
+    while "nodes/a" in await any_registry.announced("nodes/"):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-    assert await registry.announced("nodes/") == {"nodes/b": b"2"}
-    await registry.announce("nodes/a", b"3", 60.0)
-    assert await registry.announced("nodes/") == {"nodes/a": b"3", "nodes/b": b"2"}
+    assert await any_registry.announced("nodes/") == {"nodes/b": b"2"}
+    await any_registry.announce("nodes/a", b"3", 60.0)
+    assert await any_registry.announced("nodes/") == {"nodes/a": b"3", "nodes/b": b"2"}
 
 
 async def test_writers_of_one_registry_lose_no_write_and_share_no_lock(url):

@@ -39,13 +39,16 @@ def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bu
 TRACE, SPAN = f"{7:032x}", f"{5:016x}"
 
 
-def test_a_serving_process_and_a_node_send_one_trace(api_model, folder):
+def test_a_serving_process_and_a_node_send_one_trace(api_model, folder, monkeypatch):
+    monkeypatch.setenv("SHARDRANK_TRACE_PROTOCOL", "grpc")
+    settings = folder / "serve.toml"
+    settings.write_text("trace_sample_share = 0\n")
     with collector("grpc") as found:
-        told = ("--snapshot", str(api_model.path), "--trace-endpoint", found.url, "--trace-protocol", "grpc")
+        told = ("--snapshot", str(api_model.path), "--trace-endpoint", found.url)
         address = f"unix:{folder}/n.sock"
         with (
             running("shard-node", *told, "--shard", "0/1", "--listen", address) as node,
-            running("serve", *told, "--shard", address, "--trace-sample-share", "0", *ANY_PORTS) as server,
+            running("serve", *told, "--shard", address, "--config", str(settings), *ANY_PORTS) as server,
         ):
             for headers in ({}, {"traceparent": f"00-{TRACE}-{SPAN}-01"}):
                 url = f"{server.url}/v1/models/{MODEL}:rank"

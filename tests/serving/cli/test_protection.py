@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from serving.api.tokens import add_token, new_token
-from serving.cli.settings import Protection, serving_arguments, warn_if_open
+from serving.cli.settings import Protection, warn_if_open
 from serving.client import Client
+from serving.config import ServeConfig
 from serving.training.trainer import train_version
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
@@ -72,9 +73,9 @@ def test_nodes_are_reached_over_mutual_tls_with_a_valid_certificate_only(
             assert len(program.rank("films", REQUEST).json()["scores"]) == 2
             assert program.stop() == 0
         with running(*serve, *node_flags(ca.issue("expired", days=-1), ca)) as program:
-            program.read_until("can't be served yet: .*tls_expired_certificate")
+            program.read_until("version . of films waits: .*tls_expired_certificate")
         with running(*serve) as program:
-            program.read_until("can't be served yet: .*node_unavailable")
+            program.read_until("version . of films waits: .*node_unavailable")
         assert node_program.stop() == 0
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_expired_certificate") == 1
     assert node_program.output.count("refused a connection from 127.0.0.1: tls_plain_text") == 1
@@ -110,7 +111,7 @@ def test_every_port_needs_a_certificate_and_a_token(
 
 
 @needs_openssl
-def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_path: Path) -> None:
+def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_path: Path, monkeypatch) -> None:
     """A SAN, a token and a password in no log, metric, span or recording, of calls that pass and that are refused."""
     san, password, recorded, tokens = "san-5e8c", "password-77d1", tmp_path / "recorded", tmp_path / "tokens.json"
     token, entry = new_token("ops", "admin")
@@ -118,13 +119,15 @@ def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_
     uris = {role: [f"shardrank:{role}", f"spiffe://{san}/{role}"] for role in ("node", "router", san)}
     node, router, stranger = (ca.issue(f"{role}-of-fleet", uris=shown) for role, shown in uris.items())
     listen = ("--shard", "0/1", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
-    front = ("--tokens", str(tokens), "--record", str(recorded), "--record-share", "1", "--trace-sample-share", "1")
-    roles = ("--tls-role", f"node=spiffe://{san}/node", *node_flags(router, ca))
+    front = ("--tokens", str(tokens), "--record", str(recorded), "--record-share", "1")
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f'trace_sample_share = 1\ntls_role = ["node=spiffe://{san}/node"]\n')
+    roles = ("--config", str(settings), *node_flags(router, ca))
     with redis_server(tmp_path, tcp=True, settings={"requirepass": password}) as redis, collector() as spans:
         publish(redis.url, store / "films" / "1")
         want(redis.url, "films", live=1, hold=(1,), serve=(1,))
         member = ("--registry", redis.url, "--store", str(store), "--trace-endpoint", spans.url)
-        member += ("--trace-protocol", "http")
+        monkeypatch.setenv("SHARDRANK_TRACE_PROTOCOL", "http")
         with (
             running("--log-level", "debug", "shard-node", *member, *listen, *tls_flags(node, ca)) as node_program,
             running("--log-level", "debug", "serve", *member, *front, *QUICK, *roles) as program,
@@ -162,24 +165,21 @@ def test_a_file_that_can_t_be_used_is_named(store: Path, node: Pair, router: Pai
 
 
 @needs_openssl
-def test_options_are_read_and_passed_on_to_children(ca: Authority, node: Pair, router: Pair, tmp_path: Path) -> None:
+def test_certificates_and_tokens_are_read_from_settings(
+    ca: Authority, node: Pair, router: Pair, tmp_path: Path
+) -> None:
     tokens = tmp_path / "tokens.json"
     add_token(tokens, new_token("shop", "rank")[1])
-    limits = {"limits_file": None, "limit": ()}
-    options = limits | {"tls_cert": node.cert, "tls_key": node.key, "tls_client_ca": ca.cert, "tokens": tokens}
-    protection = Protection.of(options)
+    config = ServeConfig(tls_cert=node.cert, tls_key=node.key, tls_client_ca=ca.cert, tokens=tokens)
+    protection = Protection.of(config)
     assert protection.tls == TlsConfig(cert=node.cert, key=node.key, client_ca=ca.cert)
     assert protection.node_tls == TlsClientConfig(ca=ca.cert, cert=node.cert, key=node.key)
     assert protection.tokens == tokens
-    assert serving_arguments(options) == [*tls_flags(node, ca), "--tokens", str(tokens)]
     roles = (("node", "spiffe://fleet/node"),)
-    private = options | {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key, "tls_role": roles}
+    private = {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key, "tls_role": roles}
     shown = TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key, role_uris=roles)
-    assert Protection.of(private).node_tls == shown
-    assert serving_arguments(private)[6:14] == [*node_flags(router, ca), "--tls-role", "node=spiffe://fleet/node"]
-    none = dict.fromkeys(private) | limits
-    assert Protection.of(none) == Protection(None, None, None)
-    assert serving_arguments(none) == []
+    assert Protection.of(ServeConfig(**config.model_dump(include=config.model_fields_set), **private)).node_tls == shown
+    assert Protection.of(ServeConfig()) == Protection(None, None, None)
 
 
 CERTIFICATE = TlsConfig(cert=Path("c"), key=Path("k"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -38,7 +39,7 @@ REFUSALS = [
     (f"{NODE} --registry r", USAGE, "--registry needs --store"),
     (f"{NODE} --store s --admin-listen unix:/tmp/y", USAGE, "--admin-listen unix:/tmp/y: HOST:PORT is needed"),
     (f"{REGISTERED} --version 3", USAGE, "--version: not with --registry"),
-    (f"{NODE} --store s --max-memory-gb 3", USAGE, "--max-memory-gb: only with --registry"),
+    (f"{NODE} --store s @max_memory_gb=3", USAGE, "max_memory_gb: only with --registry"),
     (f"{NODE} --store s --model a --model b", USAGE, "Several --model need --registry"),
     (f"{REGISTERED} --node-id a/b", USAGE, "node_id: String should match"),
     (f"{REGISTERED} --advertise nowhere", ERROR, "address 'nowhere' is none of"),
@@ -50,21 +51,21 @@ REFUSALS = [
     (f"{SERVE} --version 3", USAGE, "--version: not with --registry"),
     (f"{SERVE} --shard h:1", USAGE, "--shard: not with --registry"),
     (f"{SERVE} --cards 2", USAGE, "--cards: with --registry only for --local rows"),
-    (f"{SERVE} --max-staleness films=soon", USAGE, "seconds must be a number above 0"),
+    (f"{SERVE} --max-staleness films=soon", USAGE, "Input should be a valid number"),
     (f"{SERVE} --model a --max-staleness a=3 --max-staleness b=3", USAGE, "b is not among the --model: ['a']"),
     ("serve --snapshot {model} --hot-rows-gb 1", USAGE, "--hot-rows-gb holds copies of rows that are on shard nodes"),
     ("serve --store s --local", USAGE, "--local: only with --registry"),
     ("serve --store s --max-staleness films=3", USAGE, "--max-staleness: only with --registry"),
     ("serve --store s --model a --model b", USAGE, "Several --model need --registry"),
-    ("serve --store s --shard h:1 --memory-budget-gb 1", USAGE, "--memory-budget-gb is for rows in this"),
+    ("serve --store s --shard h:1 @memory_budget_gb=1", USAGE, "memory_budget_gb is for rows in this"),
     *(
-        (f"{serve} {flag}", USAGE, flag.split()[0] + problem)
+        (f"{serve} {flag}", USAGE, re.split("[ =]", flag.lstrip("@"))[0] + problem)
         for flag in (
             "--device cuda:0,1",
-            "--card-memory-gb 1",
+            "@card_memory_gb=1",
             "--pinned-memory-gb 3",
-            "--hot-gb 1",
-            "--peer-access required",
+            "@hot_gb=1",
+            "@peer_access='\"required\"'",
         )
         for serve, problem in (
             ("serve --snapshot {model} --shard h:1", " is for rows in this process"),
@@ -72,13 +73,17 @@ REFUSALS = [
         )
     ),
     *(
-        (f"{command} --replica-policy {name}={value}", USAGE, name)
+        (f"{command} @replica_policy.{name}={value}", USAGE, f"replica_policy: {name}: ")
         for command in ("serve --snapshot {model}", "up --store s")
         for name, value in (("nosuch", 1), ("failures", 0), ("budget_share", 2))
     ),
     ("serve --snapshot {model} --trace-endpoint collector:4317", USAGE, "scheme should be 'http' or 'https'"),
-    ("serve --snapshot {model} --trace-protocol grpc", USAGE, "need --trace-endpoint"),
-    ("serve --snapshot {model} --trace-endpoint http://c:1 --trace-sample-share 1.5", USAGE, "1.5 is not in the range"),
+    ("serve --snapshot {model} @trace_protocol='\"grpc\"'", USAGE, "need --trace-endpoint"),
+    (
+        "serve --snapshot {model} @trace_sample_share=1.5",
+        USAGE,
+        "trace_sample_share: Input should be less than or equal to 1",
+    ),
     # TLS.
     ("serve --store s --tls-cert a", USAGE, "--tls-cert and --tls-key belong together"),
     ("serve --store s --tls-client-ca a", USAGE, "--tls-client-ca needs both"),
@@ -86,11 +91,21 @@ REFUSALS = [
     ("serve --store s --node-cert a --node-key b", USAGE, "--node-cert needs --node-ca or --tls-client-ca"),
     ("up --store s --tls-key a", USAGE, "--tls-cert and --tls-key belong together"),
     (f"{NODE} --store s --tls-cert a", USAGE, "belong together"),
-    (f"{NODE} --store s --tls-role router=urn:a", USAGE, "--tls-role needs --tls-client-ca or --node-ca"),
-    ("counts --out f --shard unix:a --node-ca c --tls-role shop=urn:a", USAGE, "--tls-role: role_uris.0.0"),
-    ("serve --store s --node-ca c --tls-role node=a", USAGE, "--tls-role: role_uris.0.1"),
+    (f"{NODE} --store s @tls_role='[\"router=urn:a\"]'", USAGE, "--tls-role needs --tls-client-ca or --node-ca"),
+    ("counts --out f --shard unix:a --node-ca c --tls-role shop=urn:a", USAGE, "tls_role: role_uris.0.0"),
+    ("counts --out f --shard unix:a --node-ca c --tls-role node=a", USAGE, "tls_role: role_uris.0.1"),
     ("counts --out f --shard unix:a --node-cert c --node-key d", USAGE, "--node-cert needs --node-ca"),
     ("counts --out f --shard unix:a --node-cert c", USAGE, "--node-cert and --node-key belong together"),
+    # Flags that are keys of the file, and files.
+    (f"{SERVE} --wire-dtype float16", USAGE, "--wire-dtype is gone: wire_dtype in the file of --config"),
+    (f"{SERVE} --limits l.json", USAGE, "--limits is gone: use --limit NAME=VALUE"),
+    (f"{NODE} --threads 3", USAGE, "--threads is gone: threads in the file of --config or SHARDRANK_THREADS"),
+    (f"{SERVE} @thread=3 @lunch=1", USAGE, "unknown key 'thread', 'lunch'; allowed are ['registry', 'store'"),
+    (f"{SERVE} @http_port=70000", USAGE, "http_port: Input should be less than or equal to 65535"),
+    (f"{SERVE} @limits.max_queue=0", USAGE, "limits: max_queue: Input should be greater"),
+    (f"{SERVE} @http_port=", USAGE, "settings.toml: Invalid value"),
+    (f"{SERVE} --config nowhere", USAGE, "--config nowhere: "),
+    ("up --store s @serve.lunch=1", USAGE, "serve.lunch: Extra inputs are not permitted"),
     # Counts.
     ("counts --out f", USAGE, "either --registry, or --shard and --server"),
     ("counts --out f --registry r --shard unix:a", USAGE, "either --registry"),
@@ -148,12 +163,21 @@ REFUSALS = [
 ]
 
 
+def words_of(line: str, folder: Path) -> list[str]:
+    """Return the words of a line; those that begin with @ are lines of the file of `--config`."""
+    words = shlex.split(line)
+    if keys := [word[1:] for word in words if word.startswith("@")]:
+        (folder / "settings.toml").write_text("\n".join(keys))
+        words += ["--config", str(folder / "settings.toml")]
+    return [word for word in words if not word.startswith("@")]
+
+
 @pytest.mark.parametrize(("line", "code", "problem"), REFUSALS, ids=[line for line, *_ in REFUSALS])
 def test_a_command_line_is_refused(
-    line: str, code: int, problem: str, api_model: ApiModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, code: int, problem: str, api_model: ApiModel, folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = shardrank(*shlex.split(line.format(model=api_model.path)), code=code)
+    result = shardrank(*words_of(line.format(model=api_model.path), folder), code=code)
     assert problem in result.output
     assert "secret" not in result.output
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,10 @@ import pytest
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.shard import ReplicaSource, ReplicatedShard
-from serving.cli.serve import _fleet_configs, _serve_rows_in_fleet, serve, shard_node, worker_arguments
+from serving.config import ServeConfig, ShardNodeConfig
+from serving.fleet.membership import Membership
+from serving.fleet.workers import worker_config
+from serving.shard_server import serve_shard
 from shard_node.buckets import NodeIdentity
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
@@ -99,11 +102,17 @@ def test_a_node_whose_cards_have_failed_leaves_with_their_error(folder: Path, fi
     async def scenario() -> None:
         identity = NodeIdentity(shard_index=0, num_shards=1, num_cards=2, sharding="hash")
         cards, node = EmulatedCards(2), ShardNode(identity)
-        given = [*node_flags(folder, "a"), "--cards", "2", "--replicate-bytes", "0", "--stage-cpu-share", "1"]
-        options = shard_node.make_context("shard-node", given).params
-        address = Address(path=f"{folder}/a.sock")
-        serving = _serve_rows_in_fleet(options, *_fleet_configs(options), node, CardSet(cards), [address], None)
-        program = asyncio.create_task(serving)
+        config = ShardNodeConfig(
+            registry=f"{folder}/registry",
+            store=folder / "store",
+            listen=(f"unix:{folder}/a.sock",),
+            shard=(0, 1),
+            node_id="a",
+            cards=2,
+            replicate_bytes=0,
+            stage_cpu_share=1,
+        )
+        program = asyncio.create_task(serve_shard(config, Membership.of(config), node, CardSet(cards), None))
         await until(partial(are_ready, films, "a"), "the node")
         cards.fault = "device 0: cudaErrorIllegalAddress"
         with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
@@ -212,11 +221,15 @@ def test_without_a_desired_model_it_listens_and_is_not_ready(store: Path, regist
         assert program.stop() == 0
 
 
-def test_workers_are_given_every_flag_but_the_registry(tmp_path: Path) -> None:
-    kept = ["--model", "films", "--local", "--no-verify", "--max-staleness", "films=30", "--cards", "2"]
-    kept += ["--memory-budget-gb", "1.5", "--store", str(tmp_path)]
-    given = serve.make_context("serve", ["--registry", "redis://:secret@host", *kept, "--workers", "2"]).params
-    arguments = worker_arguments(given, None)
-    assert "secret" not in " ".join(arguments)
-    found = serve.make_context("serve", ["--registry", "r", *arguments]).params
-    assert {name for name in given if found[name] != given[name]} <= {"registry", "workers", "node_id"}
+def test_workers_have_all_settings_but_a_node_id_and_a_folder(tmp_path: Path) -> None:
+    """Two that record can't share a folder; its bytes are divided."""
+    config = ServeConfig(
+        registry="redis://:secret@host", store=tmp_path, local=True, record=tmp_path, workers=2, max_staleness={"a": 3}
+    )
+    worker = worker_config(config, 1)
+    changed = {name for name in ServeConfig.names() if getattr(worker, name) != getattr(config, name)}
+    assert changed == {"workers", "node_id", "record", "record_max_mb"}
+    assert (worker.record, worker.record_max_mb, worker.workers) == (tmp_path / "1", 128, 1)
+    assert worker.node_id.endswith("-1")
+    worker.write(file := tmp_path / "worker.toml")
+    assert file.stat().st_mode & 0o777 == 0o600

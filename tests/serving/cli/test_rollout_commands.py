@@ -211,11 +211,13 @@ def test_what_cannot_be_rolled_out_is_one_line_and_code_1(tmp_path: Path, where:
         assert "no earlier version" in shardrank("rollback", MODEL, *where, code=1).stderr
 
 
-def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: Where) -> None:
+def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: Where, monkeypatch) -> None:
     with in_background(played_fleet(tmp_path, coordinator=False)):
-        arguments = ("coordinator", *where, "--owner", "it")
+        arguments, slow = ("coordinator", *where), tmp_path / "slow.toml"
+        monkeypatch.setenv("SHARDRANK_OWNER", "it")
         # So slow that it can be killed before it has done anything but the record.
-        with running(*arguments, "--step-delay", "60s") as first:
+        slow.write_text('step_delay_s = "60s"')
+        with running(*arguments, "--config", str(slow)) as first:
             first.read_until("coordinator it works with registry")
             shardrank("rollout", "start", MODEL, 2, *where)
             first.process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,17 +17,24 @@ import pytest
 from loader.errors import OverloadedError, RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionReport, VersionStats, delta_stream
+from loader.registry.memory import MemoryRegistry
 from loader.rollout.guards import percentile_ms
 from loader.rollout.requests import start_rollout
+from loader.snapshot.reader import Snapshot
+from router.plan import Plan
 from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board, FleetSource, ProcessSource
+from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board, FleetSource
 from serving.dashboard.history import QUANTILES, History, percentiles_ms
 from serving.rank.service import RankingService
+from shard_node.wire.address import Address
+from shard_node.wire.server import NodeServer
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, api_service, ask, run
+from shardrank_testing.standalone import serving_alone
+from shardrank_testing.topologies import make_node
 
 MB = 10**6
 
@@ -95,7 +103,7 @@ class Played:
 
     async def state(self) -> dict[str, Any]:
         """What a page that is opened now is told."""
-        await self.board.look()
+        await self.board.update()
         watcher = await self.board.watch()
         told = watcher.messages()
         messages = [(await anext(told)).decode() for _ in range(3)]
@@ -197,7 +205,7 @@ def test_what_is_known_stays_while_the_registry_does_not_answer(tmp_path, monkey
             raise RegistryUnavailableError("registry x: gone")
 
         with monkeypatch.context() as patched:
-            patched.setattr(played.source, "look", fails)
+            patched.setattr(played.source, "read", fails)
             state = await played.state()
         assert (state["problem"], state["read_at"]) == ("registry x: gone", before["read_at"])
         assert state["nodes"] == before["nodes"]
@@ -218,9 +226,9 @@ def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
             await played.board.watch()
         taking = watchers[0].messages()
         for _ in range(MAX_WAITING + 1):
-            await played.board.look()
+            await played.board.update()
             await anext(taking)
-        assert [one.is_ended for one in watchers] == [False] + [True] * (MAX_WATCHERS - 1)
+        assert [one.is_closed for one in watchers] == [False] + [True] * (MAX_WATCHERS - 1)
         await played.board.watch()
         played.board.close()
         assert [one async for one in taking] == []
@@ -315,35 +323,43 @@ async def test_a_rollback_is_refused_if_what_was_seen_changed(tmp_path, change):
 async def test_a_loopback_page_refuses_another_host(api_model, host, status):
     """A name of elsewhere that resolves to this machine (DNS rebinding) reads nothing."""
     with api_service(api_model) as service:
-        async with page_of(lambda: ProcessSource(service), service=service) as client:
+        source = partial(FleetSource, partial(MemoryRegistry, "memory"))
+        async with page_of(source, service=service) as client:
             for path in ("/", "/status/access", "/metrics"):
                 answer = await client.get(path, headers={"host": host.format(client.base_url.port)})
                 assert (path, answer.status_code) == (path, status)
                 assert status == 200 or answer.json()["error"]["kind"] == "misdirected"
 
 
-async def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
-    with api_service(api_model) as service:
+async def test_a_process_alone_tells_itself_and_its_shards(api_model, folder):
+    snapshot = Snapshot.open(api_model.path)
+    server, address = (
+        NodeServer(make_node(snapshot, Plan.make(snapshot.spec, replicate_bytes=0), 0)),
+        Address(path=f"{folder}/0"),
+    )
+    await server.start([address])
+    service = RankingService()
+    async with serving_alone(service, api_model.path, [[address]]) as member:
         await ask(service, api_request(1))
         await service.watch.refresh()
-        source = ProcessSource(service, num_workers=3)
-        assert "3 worker processes share this port" in source.note
-        async with page_of(lambda: source, service=service) as client:
+        source = partial(FleetSource, lambda: member.fleet.registry, fixed="it is alone")
+        async with page_of(source, service=service) as client:
             told = (await client.get("/status/access")).json()
-            assert not told["needs_token"]
-            assert "belongs to no fleet" in told["fixed"]
-            answer = await client.post("/status/rollback", json={})
-            assert answer.status_code == 403
-            (_, history), _, (_, state) = await events(client, 3)
+            assert (told["needs_token"], told["fixed"]) == (False, "it is alone")
+            assert (await client.post("/status/rollback", json={})).status_code == 403
+            while True:
+                (_, history), _, (_, state) = await events(client, 3)
+                reports = [node["versions"][0] for node in state["nodes"] if node["versions"]]
+                if len(reports) == 2 and reports[0]["memory_tiers"]:
+                    break
         assert history["num_slots"] == 180
         (model,) = state["models"]
         assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
-        assert [one["kind"] for one in state["nodes"]] == ["shard", "serving"]
-        (rows,) = state["nodes"][0]["versions"]
-        assert rows["memory_tiers"]["ram"] > 0
-        (own,) = state["nodes"][1]["versions"]
-        assert state["nodes"][1]["live"] == {API_MODEL: 1}
-        assert own["golden_difference"] is None
+        assert [node["kind"] for node in state["nodes"]] == ["shard", "serving"]
+        assert (state["nodes"][0]["address"], state["nodes"][1]["live"]) == (str(address), {API_MODEL: 1})
+        assert reports[1]["golden_difference"] is None
+    await asyncio.to_thread(service.close)
+    await server.close()
 
 
 SLOT_S = 5.0

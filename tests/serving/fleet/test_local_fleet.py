@@ -25,7 +25,8 @@ from loader.rollout.plan import Rollout
 from router.errors import PlanError
 from router.plan import Plan
 from serving.errors import FleetError
-from serving.fleet.local_fleet import Beginning, FleetConfig, ask_coordinator, ask_node, begin, placement_line
+from serving.fleet.config import FleetConfig
+from serving.fleet.local_fleet import Beginning, ask_coordinator, ask_node, begin, placement_line
 from serving.fleet.supervisor import NotYetError, RefusedError
 from serving.training.dataset import with_bucketing
 from shardrank_testing.registries import with_open

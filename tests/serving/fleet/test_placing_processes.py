@@ -7,14 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from serving.errors import FleetError
-from serving.fleet.local_fleet import FleetConfig, connectable_host, shared_port, socket_path
+from serving.fleet.config import FleetConfig
+from serving.fleet.local_fleet import socket_path
 from serving.fleet.process import PARENT_PID_VARIABLE
 from serving.fleet.ray_fleet import HOST, RayConfig, check_hosts, connected, groups_of, missing_of, shards_of
+from serving.fleet.workers import connectable_host, shared_port
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES
 
 SHAPE = {"shards": 2, "replicas": 3, "workers": 2}
@@ -31,16 +34,10 @@ def test_each_shard_has_a_group_whose_nodes_claim_cards_and_memory() -> None:
     ]
     node, serving = groups["shard-1-of-2"][0], groups["serve"][1]
     assert (node.claims, serving.claims) == ({"CPU": 2.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 2.0})
-    assert node.arguments[2:9] == (
-        "shard-node",
-        "--node-id",
-        "shard-1-of-2-0",
-        "--shard",
-        "1/2",
-        "--listen",
-        "{host}:0",
-    )
-    assert serving.arguments[-6:] == ("--host", "{host}", "--http-port", "8080", "--grpc-port", "8081")
+    found = tomllib.loads(node.settings)
+    assert (node.command, found["node_id"], found["shard"]) == ("shard-node", "shard-1-of-2-0", "1/2")
+    assert (found["listen"], found["registry"]) == (["{host}:0"], "redis://r/0")
+    assert (serving.command, tomllib.loads(serving.settings)["host"]) == ("serve", "{host}")
 
 
 def test_fewer_hosts_than_a_group_needs_are_refused_by_what_they_lack() -> None:

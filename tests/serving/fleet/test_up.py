@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -258,9 +257,9 @@ def test_a_port_that_another_server_has_is_refused_not_shared(other_store: Path,
 
 
 def test_serve_alone_has_the_rows_and_obeys_its_limits(other_store: Path, tmp_path: Path) -> None:
-    limits = tmp_path / "limits.json"
-    limits.write_text(json.dumps({"max_candidates": 1}))
-    flags = ("--limits", str(limits), "--dtype", "float32", "--ranking-replicas", "2", *ANY_PORTS)
+    settings = tmp_path / "settings.toml"
+    settings.write_text('dtype = "int8"\nranking_replicas = 2\n[limits]\nmax_candidates = 1\n')
+    flags = ("--config", str(settings), "--dtype", "float32", *ANY_PORTS)
     with running("serve", "--snapshot", str(other_store / "films" / "1"), *flags) as program:
         refused = rank(program)
         assert refused.status_code == 400

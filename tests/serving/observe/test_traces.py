@@ -26,6 +26,7 @@ from shard_node.wire.server import NodeServer
 from shardrank_testing.inference_requests import json_body, tensors_of
 from shardrank_testing.otlp_receiver import KeptSpans, Received, collector
 from shardrank_testing.serving_api import MODEL, Api, api_request, ask, rank_message, run, running_api
+from shardrank_testing.standalone import serving_alone
 from shardrank_testing.topologies import make_node
 
 CANDIDATES = 6
@@ -53,14 +54,11 @@ async def traced_api(model, folder: Path, url: str) -> AsyncIterator[tuple[Api, 
         servers.append(NodeServer(node))
         addresses.append(Address(path=f"{folder}/{shard}.sock"))
         await servers[-1].start([addresses[-1]])
-    source = ModelSource(
-        snapshot=model.path, num_replicas=0, dtype="float32", replicate_bytes=0, shards=tuple((a,) for a in addresses)
-    )
     service = RankingService(expected_models=[MODEL])
     service.tracer = Tracer(sinks[0], share=0.0)
     try:
-        service.install(await asyncio.to_thread(load_served_model, source, service, loop=asyncio.get_running_loop()))
-        async with running_api(service) as api:
+        shards = [[address] for address in addresses]
+        async with serving_alone(service, model.path, shards, num_replicas=0), running_api(service) as api:
             yield api, servers
     finally:
         await asyncio.to_thread(service.close)

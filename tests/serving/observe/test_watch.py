@@ -16,7 +16,6 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.shard_client import ShardClient
 from serving.api.node_port import running_node_port
-from serving.cli.serve import _load, shard_node
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from serving.versions.loading import ModelSource, load_served_model
@@ -32,6 +31,7 @@ from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.nodes import pool
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
+from shardrank_testing.standalone import serving_alone
 from shardrank_testing.topologies import make_node
 
 
@@ -47,13 +47,12 @@ async def test_a_process_whose_version_no_shard_has_is_not_ready(api_model, addr
     for server, address in zip(servers, addresses, strict=True):
         await server.start([address])
     service = RankingService(expected_models=[MODEL])
-    source = ModelSource(snapshot=snapshot.path, shards=(tuple(addresses),), replicate_bytes=0, dtype="float32")
-    service.install(await asyncio.to_thread(load_served_model, source, service))
     problems = []
-    for node in nodes:
-        node.generations.retire(MODEL, snapshot.version)
-        await service.watch.refresh()
-        problems.append(service.watch.problems())
+    async with serving_alone(service, snapshot.path, [addresses]):
+        for node in nodes:
+            node.generations.retire(MODEL, snapshot.version)
+            await service.watch.refresh()
+            problems.append(service.watch.problems())
     # One replica without it is the other one's work; with none, no request could be answered.
     assert problems[0] == {}
     told = f"not_ready: no node of shard 0 that answers has version {snapshot.version} of model {MODEL!r}"
@@ -157,8 +156,8 @@ async def test_readyz_and_health_hold_while_versions_come_and_go(api_model, tmp_
 
 def test_a_node_tells_its_requests_errors_connections_and_rows(tmp_path: Path) -> None:
     folder, _ = write_snapshot(tmp_path, make_spec(), seed=1)
-    flags = ["--snapshot", str(folder), "--shard", "0/1", "--listen", "127.0.0.1:0"]
-    node = _load(folder, shard_node.make_context("shard-node", flags).params, None)
+    snapshot = Snapshot.open(folder)
+    node = make_node(snapshot, Plan.make(snapshot.spec), 0)
     layout = node.generations.payload("films", 1).engine.layout
     bags = random_table_bags(np.random.default_rng(1), layout, 20, 4)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from loader.errors import OverloadedError, UnavailableError
 from loader.snapshot.reader import Snapshot
@@ -23,7 +22,7 @@ from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
-from serving.versions.loading import ModelSource, load_when_possible
+from serving.versions.loading import ModelSource, load_served_model
 from shard_node.answer import Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
@@ -39,6 +38,7 @@ from shardrank_testing.serving_api import (
     ask,
     running_api,
 )
+from shardrank_testing.standalone import serving_alone
 from shardrank_testing.topologies import make_node
 from shardrank_testing.waiting import EMPTY
 
@@ -75,7 +75,11 @@ async def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, cap
 
 async def loaded(model, limits: RequestLimits | None = None, num_replicas: int = 0) -> RankingService:
     service = RankingService(limits, expected_models=[MODEL])
-    await load_when_possible(ModelSource(snapshot=model.path, num_replicas=num_replicas, dtype="float32"), service)
+    source, loop = (
+        ModelSource(snapshot=model.path, num_replicas=num_replicas, dtype="float32"),
+        asyncio.get_running_loop(),
+    )
+    service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
     return service
 
 
@@ -134,9 +138,10 @@ async def test_requests_of_one_loop_iteration_are_one_batch(api_model):
     await closed(service)
 
 
-def test_rows_on_disk_are_not_ranked_on_the_loop(tmp_path):
-    with pytest.raises(ValidationError, match="num_replicas 0 is for rows in this process's memory, or on shard nodes"):
-        ModelSource(snapshot=tmp_path, num_replicas=0, memory_budget_bytes=1000)
+async def test_rows_on_disk_are_not_ranked_on_the_loop(tmp_path):
+    source = ModelSource(snapshot=tmp_path, num_replicas=0, memory_budget_bytes=1000)
+    with pytest.raises(InternalError, match="num_replicas 0 ranks rows in RAM"):
+        load_served_model(source, RankingService(), loop=asyncio.get_running_loop())
 
 
 class HeldNode(ShardNode):
@@ -169,17 +174,10 @@ async def ranked_on_loop(
     addresses = [Address(path=f"{folder}/{number}.sock") for number in range(len(nodes))]
     for server, address in zip(servers, addresses, strict=True):
         await server.start([address])
-    source = ModelSource(
-        snapshot=api_model.path,
-        num_replicas=0,
-        dtype="float32",
-        replicate_bytes=0,
-        shards=tuple((address,) for address in addresses),
-    )
-    service = RankingService(expected_models=[MODEL])
+    service, shards = RankingService(expected_models=[MODEL]), [[address] for address in addresses]
     try:
-        await load_when_possible(source, service)
-        yield service, servers
+        async with serving_alone(service, api_model.path, shards, num_replicas=0):
+            yield service, servers
     finally:
         for node in nodes:
             node.go.set()

@@ -19,8 +19,9 @@ from router.plan import Plan
 from serving.embedded import Ranker
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
+from serving.versions.fleet_member import FleetMember
 from serving.versions.loaded_version import LoadedVersion
-from serving.versions.loading import ModelSource, load_served_model, load_when_possible
+from serving.versions.loading import ModelSource, load_served_model
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.errors import raises_kind
@@ -34,6 +35,7 @@ from shardrank_testing.serving_api import (
     running_api,
     write_api_model,
 )
+from shardrank_testing.standalone import member_alone
 from shardrank_testing.topologies import make_node
 
 SHARDS = 2
@@ -53,12 +55,13 @@ class Fleet:
         self.addresses = [Address.parse(f"unix:{folder}/{shard}.sock") for shard in range(SHARDS)]
         self.servers: dict[int, NodeServer] = {}
         self.service = RankingService(expected_models=[MODEL])
+        self.members: list[FleetMember] = []
 
-    def source(self, **options: Any) -> ModelSource:
-        shards = tuple((address,) for address in self.addresses)
-        return ModelSource(
-            **({"snapshot": self.snapshot.path, "shards": shards, "replicate_bytes": 0, "dtype": "float32"} | options)
-        )
+    def member(self, **options: Any) -> FleetMember:
+        """A process over these shards that has not begun to load; it leaves at the end."""
+        shards = [[address] for address in self.addresses]
+        self.members.append(member_alone(self.service, self.snapshot.path, shards, **options))
+        return self.members[-1]
 
     async def start(self, *shards: int) -> None:
         for shard in shards:
@@ -68,15 +71,15 @@ class Fleet:
     async def load(self, **options: Any) -> LoadedVersion:
         """Start all shards, and serve the model over them."""
         await self.start(*range(SHARDS))
-        loop = asyncio.get_running_loop()
-        served = await asyncio.to_thread(load_served_model, self.source(**options), self.service, loop=loop)
-        self.service.install(served)
-        return served
+        await self.member(**options).load()
+        return self.service.generations.payload(MODEL, self.snapshot.version)
 
     async def __aenter__(self) -> Fleet:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for member in self.members:
+            await member.leave()
         await asyncio.to_thread(self.service.close)
         for server in self.servers.values():
             await server.close()
@@ -123,19 +126,29 @@ async def test_a_shard_that_is_away_is_503_until_it_returns(api_model, tmp_path)
 
 async def test_loading_waits_for_shards_that_are_not_there_yet(tmp_path, golden):
     """Loading sends the shards its golden requests."""
-    pauses: list[float] = []
     async with Fleet(write_api_model(tmp_path, golden=golden), tmp_path) as fleet:
+        member = fleet.member()
+        loading = asyncio.create_task(member.load())
+        while "no replica answered" not in waiting_for(member):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert fleet.service.watch.problems() == {MODEL: "no live version"}
+        await fleet.start(*range(SHARDS))
+        await loading
+        assert fleet.service.generations.live_versions() == {MODEL: 1}
 
-        async def sleep(seconds: float) -> None:
-            pauses.append(seconds)
-            if len(pauses) == 2:
-                await fleet.start(*range(SHARDS))
 
-        with raises_kind("shard_unavailable"):
-            await asyncio.to_thread(load_served_model, fleet.source(), fleet.service)
-        served = await load_when_possible(fleet.source(), fleet.service, sleep)
-        assert (served.version, pauses) == (1, [0.1, 0.2])
-        assert fleet.service.generations.models() == [MODEL]
+def waiting_for(member: FleetMember) -> str:
+    """Why a process has not loaded its one version yet."""
+    record = member.agent.announced
+    return "" if record is None else "".join(report.reason for report in record.versions)
+
+
+async def test_a_process_alone_ends_with_the_error_of_its_version(tmp_path, golden):
+    wrong = dataclasses.replace(golden, scores=(golden.scores + 0.5) % 1)
+    async with Fleet(write_api_model(tmp_path, golden=wrong), tmp_path) as fleet:
+        with raises_kind("golden_mismatch"):
+            await fleet.load()
+        assert fleet.service.generations.all() == []
 
 
 def load(model, limits=None, **options):

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.cli.serve import _source, serve, worker_arguments
+from serving.cli import settings
+from serving.config import ServeConfig
+from serving.fleet.workers import worker_config
 from serving.formats.requests import RankResponse
 from serving.observe.recording import RecordingConfig, RequestRecorder
 from serving.rank.service import RankingService
@@ -80,17 +82,16 @@ def test_warming_that_fails_keeps_no_version_from_serving(
     assert rows == {} or changed != "LIMIT_S"
 
 
-def test_flags_say_which_folder_warms(tmp_path: Path) -> None:
-    def warming_by(*flags: str) -> Warming | None:
-        options = serve.make_context("serve", ["--snapshot", str(tmp_path), *flags]).params
-        worker = serve.make_context("serve", worker_arguments(options, tmp_path, 1)).params
-        found = [_source(one, tmp_path, None).warming for one in (options, worker)]
-        assert [one is None for one in found] in ([True, True], [False, False])
-        return found[0]
+def test_settings_name_the_folder_that_warms(tmp_path: Path) -> None:
+    def warming_by(**values: object) -> Warming | None:
+        config = ServeConfig(snapshot=tmp_path, **values)
+        both = [settings.warming(config), settings.warming(worker_config(config, 1))]
+        assert [folder is None for folder in both] in ([True, True], [False, False])
+        return both[0]
 
     record = tmp_path / "r"
     assert warming_by() is None
-    assert warming_by("--record", str(record)) == Warming(folder=record)
-    assert warming_by("--record", str(record), "--warm-requests", "0") is None
+    assert warming_by(record=record) == Warming(folder=record)
+    assert warming_by(record=record, warm_requests=0) is None
     named = Warming(folder=tmp_path, requests=9)
-    assert warming_by("--record", str(record), "--warm-from", str(tmp_path), "--warm-requests", "9") == named
+    assert warming_by(record=record, warm_from=tmp_path, warm_requests=9) == named

@@ -41,11 +41,13 @@ def flags_of(group: click.Group, line: str) -> set[str]:
     return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
 
 
-def parse_command_line(words: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a command line, which isn't run. Raises click.UsageError for a flag that doesn't exist."""
+def parse_command_line(words: Sequence[str], **environment: str) -> dict[str, Any]:
+    """Return the options of a command line, or its settings; it isn't run. Raises click.UsageError for wrong flags."""
     command, rest = _resolve(main, words)
     assert not isinstance(command, click.Group), words
-    return dict(command.make_context(command.name, rest).params)
+    with CliRunner().isolation(env=environment):
+        options = command.make_context(command.name, rest).params
+    return dict(options.get("config", options))
 
 
 def blocks(text: str, language: str = "") -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from serving.fleet.process import run_until_stopped
 from serving.rank.service import RankingService
-from serving.server import Listening, ServerConfig, serve_until_signalled
-from serving.versions.loading import ModelSource, load_when_possible
+from serving.server import Listening, ServerConfig, serve
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.processes import Process, start_module
 
 
@@ -54,4 +56,8 @@ if __name__ == "__main__":
     service = RankingService(expected_models=[Path(sys.argv[1]).parent.name])
     source = ModelSource(snapshot=Path(sys.argv[1]), dtype="float32")
     config = ServerConfig(http_port=int(sys.argv[2]), grpc_port=int(sys.argv[3]), drain_timeout_s=5.0)
-    serve_until_signalled(service, config, lambda: load_when_possible(source, service), _say)
+
+    async def load() -> None:
+        service.install(await asyncio.to_thread(load_served_model, source, service))
+
+    run_until_stopped(lambda: serve(service, config, load, _say))

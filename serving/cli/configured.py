@@ -1,0 +1,141 @@
+"""Commands of processes: their flags are the fields of a model, which variables and the file of `--config` set, too."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from pydantic import ValidationError
+
+from serving.cli import WithExamples
+from serving.cli.options import FILE, option, settings_options, switch, together
+from serving.fleet.config import KNOWN_VARIABLES
+from serving.settings import Settings, assignments, plain_type
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 1 << 20
+_PREFIX = "SHARDRANK_"
+_OTHERS = frozenset({"SHARDRANK_LOG_LEVEL", "SHARDRANK_TOKEN", "SHARDRANK_WORKER", "SHARDRANK_FORK_SERVER"})
+"""Variables of which something else reads the value."""
+_KUBERNETES = ("tcp://", "udp://", "sctp://")
+"""How the values begin of variables that Kubernetes makes of a service's name, such as SHARDRANK_GRPC_PORT."""
+
+
+def configured(name: str, schema: type[Settings]) -> Callable[[Callable[..., Any]], click.Command]:
+    """Declare a command whose function gets the `config` that its flags, its variables and its file make."""
+    options = together(
+        settings_options(schema),
+        option("--config", "Settings as TOML, by name; variables and flags override it.", FILE),
+        switch("--print-config", "Print the settings as TOML, without passwords, and exit."),
+    )
+    return lambda function: click.command(name, cls=ConfiguredCommand, schema=schema)(options(function))
+
+
+class ConfiguredCommand(WithExamples):
+    """A command that is called with the `config` that its flags, its variables and its file make."""
+
+    def __init__(self, name: str | None, *, schema: type[Settings], **more: Any) -> None:
+        super().__init__(name, **more)
+        self.schema = schema
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave `config` as the only parameter, or print it and exit. Raises UsageError, StoreError."""
+        left = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            config = read_config(ctx, self.schema)
+            if ctx.params["print_config"]:
+                click.echo(config.to_toml(masked=True), nl=False)
+                ctx.exit()
+            ctx.params = {"config": config}
+        return left
+
+
+def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
+    """Return the settings of a command: each by its flag, else its variable, else the file, else its default.
+
+    Settings by name, such as limits, are merged name by name. Raises UsageError naming what is unknown or out of range,
+    and where it is from.
+    """
+    path: Path | None = ctx.params["config"]
+    is_given = ctx.get_parameter_source
+    sources = {
+        f"--config {path}: ": {} if path is None else read_file(path, schema),
+        _PREFIX: read_variables(schema, os.environ),
+        "": {name: ctx.params[name] for name in schema.names() if is_given(name) is ParameterSource.COMMANDLINE},
+    }
+    order = list(sources)
+    origin = {name: place for place, values in sources.items() for name in values}
+    merged: dict[str, Any] = {}
+    for place, values in sources.items():
+        for name, value in values.items():
+            nearer = [other for other in schema.overruled.get(name, ()) if other in origin]
+            if any(order.index(origin[other]) > order.index(origin[name]) for other in nearer):
+                continue
+            try:
+                by_name = assignments(value) if plain_type(schema.model_fields[name]) is dict else None
+            except ValueError as error:
+                raise click.UsageError(f"{_label(schema, name, place)}: {error}", ctx) from error
+            merged[name] = merged.get(name, {}) | by_name if isinstance(by_name, dict) else value
+    try:
+        return schema.model_validate(merged, context={"given": {name for name in merged if origin[name] != _PREFIX}})
+    except ValidationError as error:
+        raise click.UsageError("; ".join(_problems(schema, error, origin)), ctx) from error
+
+
+def _label(schema: type[Settings], name: str, place: str) -> str:
+    """Return how a person finds a setting: its flag, its variable, or its key in a file."""
+    if place == _PREFIX:
+        return f"{_PREFIX}{name.upper()}"
+    return f"{place}{name}" if place or schema.is_file_only(name) else schema.flag(name)
+
+
+def _problems(schema: type[Settings], error: ValidationError, origin: Mapping[str, str]) -> Iterator[str]:
+    for item in error.errors(include_url=False, include_input=False):
+        name, *inner = item["loc"] or ("",)
+        problem = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "missing":
+            yield f"Missing option {schema.flag(str(name))!r}, or {name} in the file of --config"
+        elif name:
+            place = ".".join((_label(schema, str(name), origin.get(str(name), "")), *map(str, inner)))
+            yield f"{place}: {problem}"
+        else:
+            yield problem
+
+
+def read_file(path: Path, schema: type[Settings]) -> dict[str, Any]:
+    """Return the settings of a file. Raises UsageError for a file that is not TOML, and for keys that are none."""
+    try:
+        text = path.read_bytes()
+        values = tomllib.loads(text.decode())
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--config {path}: {error}") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise click.UsageError(f"--config {path}: more than {MAX_FILE_BYTES} bytes")
+    allowed = schema.names()
+    if unknown := [name for name in values if name not in allowed]:
+        raise click.UsageError(f"--config {path}: unknown key {', '.join(map(repr, unknown))}; allowed are {allowed}")
+    return values
+
+
+def read_variables(schema: type[Settings], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that variables have, and warn of those that are none."""
+    values: dict[str, Any] = {}
+    ignored = []
+    for variable, text in environment.items():
+        if not variable.startswith(_PREFIX) or not text:
+            continue
+        name = variable.removeprefix(_PREFIX).lower()
+        if text.startswith(_KUBERNETES) or variable not in KNOWN_VARIABLES | _OTHERS:
+            ignored.append(variable)
+        elif name in schema.names():
+            values[name] = text.split() if plain_type(schema.model_fields[name]) in (tuple, dict) else text
+    if ignored:
+        logger.warning("ignored, no setting: %s", ", ".join(sorted(ignored)))
+    return values

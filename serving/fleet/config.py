@@ -1,0 +1,178 @@
+"""Settings of a fleet, of its coordinator, and of the processes that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from loader.rollout.config import CoordinatorConfig
+from serving.config import (
+    DivisionSettings,
+    FrontSettings,
+    RowSettings,
+    ServeConfig,
+    ShardNodeConfig,
+    StoreSettings,
+    TraceSettings,
+)
+from serving.settings import Settings, seconds, setting
+
+
+class CoordinatorSettings(CoordinatorConfig, StoreSettings):
+    """What `shardrank coordinator` runs by."""
+
+    stage_timeout_s: float = setting(
+        3600.0, "How long staging may take before a rollout is rolled back.", "--stage-timeout TIME", gt=0
+    )
+    step_timeout_s: float = setting(120.0, "How long every other step may take.", "--step-timeout TIME", gt=0)
+    step_delay_s: float = setting(
+        0.0, "Pause before each step, for drills.", "--step-delay TIME", file_only=True, ge=0, le=60
+    )
+    owner: str | None = setting(None, "In whose name the lock is acquired. Default: of this process.", file_only=True)
+
+    @field_validator("stage_timeout_s", "step_timeout_s", "step_delay_s", mode="before")
+    @classmethod
+    def _read_time(cls, value: Any) -> Any:
+        return seconds(value)
+
+
+class SupervisionConfig(Settings):
+    """How patient a supervisor is. All times in seconds."""
+
+    ready_timeout_s: float = Field(default=600.0, gt=0)
+    probe_interval_s: float = Field(default=0.05, gt=0)
+    probe_timeout_s: float = Field(default=2.0, gt=0)
+    stop_grace_s: float = Field(default=15.0, gt=0)
+    first_backoff_s: float = Field(default=0.1, gt=0)
+    max_backoff_s: float = Field(default=5.0, gt=0)
+    healthy_after_s: float = Field(default=30.0, gt=0)
+
+
+_ON_RAY: Final = frozenset({"address", "cpus", "detached"})
+_FURTHER: Final = "Further settings of each {}, by field; a table of a file."
+
+
+class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
+    """What `shardrank up` runs by: a coordinator, shard nodes and serving processes over one store.
+
+    Attributes:
+        on: `here`, or on the hosts of a Ray cluster: then several numbers of shards may be there at a time, and names
+            of shard nodes say which one is theirs.
+        passes: how children get their settings. Processes of an earlier release read no file.
+    """
+
+    models: tuple[str, ...] = setting((), "What to serve; default: all of the store.", "--model NAME", max_length=256)
+    version: int | None = setting(
+        None,
+        "What the one model begins with. Default: the version that was live last; the first time, the store's latest.",
+        ge=1,
+    )
+    versions: dict[str, int] = setting({}, "The same by model, of several.", file_only=True)
+    snapshot: Path | None = setting(
+        None, "A snapshot's own folder, in place of --store, --model and --version.", "FOLDER"
+    )
+    shards: int = setting(2, "Shards.", ge=1, le=64)
+    replicas: int = setting(1, "Nodes of each shard.", ge=1, le=16)
+    verify: bool = setting(
+        True, "Compare every file's SHA-256 before serving; leave it out only for a local store that you trust."
+    )
+    on: Literal["here", "ray"] = setting("here", "This machine, or the hosts of a Ray cluster; see docs/ray.md.")
+    address: str | None = setting(
+        None, "With --on ray: the cluster. Default: RAY_ADDRESS, or the one that runs on this machine.", "HOST:PORT"
+    )
+    cpus: float = setting(1.0, "With --on ray: CPUs that Ray sets aside for each process.", ge=0, le=1024)
+    detached: bool = setting(False, "With --on ray: leave the fleet running; `shardrank down` ends it.", "--detach")
+    serve: dict[str, Any] = setting({}, _FURTHER.format("serving process"), file_only=True)
+    shard_node: dict[str, Any] = setting({}, _FURTHER.format("shard node"), file_only=True)
+    coordinator: dict[str, Any] = setting({}, _FURTHER.format("coordinator"), file_only=True)
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
+    environment: dict[str, str] = Field(default_factory=dict)
+    passes: Literal["file", "flags"] = "file"
+
+    @model_validator(mode="after")
+    def _check_fleet(self, info: ValidationInfo) -> Self:
+        if len(set(self.models)) != len(self.models):
+            raise ValueError(f"models has duplicates: {list(self.models)}")
+        if self.models and (unknown := sorted(self.versions.keys() - set(self.models))):
+            raise ValueError(f"versions of models that are not served: {unknown}")
+        if self.on != "ray" and (wrong := self.given(info) & _ON_RAY):
+            raise ValueError(f"{self.labels(wrong)}: only with --on ray.")
+        if self.on == "ray" and self.registry is None:
+            raise ValueError("--on ray needs --registry: one that every host of the cluster reaches, such as Redis.")
+        if self.registry is None and not isinstance(self.store_place, Path | None):
+            raise ValueError(f"--registry URL is needed: no registry lies in a store at a URL, {self.store}.")
+        children: dict[str, Callable[[], Settings]] = {
+            "serve": partial(self.serve_config, "serve-0"),
+            "shard_node": partial(self.shard_node_config, next(iter(self.shard_nodes)), "unix:/socket"),
+            "coordinator": partial(self.coordinator_config, "coordinator"),
+        }
+        for name in [name for name in children if getattr(self, name)]:
+            try:
+                children[name]()
+            except ValidationError as error:
+                item = error.errors(include_url=False)[0]
+                raise ValueError(f"{'.'.join(map(str, (name, *item['loc'])))}: {item['msg']}") from error
+        return self
+
+    @property
+    def registry_url(self) -> str:
+        """The registry that was named, or that of the store."""
+        if self.registry is not None:
+            return self.registry
+        from loader.registry import STORE_REGISTRY
+
+        return str(Path(str(self.store)).resolve() / STORE_REGISTRY)
+
+    @property
+    def shard_nodes(self) -> dict[str, int]:
+        """The shard of each node, by name; children and nodes have the same names."""
+        of = f"of-{self.shards}-" if self.on == "ray" else ""
+        names = ((shard, replica) for shard in range(self.shards) for replica in range(self.replicas))
+        return {f"shard-{shard}-{of}{replica}": shard for shard, replica in names}
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Names of the serving processes."""
+        return [f"serve-{worker}" for worker in range(self.workers)]
+
+    def coordinator_config(self, owner: str) -> CoordinatorSettings:
+        """Return the settings of a coordinator: one that comes after another is the same owner."""
+        return CoordinatorSettings(registry=self.registry_url, owner=owner, **self.coordinator)
+
+    def shard_node_config(self, name: str, listen: str) -> ShardNodeConfig:
+        """Return the settings of one of `shard_nodes`."""
+        shard = self.shard_nodes[name], self.shards
+        values = self._values_of(RowSettings, DivisionSettings, TraceSettings)
+        return ShardNodeConfig(**{**values, "node_id": name, "shard": shard, "listen": (listen,), **self.shard_node})
+
+    def serve_config(self, name: str) -> ServeConfig:
+        """Return the settings of one of `worker_names`."""
+        values = self._values_of(FrontSettings) | {"plan_file": self.plan_file, "workers": 1, "node_id": name}
+        return ServeConfig(**values | self.serve)
+
+    def _values_of(self, *schemas: type[Settings]) -> dict[str, Any]:
+        """Return what a child has of these settings, and of what it serves."""
+        sections: tuple[type[Settings], ...] = (StoreSettings, *schemas)
+        names = {name for section in sections for name in section.names()}
+        values = {name: getattr(self, name) for name in (*names, "models", "verify")}
+        return values | {"registry": self.registry_url}
+
+    def child_arguments(self, command: str, config: Settings, file: Path) -> list[str]:
+        """Return the arguments of `shardrank` for a child, whose settings are written to a file."""
+        if self.passes == "flags":
+            given = config.to_flags(without={"registry"})
+        else:
+            config.write(file)
+            given = ["--config", str(file)]
+        return ["--log-level", self.log_level, command, *given]
+
+
+PROCESSES: Final[tuple[type[Settings], ...]] = (ServeConfig, ShardNodeConfig, CoordinatorSettings, FleetConfig)
+KNOWN_VARIABLES: Final = frozenset({f"SHARDRANK_{name.upper()}" for schema in PROCESSES for name in schema.names()})
+"""What sets a field of one of them. Children get theirs from a file, and none of these variables."""

@@ -1,0 +1,184 @@
+"""Serving processes that share their ports: one child for each, and what several count is added up by files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+import httpx
+from prometheus_client.multiprocess import mark_process_dead
+
+from loader.snapshot.reader import Snapshot
+from serving.cli import settings
+from serving.config import ServeConfig
+from serving.errors import FleetError
+from serving.fleet.config import SupervisionConfig
+from serving.fleet.membership import node_id
+from serving.fleet.process import WORKER_VARIABLE, notify_ready, run_until_stopped
+from serving.fleet.supervisor import (
+    ChildSpec,
+    NotYetError,
+    Probe,
+    shardrank_command,
+    supervised,
+)
+from serving.settings import Settings
+
+LOOPBACK = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def shared_port(host: str, port: int) -> Iterator[int]:
+    """Hold a TCP port, 0 for any free one, for processes that will listen on it with SO_REUSEPORT. Gives its number.
+
+    The socket is bound but never listens, so the kernel gives it no connection; while it is open, no other user can
+    take the port, not even between the death of the last worker and its restart. Raises FleetError if it is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        try:
+            if port:
+                # With SO_REUSEPORT alone, two fleets would share it unnoticed.
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    # Connections of a server that has just ended must not keep the port from its successor.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((host, port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((host, port))
+        except OSError as error:
+            free = "; use --http-port 0 / --grpc-port 0 for free ones" if error.errno == errno.EADDRINUSE else ""
+            raise FleetError(f"can't bind {host} port {port}: {error.strerror or error}{free}") from error
+        yield held.getsockname()[1]
+
+
+def connectable_host(host: str) -> str:
+    """Return the address at which a server that is bound to `host` answers on this machine."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPorts:
+    """Ports that are held for workers.
+
+    HTTP and gRPC are shared by all. `probes` has a private port on loopback for each: at the shared port, whichever
+    worker the kernel picks would answer the question whether this one is ready.
+    """
+
+    host: str
+    http: int
+    grpc: int
+    probes: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def reserved_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
+    """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
+    with contextlib.ExitStack() as held:
+        http = held.enter_context(shared_port(host, http_port))
+        grpc = held.enter_context(shared_port(host, grpc_port))
+        probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
+        yield WorkerPorts(host, http, grpc, probes)
+
+
+def worker_specs(
+    run_directory: Path,
+    ports: WorkerPorts,
+    configs: Sequence[ServeConfig],
+    start: Callable[[str, Settings, Path], Sequence[str]],
+    environment: Mapping[str, str],
+    probes: Sequence[Probe] = (),
+) -> list[ChildSpec]:
+    """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
+
+    `configs` has each worker's settings but its ports, `start` returns the arguments of `shardrank` for a command and
+    its settings; `probes` what else each must report, if anything.
+    """
+    on_exit, places = None, [dict[str, str]() for _ in ports.probes]
+    if len(ports.probes) > 1:
+        metrics = run_directory / "metrics"
+        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}"} for worker in range(len(places))]
+        metrics.mkdir(mode=0o700, exist_ok=True)
+        environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        # A dead process' gauges must not be added up with those of the living.
+        on_exit = partial(mark_process_dead, path=str(metrics))
+    specs = []
+    for worker, probe_port in enumerate(ports.probes):
+        bound = {"host": ports.host, "http_port": ports.http, "grpc_port": ports.grpc, "probe_port": probe_port}
+        config = configs[worker].model_copy(update=bound)
+        name = f"serve-{worker}"
+        command = shardrank_command(*start("serve", config, run_directory / f"{name}.toml"))
+        probe = partial(_ask_worker, probes[worker : worker + 1], probe_port)
+        specs.append(ChildSpec(name, command, probe, {**environment, **places[worker]}, on_exit))
+    return specs
+
+
+async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> None:
+    for probe in probes:
+        await probe(process_id)
+    url = f"http://{LOOPBACK}:{port}/readyz"
+    try:
+        async with httpx.AsyncClient(verify=False, trust_env=False) as client:
+            answer = await client.get(url)
+    except httpx.HTTPError as error:
+        raise NotYetError(f"{url}: {error}") from error
+    if not answer.is_success:
+        raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+
+
+def run_workers(config: ServeConfig, log_level: str) -> None:
+    """Run the workers of `shardrank serve` until SIGTERM or SIGINT.
+
+    Raises FleetError if a port is taken or a worker does not come up, SnapshotError for a version that can't be read.
+    """
+    if not config.in_fleet:
+        # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
+        folder = settings.member_folder(config, with_rows=False)
+        rows_here = isinstance(config.store_place, Path | None)
+        snapshot = Snapshot.open(folder, verify=False, rows_here=rows_here)
+        version: dict[str, object] = {"store": None, "models": (), "version": None, "snapshot": folder}
+        if not rows_here:
+            version = {"models": (snapshot.spec.model,), "version": snapshot.version}
+        config = config.model_copy(update=version)
+    workers = [worker_config(config, worker) for worker in range(config.workers)]
+    scheme = settings.scheme(config)
+
+    def start(command: str, worker: Settings, file: Path) -> Sequence[str]:
+        worker.write(file)
+        return "--log-level", log_level, command, "--config", str(file)
+
+    async def program() -> None:
+        with reserved_ports(config.host, config.http_port, config.grpc_port, len(workers)) as ports:
+            # Workers leave their fleet once they have drained, which may take as long again as the default grace.
+            grace_s = SupervisionConfig().stop_grace_s + config.shutdown_delay_s
+            async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
+                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, start, {}))
+                click.echo(f"logs: {supervisor.run_directory}")
+                click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")
+                click.echo(f"gRPC: {ports.host}:{ports.grpc}")
+                notify_ready()
+                await asyncio.Event().wait()
+
+    run_until_stopped(program)
+
+
+def worker_config(config: ServeConfig, worker: int) -> ServeConfig:
+    """Return the settings of a worker, but its ports.
+
+    Node ids differ, and so do folders of recorded requests: two that write can't share one.
+    """
+    update: dict[str, object] = {"workers": 1}
+    if config.record is not None:
+        update["record"] = config.record / str(worker)
+        update["record_max_mb"] = max(1, config.record_max_mb // config.workers)
+    if config.in_fleet:
+        name = config.node_id or node_id("serve", str(config.http_port or f"pid{os.getpid()}"))
+        update["node_id"] = f"{name}-{worker}"
+    return config.model_copy(update=update)

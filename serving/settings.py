@@ -1,0 +1,249 @@
+"""What settings are made of: a frozen model, fields with help and flags, and texts that become values.
+
+Imports nothing heavy, so that `--help` is quick: what checks a value with the code of another package imports it when
+there is a value.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
+from pydantic.fields import FieldInfo
+
+logger = logging.getLogger(__name__)
+
+
+def setting(default: Any, text: str, flag: str = "", *, file_only: bool = False, **more: Any) -> Any:
+    """Return a field: its help, bounds as `pydantic.Field` takes them, and its flag.
+
+    `flag` is `--flag METAVAR`, or one of both where the other follows from the field's name and type. With `file_only`
+    there is none: the file and the variable set it.
+    """
+    return Field(default, description=text, json_schema_extra={"flag": flag, "file_only": file_only}, **more)
+
+
+def assignments(value: Any, expected: str = "NAME=VALUE") -> Any:
+    """Return the dict of `NAME=VALUE` texts, as flags and variables have them; anything else as it is."""
+    if not isinstance(value, list | tuple):
+        return value
+    pairs = [text.partition("=") for text in value if isinstance(text, str)]
+    for (name, _, item), text in zip(pairs, value, strict=True):
+        if not name or not item:
+            raise ValueError(f"{text!r} is not {expected}")
+    return {name: item for name, _, item in pairs}
+
+
+def _role_pairs(value: Any) -> Any:
+    texts = value if isinstance(value, list | tuple) else ()
+    pairs = [text.partition("=")[::2] if isinstance(text, str) else text for text in texts]
+    if wrong := [text for text, pair in zip(texts, pairs, strict=True) if not all(pair)]:
+        raise ValueError(f"{wrong[0]!r} is not ROLE=URI")
+    return pairs or value
+
+
+def _shard_number(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    index, _, count = value.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise ValueError(f"{value!r} is not I/N with 0 <= I < N, such as 0/2")
+    return int(index), int(count)
+
+
+def store_or_path(value: Any) -> Any:
+    """Return a URL as it is, and the path of anything else, which is no file."""
+    if not isinstance(value, str) or "://" in value:
+        return value
+    if (path := Path(value)).is_file():
+        raise ValueError(f"{value!r} is a file; expected a folder, or a URL")
+    return path
+
+
+REMOVED_LIMITS: Final = ("max_connections_per_address", "penalty_s", "trusted_proxies")
+"""Ignored for one release."""
+_UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds(value: Any) -> Any:
+    """Return the seconds of `60s`, `2m`, `500ms` or `1h`, of a text that is a number, or a number itself."""
+    if not isinstance(value, str):
+        return value
+    number = value.strip().rstrip("hms")
+    try:
+        time_s = float(number) * _UNITS_S[value.strip()[len(number) :] or "s"]
+    except (ValueError, KeyError):
+        time_s = math.nan
+    if not 0 <= time_s < math.inf:
+        raise ValueError(f"{value!r} is not a time such as 60s, 2m, 500ms or 1h")
+    return time_s
+
+
+def plain_type(field: FieldInfo) -> Any:
+    """Return the type of a field without None and annotations, such as `tuple` for several; str for a union."""
+    kind = field.annotation
+    if get_origin(kind) in (Union, UnionType):
+        kinds = [member for member in get_args(kind) if member is not NoneType]
+        kind = kinds[0] if len(kinds) == 1 else str
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    origin = get_origin(kind)
+    if origin is tuple and get_args(kind)[-1] is not Ellipsis:
+        return str
+    return kind if origin in (None, Literal) else str if origin in (Union, UnionType) else origin
+
+
+def _checked_by(load: Callable[[], type[BaseModel]]) -> AfterValidator:
+    """Return a validator of values by name that a model of another package checks, which is imported if there are."""
+
+    def check(values: dict[str, Any]) -> dict[str, Any]:
+        if not values:
+            return values
+        from pydantic import ValidationError
+
+        from loader.snapshot.tables import schema_errors
+
+        schema = load()
+        try:
+            return schema.model_validate(values).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            raise ValueError("; ".join(map(str, schema_errors(error, [schema])))) from error
+
+    return AfterValidator(check)
+
+
+def _limits_model() -> type[BaseModel]:
+    from serving.limits import RequestLimits
+
+    return RequestLimits
+
+
+def _policy_model() -> type[BaseModel]:
+    from router.outliers import ReplicaPolicy
+
+    return ReplicaPolicy
+
+
+def _without_removed_limits(limits: dict[str, Any]) -> dict[str, Any]:
+    if ignored := [name for name in REMOVED_LIMITS if name in limits]:
+        logger.warning("%s: ignored, and refused by the next release: addresses are not judged", ", ".join(ignored))
+    return {name: value for name, value in limits.items() if name not in REMOVED_LIMITS}
+
+
+ByName: TypeAlias = Annotated[dict[str, Any], BeforeValidator(assignments)]
+Limits: TypeAlias = Annotated[ByName, AfterValidator(_without_removed_limits), _checked_by(_limits_model)]
+Policy: TypeAlias = Annotated[ByName, _checked_by(_policy_model)]
+Staleness: TypeAlias = Annotated[dict[str, float], BeforeValidator(lambda value: assignments(value, "MODEL=SECONDS"))]
+RoleUris: TypeAlias = Annotated[
+    tuple[tuple[str, str], ...],
+    BeforeValidator(_role_pairs),
+    PlainSerializer(lambda pairs: ["=".join(pair) for pair in pairs], when_used="json"),
+]
+Shard: TypeAlias = Annotated[
+    tuple[int, int],
+    BeforeValidator(_shard_number),
+    PlainSerializer(lambda shard: f"{shard[0]}/{shard[1]}", when_used="json"),
+]
+Store: TypeAlias = Annotated[Path | str, BeforeValidator(store_or_path)]
+Seconds: TypeAlias = Annotated[float, BeforeValidator(seconds)]
+
+
+class Settings(BaseModel):
+    """Immutable, and an unknown key is an error: a misspelt setting must not be ignored.
+
+    A setting is a field with a description. `overruled` has those that give way to others which come by a nearer road,
+    such as a variable to a flag.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of the settings, which are the keys of a file."""
+        return [name for name, field in cls.model_fields.items() if field.description]
+
+    @classmethod
+    def is_file_only(cls, name: str) -> bool:
+        """Return whether a setting has no flag: the file and its variable set it."""
+        return bool(cls._extra(name).get("file_only"))
+
+    @classmethod
+    def flag(cls, name: str) -> str:
+        """Return the flag of a setting, `--hot-rows-gb`, also of one that had it in earlier releases."""
+        text = str(cls._extra(name).get("flag", "")).partition(" ")[0]
+        return text if text.startswith("--") else f"--{name.replace('_', '-')}"
+
+    @classmethod
+    def metavar(cls, name: str) -> str:
+        """Return what stands for the value in the help; empty if that follows from the type."""
+        return str(cls._extra(name).get("flag", "")).rpartition(" ")[2].removeprefix(cls.flag(name))
+
+    @classmethod
+    def _extra(cls, name: str) -> Mapping[str, Any]:
+        extra = cls.model_fields[name].json_schema_extra
+        return extra if isinstance(extra, dict) else {}
+
+    @classmethod
+    def labels(cls, names: Iterable[str]) -> str:
+        """Return the flags of settings, and the keys of those that have none, by name with commas between."""
+        return ", ".join(name if cls.is_file_only(name) else cls.flag(name) for name in sorted(names))
+
+    def given(self, info: ValidationInfo | None = None) -> set[str]:
+        """Return the settings that a flag or the file has set, and not to their defaults."""
+        names = info.context["given"] if info is not None and info.context else self.model_fields_set
+        return {name for name in names if getattr(self, name) != self._default(name)}
+
+    def _default(self, name: str) -> Any:
+        return type(self).model_fields[name].get_default(call_default_factory=True)
+
+    def to_toml(self, *, masked: bool = False) -> str:
+        """Return the settings as the text of a file, paths made absolute; `masked` without users and passwords."""
+        dumped = self.model_dump(mode="json", include=set(self.names()), exclude_none=True)
+        for name, value in dumped.items():
+            if isinstance(path := getattr(self, name), Path):
+                # A link is kept as it is: setting it anew is how secrets change.
+                dumped[name] = str(path.absolute())
+            elif masked and isinstance(value, str):
+                from loader.registry.registry import without_password
+
+                dumped[name] = without_password(value)
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in dumped.items())
+
+    def write(self, path: Path) -> None:
+        """Write the file of `--config` for another process, readable by this user alone."""
+        write_private(path, self.to_toml())
+
+    def to_flags(self, *, without: Iterable[str] = ()) -> list[str]:
+        """Return the settings as flags of an earlier release, which knows no file; registries belong in a variable."""
+        passed: list[str] = []
+        for name in sorted(self.given() - {*without}):
+            flag, value = self.flag(name), self.model_dump(mode="json")[name]
+            if isinstance(value, bool):
+                passed.append(flag if value else f"--no-{flag[2:]}")
+                continue
+            items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+            for item in items if isinstance(items, list) else [items]:
+                passed += [flag, str(item)]
+        return passed
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that this user alone can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML writes it, which is as JSON does but for the `=` of a table."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,186 @@
+"""A shard node: it follows its registry, answers routers, and ends in order on SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import click
+import torch
+import uvloop
+
+from loader.errors import RegistryUnavailableError
+from loader.memory import settle_heap
+from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+from loader.registry.fleet import FleetRecord, FleetRegistry
+from serving.cli import settings
+from serving.cli.settings import Protection, config_of
+from serving.config import ShardNodeConfig
+from serving.fleet.membership import Membership, node_id, reachable_host
+from serving.fleet.process import notify_ready, run_until_stopped, until_ready
+from shard_node.agent.agent import Agent
+from shard_node.agent.node_agent import NodeActions, join_fleet, watch_cards
+from shard_node.cuda.card_set import CardSet
+from shard_node.node import ShardNode
+from shard_node.wire.address import Address
+from shard_node.wire.requests import ServerLimits
+from shard_node.wire.server import NodeServer
+from shard_node.wire.tls import TlsConfig, server_context
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S: Final = 5.0
+"""How long SIGTERM lets requests in flight end."""
+JOIN_RETRY_S: Final = 0.5
+_JOINING: Final = {"": "it has not joined its fleet yet"}
+
+
+def run_shard_node(options: ShardNodeConfig) -> None:
+    """Serve a shard of what the registry says, or of the one version that was named, until SIGTERM or SIGINT.
+
+    Raises:
+        RolloutError: it divides rows otherwise than its fleet.
+        ShardrankError: an address or a device can't be used, or the cards fail; without a registry also if the version
+            must not be served.
+    """
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
+    # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several processes
+    # on one machine a lookup of 1 ms takes 15 ms and more.
+    torch.set_num_threads(1)
+    membership, tls = Membership.of(options), Protection.of(options).tls
+    # What can't be is refused before a card is opened.
+    settings.node_config(options, options.node_id or "shard", store=membership.store)
+    if options.advertise:
+        Address.parse(options.advertise)
+    traces = settings.trace_config(options, "shardrank-shard-node")
+    card_set = settings.open_card_set(options)
+    sink = None
+    if traces is not None:
+        from shard_node.otlp import OtlpSink
+
+        sink = OtlpSink(traces)
+    node = ShardNode(settings.node_identity(options, *options.shard), sink)
+    try:
+        run_until_stopped(
+            partial(serve_shard, options, membership, node, card_set, tls), loop_factory=uvloop.new_event_loop
+        )
+    finally:
+        node.close()
+
+
+async def serve_shard(
+    options: ShardNodeConfig, membership: Membership, node: ShardNode, card_set: CardSet | None, tls: TlsConfig | None
+) -> None:
+    """Serve until it is cancelled; then leave the fleet and end what is in flight. Raises as `run_shard_node`.
+
+    A node of a fleet is found when it has joined; one without a registry listens once its rows are loaded.
+    """
+    (index, num_shards), fleet = options.shard, membership.fleet
+    is_alone, plan = membership.version is not None, settings.read_plan(options, membership.agent.models or ())
+    node.problems = lambda: _JOINING
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(fleet.registry.close)
+        listen = partial(_listen, stack, node, options, tls, may_wait=_may_wait(options, card_set))
+        server = None if is_alone else await listen()
+        await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
+        config = settings.node_config(
+            options,
+            options.node_id or ("shard" if server is None else _node_id(index, server.addresses[0])),
+            address="" if server is None else _advertised(options, server),
+            store=membership.store,
+            stage_bytes_per_s=None if options.stage_mb_per_s is None else options.stage_mb_per_s * 1e6,
+            stage_cpu_share=1.0 if is_alone else options.stage_cpu_share,
+        )
+        partition = partial(settings.partition_of, options, plan, index, num_shards)
+        actions = NodeActions(node, fleet, partition, config, card_set=card_set)
+        agent = Agent(fleet, actions, membership.agent)
+        node.problems = partial(actions.problems, agent)
+        settle_heap()
+        following = asyncio.create_task(agent.run())
+        watching = asyncio.create_task(watch_cards(node, None if card_set is None else card_set.cards))
+        starting = asyncio.create_task(until_ready(node.problems))
+        try:
+            await asyncio.wait([following, watching, starting], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                server = server or await listen()
+                notify_ready()
+                await asyncio.wait([following, watching], return_when=asyncio.FIRST_COMPLETED)
+            for task in (following, watching):
+                if task.done():
+                    task.result()
+        finally:
+            watching.cancel()
+            starting.cancel()
+            # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
+            await agent.leave()
+            if server is not None:
+                await server.drain(DRAIN_TIMEOUT_S)
+            following.cancel()
+            await asyncio.wait([following, watching, starting])
+            await actions.close()
+
+
+def _may_wait(options: ShardNodeConfig, card_set: CardSet | None) -> bool:
+    """Return whether a lookup may have to wait for a disk or a card: then the event loop never pools."""
+    return options.memory_budget_gb is not None or card_set is not None
+
+
+async def _listen(
+    stack: contextlib.AsyncExitStack,
+    node: ShardNode,
+    options: ShardNodeConfig,
+    tls: TlsConfig | None,
+    *,
+    may_wait: bool,
+) -> NodeServer:
+    """Listen until the stack is closed."""
+    addresses = [Address.parse(text) for text in options.listen]
+    admin = None if options.admin_listen is None else Address.parse(options.admin_listen)
+    reachable = [str(address) for address in (*addresses, admin) if address is not None and not address.is_loopback]
+    if reachable and tls is None:
+        logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
+    limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
+    metrics = None
+    if admin is not None:
+        from serving.api.node_port import running_node_port  # only who is asked pays for it
+
+        metrics, url = await stack.enter_async_context(running_node_port(node, admin, tls))
+        click.echo(f"metrics: {url}")
+    server = NodeServer(node, limits, tls=None if tls is None else server_context(tls), watch=metrics)
+    stack.push_async_callback(server.close)
+    await server.start(addresses)
+    if metrics is not None:
+        metrics.of(server, _advertised(options, server))
+    for address in server.addresses:
+        click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
+    return server
+
+
+async def _join(fleet: FleetRegistry, division: FleetRecord) -> None:
+    level = logging.WARNING
+    while True:
+        try:
+            return await join_fleet(fleet, division)
+        except RegistryUnavailableError as error:
+            logger.log(level, "waits for the registry: %s", error)
+            level = logging.DEBUG
+            await asyncio.sleep(JOIN_RETRY_S)
+
+
+def _node_id(index: int, bound: Address) -> str:
+    return node_id(f"shard-{index}", Path(bound.path).stem if bound.is_unix else str(bound.port))
+
+
+def _advertised(options: ShardNodeConfig, server: NodeServer) -> str:
+    """Return where others reach a node: every interface stands for this host's name, a socket for its path."""
+    if options.advertise:
+        return str(Address.parse(options.advertise))
+    bound = server.addresses[0]
+    if bound.is_unix:
+        return str(Address(path=str(Path(bound.path).absolute())))
+    return str(Address(host=reachable_host(bound.host), port=bound.port))
