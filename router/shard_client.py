@@ -312,7 +312,7 @@ class ShardClient:
 
     async def close(self) -> None:
         """Cut every connection and make no new one; requests in flight fail with NodeUnavailableError. Idempotent."""
-        self._is_closed = True
+        self._is_closed, self.check = True, None
         self._failure = NodeUnavailableError("the client is closed")
         if self._connecting is not None:
             self._connecting.cancel()

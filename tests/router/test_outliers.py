@@ -226,4 +226,4 @@ def test_a_busy_shard_may_retry_a_tenth_of_its_lookups():
     assert taken in (99, 100)
     idle = RetryBudget(ReplicaPolicy(budget_reserve=0), lambda: 0.0)
     idle.earn()
-    assert not idle.take()
+    assert not idle.spend()

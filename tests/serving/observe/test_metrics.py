@@ -149,7 +149,7 @@ def test_what_happens_with_replicas_is_counted_and_who_is_out_is_told():
     events.retried("late")
     events.denied("late")
     for more in (1, 1, -1):
-        events.out(2, more)
+        events.ejected_change(2, more)
     events.ejected(2, "slow")
     text = metrics.render().decode()
     assert 'shardrank_shard_retries_total{kind="late",model="films"} 1.0' in text
