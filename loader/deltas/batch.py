@@ -160,26 +160,15 @@ class DeltaBatch:
         return f"delta {self.sequence} of {self.model!r} from {self.delta_base}"
 
     def encode(self) -> bytes:
-        """Its bytes. Raises DeltaFormatError if no reader would take them."""
+        """Its bytes. Raises DeltaFormatError if no reader would accept them."""
         self._check()
-        names = self.model.encode() + self.table.encode()
-        header = _HEADER.pack(
-            self.sequence,
-            self.delta_base,
-            self.base_version,
-            self.published_at,
-            self.rows.size,
-            self.stored.shape[1],
-            self.embedding_dim,
-            DTYPES.index(self.dtype),
-            len(self.model.encode()),
-            len(self.table.encode()),
-            len(self.column_dims),
-            bytes(4),
-        )
-        header += struct.pack(f"<{len(self.column_dims)}I", *self.column_dims)
-        padding = bytes(-(len(header) + len(names)) % 8)
-        body = b"".join([header, names, padding, self.rows.astype("<i8", copy=False).tobytes(), self.stored.tobytes()])
+        model, table = self.model.encode(), self.table.encode()
+        shape = self.rows.size, self.stored.shape[1], self.embedding_dim, DTYPES.index(self.dtype)
+        lengths = len(model), len(table), len(self.column_dims), bytes(4)
+        header = _HEADER.pack(self.sequence, self.delta_base, self.base_version, self.published_at, *shape, *lengths)
+        header += struct.pack(f"<{len(self.column_dims)}I", *self.column_dims) + model + table
+        rows, padding = self.rows.astype("<i8", copy=False), bytes(-len(header) % 8)
+        body = b"".join([header, padding, rows.tobytes(), self.stored.tobytes()])
         return MAGIC + _checksum(body) + body
 
     @classmethod
@@ -189,20 +178,8 @@ class DeltaBatch:
             raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no delta")
         if _checksum(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
             raise DeltaFormatError(f"a delta of {len(payload)} bytes does not have the checksum that it states")
-        (
-            sequence,
-            base,
-            trained_from,
-            published_at,
-            count,
-            row_bytes,
-            dim,
-            dtype,
-            model_bytes,
-            table_bytes,
-            num_slices,
-            _,
-        ) = _HEADER.unpack_from(payload, _BODY_START)
+        sequence, base, trained_from, published_at, *sizes = _HEADER.unpack_from(payload, _BODY_START)
+        count, row_bytes, dim, dtype, model_bytes, table_bytes, num_slices, _ = sizes
         names = _BODY_START + _HEADER.size + 4 * num_slices
         rows = names + model_bytes + table_bytes
         rows += -(rows - _BODY_START) % 8
@@ -265,21 +242,15 @@ class DeltaBatch:
             raise DeltaFormatError(f"{self.name}: published_at {self.published_at} is no time")
         if not 1 <= self.embedding_dim <= MAX_EMBEDDING_DIM:
             raise DeltaFormatError(f"{self.name}: embedding_dim {self.embedding_dim} is not in 1..{MAX_EMBEDDING_DIM}")
-        if self.column_dims and (
-            not 2 <= len(self.column_dims) <= MAX_COLUMN_SLICES
-            or min(self.column_dims) < 1
-            or sum(self.column_dims) != self.embedding_dim
-        ):
-            stated = cut(" + ".join(map(str, self.column_dims)))
-            raise DeltaFormatError(
-                f"{self.name}: {self.embedding_dim} columns in slices of {stated}; allowed are none, or 2 to "
-                f"{MAX_COLUMN_SLICES} that add up to them"
-            )
+        dims, columns = self.column_dims, " + ".join(map(str, self.slice_dims))
+        if dims and not (2 <= len(dims) <= MAX_COLUMN_SLICES and min(dims) >= 1 and sum(dims) == self.embedding_dim):
+            allowed = f"allowed are none, or 2 to {MAX_COLUMN_SLICES} that add up to them"
+            raise DeltaFormatError(f"{self.name}: {self.embedding_dim} columns in slices of {cut(columns)}; {allowed}")
         row_bytes = sum(codec.row_bytes for codec in _codecs(self.dtype, self.slice_dims))
         if self.stored.dtype != np.uint8 or self.stored.shape != (self.rows.size, row_bytes):
             raise DeltaFormatError(
                 f"{self.name}: stored rows are {self.stored.dtype} {list(self.stored.shape)}, {self.rows.size} rows of "
-                f"{self.dtype} x {' + '.join(map(str, self.slice_dims))} are uint8 {[self.rows.size, row_bytes]}"
+                f"{self.dtype} x {columns} are uint8 {[self.rows.size, row_bytes]}"
             )
         limit = rows_per_batch(row_bytes)
         if not 1 <= self.rows.size <= limit:

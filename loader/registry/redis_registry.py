@@ -377,10 +377,9 @@ class RedisRegistry:
                 await self._inspect()
                 return answer
         except (RedisError, OSError) as error:  # TimeoutError is an OSError
-            is_timeout = isinstance(error, TimeoutError)
-            reason = (
-                f"no answer within {self._call_timeout_s:g} s" if is_timeout else cut(error) or type(error).__name__
-            )
+            reason = cut(error) or type(error).__name__
+            if isinstance(error, TimeoutError):
+                reason = f"no answer within {self._call_timeout_s:g} s"
             raise RegistryUnavailableError(f"registry {self.name}: {reason}") from error
         finally:
             # The client writes through asyncio.wait_for, which up to Python 3.11 forgets that it was cancelled if what

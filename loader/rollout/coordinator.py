@@ -32,23 +32,6 @@ logger = logging.getLogger(__name__)
 MAX_QUOTED_LAGS = 8
 
 
-class _Patience:
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._reason: object = None
-        self._since = 0.0
-
-    def reset(self) -> None:
-        self._reason = None
-
-    def is_over(self, reason: object, timeout_s: float) -> bool:
-        """Return whether this reason has lasted for `timeout_s`. Another one, or a clock set back, begins anew."""
-        now = self._clock()
-        if reason != self._reason or now < self._since:
-            self._reason, self._since = reason, now
-        return now - self._since >= timeout_s
-
-
 class _StepRunner:
     """Carries the rollout of one model."""
 
@@ -57,13 +40,21 @@ class _StepRunner:
         self._config = config
         self._clock = clock
         self._tally = BakeTally()
-        self._patience = _Patience(clock)
-        self._restoring = _Patience(clock)
+        # By what is waited for: the reason, and since when.
+        self._waits: dict[str, tuple[object, float]] = {}
 
     def restart(self) -> None:
         """Start all timeouts anew: time in which the fleet was not seen does not count against its nodes."""
-        self._patience.reset()
-        self._restoring.reset()
+        self._waits.clear()
+
+    def _has_lasted(self, what: str, reason: object, timeout_s: float) -> bool:
+        """Return whether this reason has lasted for `timeout_s`. Another one, or a clock set back, begins anew."""
+        now = self._clock()
+        known, since = self._waits.get(what, (None, now))
+        if reason != known or now < since:
+            since = now
+        self._waits[what] = reason, since
+        return now - since >= timeout_s
 
     async def move(self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView) -> Rollout | None:
         """Make the next move of a rollout that has not ended; its record and `wanted` must have just been read.
@@ -74,8 +65,8 @@ class _StepRunner:
         rollout, epoch = on_record.rollout, wanted.epoch if wanted is not None else 0
         known = max(rollout.base_epoch, *(node.applied.get(rollout.model, 0) for node in view.nodes), 0)
         if epoch >= known:
-            self._restoring.reset()
-        elif not self._restoring.is_over("restore", self._config.restore_wait_s):
+            self._waits.pop("restore", None)
+        elif not self._has_lasted("restore", "epoch", self._config.restore_wait_s):
             return None
         if wanted is None or epoch <= rollout.base_epoch:
             # Write what the step wants, unless somebody else wrote since it was read.
@@ -86,7 +77,7 @@ class _StepRunner:
             # Also if it changes nothing: above the plan's epoch, no coordinator with an older plan writes any more.
             step = wanted_in_step(rollout, max(epoch, known) + 1)
             await self._fleet.put_wanted(step, wanted.epoch if wanted is not None else None)
-            self._patience.reset()
+            self._waits.pop("step", None)
             return rollout
         if not wanted.wants_same(wanted_in_step(rollout, epoch)):
             return await self._write(on_record, self._resumed(rollout, wanted))
@@ -132,7 +123,7 @@ class _StepRunner:
                 return await self._write(on_record, undone(rollout, now, "rolled_back", f"guard: {breach}"))
         if blockers:
             return await self._wait(on_record, blockers)
-        self._patience.reset()
+        self._waits.pop("step", None)
         if baking_now and rollout.bake_began_at is None:
             baseline = baseline_of(view.nodes, rollout)
             text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
@@ -156,9 +147,9 @@ class _StepRunner:
         stages = rollout.step in (Step.STAGE_SHARDS, Step.STAGE_SERVING) or rollout.step.startswith(Step.ROLL)
         stages = stages or any(blocker.staging for blocker in blockers)
         timeout_s = self._config.stage_timeout_s if stages else self._config.step_timeout_s
-        if not self._patience.is_over((rollout.rollout_id, rollout.step_index, stages), timeout_s):
+        if not self._has_lasted("step", (rollout.rollout_id, rollout.step_index, stages), timeout_s):
             return None
-        self._patience.reset()
+        self._waits.pop("step", None)
         more = f" and {len(blockers) - MAX_QUOTED_LAGS} more" if len(blockers) > MAX_QUOTED_LAGS else ""
         who = "; ".join(blocker.text for blocker in blockers[:MAX_QUOTED_LAGS]) + more
         text = f"step {rollout.step} is not done after {timeout_s:g} s: {who}"

@@ -202,11 +202,32 @@ def decode_rollout(model: str, value: bytes) -> Rollout:
     return rollout
 
 
-def checked_rollout(published: PublishedVersion, **fields: object) -> Rollout:
-    """Return a rollout to a published version. Raises RolloutError, naming the fields that are not allowed."""
-    known = {"delta_base": published.delta_base, "last_delta": published.last_delta}
+def new_rollout(
+    published: PublishedVersion, wanted: WantedModel | None, last: Rollout | None, now: float, **fields: object
+) -> Rollout:
+    """Return a rollout to a published version, from what is wanted `now` and after the model's last rollout.
+
+    Raises RolloutError, naming the fields that are not allowed.
+    """
+    live = None if wanted is None else wanted.live
+    previous = None if last is None else last.rollback_target
+    known = {
+        "model": published.model,
+        "epoch": 1 if last is None else last.epoch + 1,
+        "from_version": live,
+        "from_shards": None if wanted is None or live is None else wanted.num_shards.get(live),
+        "from_followed": wanted is not None and live in wanted.follow,
+        "to_version": published.version,
+        "previous_version": None if previous == live else previous,
+        "delta_base": published.delta_base,
+        "last_delta": published.last_delta,
+        "base_epoch": 0 if wanted is None else wanted.epoch,
+        "started_at": now,
+        "step_began_at": now,
+        "events": [Event(at=now, step="start", text=f"rollout of version {published.version} in place of {live}")],
+    }
     try:
-        return Rollout.model_validate({"model": published.model, "to_version": published.version, **known, **fields})
+        return Rollout.model_validate({**known, **fields})
     except ValidationError as error:
         reasons = "; ".join(map(str, schema_errors(error, [Rollout])))
         raise RolloutError(f"{published.model}: {reasons}") from error

@@ -33,8 +33,8 @@ from loader.rollout.plan import (
     Rollout,
     RolloutState,
     Strategy,
-    checked_rollout,
     decode_rollout,
+    new_rollout,
     plan_steps,
     read_rollout,
     replica_groups,
@@ -91,17 +91,14 @@ async def start_rollout(
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
     groups, early = _replica_groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
-    has_bake, now = bake_s > 0 and live is not None, clock()
-    previous = None if last is None else last.rollout.rollback_target
-    rollout = checked_rollout(
+    has_canary, has_bake = canary_share is not None, bake_s > 0 and live is not None
+    steps = plan_steps(strategy, canary=has_canary, bake=has_bake, early_groups=early, groups=len(groups))
+    rollout = new_rollout(
         published,
-        epoch=1 if last is None else last.rollout.epoch + 1,
+        wanted,
+        None if last is None else last.rollout,
+        clock(),
         rollout_id=rollout_id,
-        from_version=live,
-        from_shards=None if wanted is None or live is None else wanted.num_shards.get(live),
-        from_followed=wanted is not None and live in wanted.follow,
-        previous_version=None if previous == live else previous,
-        base_epoch=0 if wanted is None else wanted.epoch,
         canary_share=canary_share,
         bake_s=bake_s,
         bake_timeout_s=bake_timeout_s,
@@ -110,12 +107,7 @@ async def start_rollout(
         to_shards=view.num_shards if view.needs_shards() else None,
         groups=groups,
         early_groups=early,
-        steps=plan_steps(
-            strategy, canary=canary_share is not None, bake=has_bake, early_groups=early, groups=len(groups)
-        ),
-        started_at=now,
-        step_began_at=now,
-        events=[Event(at=now, step="start", text=f"rollout of version {version} in place of {live}")],
+        steps=steps,
     )
     try:
         await fleet.registry.put(rollout_key(model), rollout.encode(), 0 if last is None else last.revision)

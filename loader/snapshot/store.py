@@ -461,8 +461,14 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
             finished[entry.path] = entry
         except ValidationError:
             _log.warning("%s: a damaged line is ignored", journal)
-    for entry in missing_files(work / "snapshot", list(finished.values()), verify=True, progress=progress):
-        del finished[entry.path]
+    done, total = 0, sum(entry.size_bytes for entry in finished.values())
+    for entry in list(finished.values()):
+        path = work / "snapshot" / entry.path
+        if not path.is_file() or path.stat().st_size != entry.size_bytes or hash_file(path) != entry.sha256:
+            _log.warning("%s is not what was recorded: it is written again", path)
+            del finished[entry.path]
+        done += entry.size_bytes
+        progress("checking finished files", done, total)
     _log.info("%s: resuming, %d files are finished", work, len(finished))
     return finished
 
@@ -483,7 +489,7 @@ def missing_files(
         if not path.is_file() or path.stat().st_size != entry.size_bytes:
             missing.append(entry)
         elif verify and hash_file(path, on_bytes) != entry.sha256:
-            _log.warning("%s is not what was written: it is written again", path)
+            _log.warning("%s is not what was fetched: it is fetched again", path)
             path.unlink(missing_ok=True)  # another process may have read the same
             missing.append(entry)
     return missing

@@ -145,8 +145,16 @@ class _Export:
             delta_base=self.delta_base,
         )
 
-    def check_manifest(self) -> None:
-        """Raise ExportError if no reader would accept the manifest, before rows are written."""
+    def check(self, rows: Mapping[str, RowSource]) -> None:
+        """Raise ExportError if rows do not fit the spec, or no reader would accept the manifest."""
+        _check_names("rows", set(rows), {table.name for table in self.spec.tables})
+        for table in self.spec.tables:
+            source = rows[table.name]
+            if (source.num_embeddings, source.embedding_dim) != (table.num_embeddings, table.embedding_dim):
+                raise ExportError(
+                    f"table {table.name!r}: rows are [{source.num_embeddings}, {source.embedding_dim}], "
+                    f"the spec says [{table.num_embeddings}, {table.embedding_dim}]"
+                )
         paths = [*self.files, *(path for table in self.spec.stored_tables for path in self.rows_paths(table))]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
@@ -375,18 +383,10 @@ def export_snapshot(
         raise ExportError(f"version: {version} is not in [1, 2^63)")
     if not 0 < golden_tolerance < math.inf:
         raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
-    _check_names("rows", set(rows), {table.name for table in spec.tables})
-    for table in spec.tables:
-        source = rows[table.name]
-        if (source.num_embeddings, source.embedding_dim) != (table.num_embeddings, table.embedding_dim):
-            raise ExportError(
-                f"table {table.name!r}: rows are [{source.num_embeddings}, {source.embedding_dim}], "
-                f"the spec says [{table.num_embeddings}, {table.embedding_dim}]"
-            )
     file_rows = {part.name: _rows_per_file(table, rows_per_file) for table in spec.tables for part in table.slices}
     files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
     export = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
-    export.check_manifest()
+    export.check(rows)
     target = store.path / spec.model / str(version)
     try:
         with open_export_folder(target, export.digest(rows), progress) as folder:
