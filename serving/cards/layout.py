@@ -146,7 +146,7 @@ class CardLayout:
         self._targets = [int(is_context) for is_context in schema.is_context.tolist()]
         for number, (index, _, _) in enumerate(self.sequences):
             self._targets[index] = 2 + number
-        columns = [self.shapes.side(one.side).offsets.get(one.name, 0) for one in schema.features]
+        columns = [self.shapes.columns.get(one.name, slice(0, 0)).start for one in schema.features]
         # Of each lookup the area that its bags are pooled into, and its first column there.
         self._areas = np.array(self._targets, np.int64)[self._features]
         self._columns = np.array(columns, np.int64)[self._features] + lookups.column
@@ -160,10 +160,10 @@ class CardLayout:
             source, width = len(self.areas), 0
             for run in find_runs(spec, self._schema, [one for one in features if self._targets[one] == target]):
                 yield Sum(run, source, width, target)
-                lookups = slice(run.first, run.first + run.count)
+                lookups = slice(run.first, run.first + run.num_lookups)
                 self._areas[lookups] = source
-                self._columns[lookups] = width + run.dim * np.arange(run.count)
-                width += _round_up(run.count * run.dim, ALIGNED_COLUMNS)
+                self._columns[lookups] = width + run.dim * np.arange(run.num_lookups)
+                width += _round_up(run.num_lookups * run.dim, ALIGNED_COLUMNS)
             if width:
                 self.areas.append(Area(area.rows, width))
 
@@ -188,7 +188,7 @@ class CardLayout:
         """
         for run, source, column, target in self.sums:
             rows = areas[source]
-            shape, strides = (rows.shape[0], run.count, run.dim), (rows.stride(0), run.dim, 1)
+            shape, strides = (rows.shape[0], run.num_lookups, run.dim), (rows.stride(0), run.dim, 1)
             write_run(run, rows.as_strided(shape, strides, rows.storage_offset() + column), areas[target], projections)
 
     def size(self, most: BatchClass) -> BatchSize:

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -212,9 +212,7 @@ class CardBatch:
             rows = (starts[:, None] + within).clamp_(max=self.most.num_values - 1).flatten()
             padded = self._sequence_rows[number].index_select(0, rows).view(num_requests, longest, dim)
             sequences[name] = SequenceInput(padded.masked_fill_(~mask[:, :, None], 0), mask)
-        return replace(
-            self._inputs,
-            context=self._inputs.context,
+        return self._inputs._replace(
             candidates=self._inputs.candidates[:num_candidates],
             sequences=sequences,
             request_of_candidate=self._extra.owner[:num_candidates],
