@@ -61,10 +61,10 @@ def rounded_candidates(count: int) -> int:
     return -(-max(1, count) // step) * step
 
 
-def candidate_classes(most: int) -> list[int]:
-    """List the values of `rounded_candidates` up to that of `most`, ascending."""
+def candidate_classes(max_candidates: int) -> list[int]:
+    """List the values of `rounded_candidates` up to that of a number of candidates, ascending."""
     classes = [rounded_candidates(1)]
-    while classes[-1] < most:
+    while classes[-1] < max_candidates:
         classes.append(rounded_candidates(classes[-1] + 1))
     return classes
 
@@ -75,9 +75,13 @@ class Area(NamedTuple):
     rows: Literal["candidate", "context", "value"]
     width: int
 
-    def count(self, most: BatchClass) -> int:
+    def count(self, batch_class: BatchClass) -> int:
         """Count its rows for the largest batch of a class."""
-        counts = {"candidate": most.num_candidates, "context": most.num_requests, "value": most.num_values}
+        counts = {
+            "candidate": batch_class.num_candidates,
+            "context": batch_class.num_requests,
+            "value": batch_class.num_values,
+        }
         return counts[self.rows]
 
 
@@ -191,44 +195,44 @@ class CardLayout:
             shape, strides = (rows.shape[0], run.num_lookups, run.dim), (rows.stride(0), run.dim, 1)
             write_run(run, rows.as_strided(shape, strides, rows.storage_offset() + column), areas[target], projections)
 
-    def size(self, most: BatchClass) -> BatchSize:
+    def size(self, batch_class: BatchClass) -> BatchSize:
         """Say what the largest batch of a class takes."""
-        bags = np.where(self._schema.is_context, most.num_requests, most.num_candidates).astype(np.int64)
+        bags = np.where(self._schema.is_context, batch_class.num_requests, batch_class.num_candidates).astype(np.int64)
         if self._is_divided:
-            bags = np.where(self._by_id, most.num_values, bags)[self._features]
-        return BatchSize(bags, most.num_values, self.weighted, self.extra_bytes(most))
+            bags = np.where(self._by_id, batch_class.num_values, bags)[self._features]
+        return BatchSize(bags, batch_class.num_values, self.weighted, self.extra_bytes(batch_class))
 
-    def runs(self, most: BatchClass) -> OutputRuns:
+    def runs(self, batch_class: BatchClass) -> OutputRuns:
         """Say where the bags go: one run for each lookup."""
-        areas, total = self.output_places(most)
+        areas, total = self.output_places(batch_class)
         starts = np.array(areas, np.int64)[self._areas] + self._columns
         steps = np.array([area.width for area in self.areas], np.int64)[self._areas]
         # Slices of a feature's table pool the same bags.
         keys = self._features if self.num_keys < self._features.size else None
         return OutputRuns(self._tables, self._modes, starts, steps, OUT_DTYPES[self.dtype], total, keys)
 
-    def output_places(self, most: BatchClass) -> tuple[list[int], int]:
+    def output_places(self, batch_class: BatchClass) -> tuple[list[int], int]:
         """Return where each area of the output begins for the largest batch of a class, and the end, in elements."""
-        sizes = [_round_up(area.count(most) * area.width, ALIGNED_ELEMENTS) for area in self.areas]
+        sizes = [_round_up(area.count(batch_class) * area.width, ALIGNED_ELEMENTS) for area in self.areas]
         *starts, total = accumulate(sizes, initial=0)
         return starts, total
 
-    def extra_bytes(self, most: BatchClass) -> int:
+    def extra_bytes(self, batch_class: BatchClass) -> int:
         """Count the bytes that are sent along with the largest batch of a class."""
-        sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self._extra_parts(most))
+        sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self._extra_parts(batch_class))
         return sum(_round_up(size, ALIGNED_BYTES) for size in sizes)
 
-    def extra(self, most: BatchClass, sent: Tensor) -> Extra:
+    def extra(self, batch_class: BatchClass, sent: Tensor) -> Extra:
         """View the parts of what is sent along in its bytes, uint8 [extra bytes]."""
         views, first = [], 0
-        for dtype, shape in self._extra_parts(most):
+        for dtype, shape in self._extra_parts(batch_class):
             size = math.prod(shape) * dtype.itemsize
             views.append(sent[first : first + size].view(dtype).view(shape))
             first += _round_up(size, ALIGNED_BYTES)
         return Extra(*views)
 
-    def _extra_parts(self, most: BatchClass) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        requests, candidates = most.num_requests, most.num_candidates
+    def _extra_parts(self, batch_class: BatchClass) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        requests, candidates = batch_class.num_requests, batch_class.num_candidates
         return [
             (torch.int64, (candidates,)),
             (torch.float32, (requests, self.shapes.context.dense_width)),
