@@ -32,8 +32,8 @@ MIN_INT8_OUTPUTS: Final = 128
 bfloat16, 832 rows: 1,696 to 256 in 2.72 ms for 3.49; 416 to 256 in 0.72 for 0.79, and 112 rows in 0.136 for 0.128."""
 INT8_ROWS: Final = 256
 """Rows are worked on so many at a time, in memory that stays in the cache."""
-INT8_MOST: Final = 127.0
-SMALLEST_SCALED: Final = 1e-30
+MAX_CODE: Final = 127.0
+MIN_MAGNITUDE: Final = 1e-30
 _NO_SCALARS: list[Any] = []
 
 
@@ -104,7 +104,7 @@ class Int8Product:
 
     def __init__(self, weight: Tensor) -> None:
         weight = weight.float()
-        self._scales = weight.abs().amax(1).clamp_(min=SMALLEST_SCALED) / INT8_MOST
+        self._scales = weight.abs().amax(1).clamp_(min=MIN_MAGNITUDE) / MAX_CODE
         self._codes = (weight / self._scales[:, None]).round_().to(torch.int8).t()
 
     def __call__(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
@@ -128,11 +128,11 @@ class Int8Product:
             largest = bits.amax(1, keepdim=True).view(torch.bfloat16).float()
         else:
             largest = torch.abs(x, out=_SCRATCH.matrix(rows, width, torch.float32)).amax(1, keepdim=True)
-        largest.clamp_(min=SMALLEST_SCALED)
-        codes.copy_(scaled.copy_(x).mul_(INT8_MOST / largest).round_())
+        largest.clamp_(min=MIN_MAGNITUDE)
+        codes.copy_(scaled.copy_(x).mul_(MAX_CODE / largest).round_())
         sums = torch._int_mm(codes, self._codes, out=_SCRATCH.matrix(rows, outputs, torch.int32))
         y = _SCRATCH.matrix(rows, outputs, torch.float32)
-        torch.mul(sums, largest / INT8_MOST, out=y).mul_(self._scales)
+        torch.mul(sums, largest / MAX_CODE, out=y).mul_(self._scales)
         if more is not None:
             y.add_(more)
         return F.relu_(y) if relu else y
@@ -146,7 +146,7 @@ Product: TypeAlias = PlainProduct | PackedProduct | Int8Product
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether products with these weights can be made ready: on this CPU, by this build of PyTorch."""
+    """Return whether products with these weights can be made ready: on this CPU, by this build of PyTorch."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
@@ -157,27 +157,23 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def bfloat16_is_native() -> bool:
-    """Tell whether this CPU multiplies bfloat16 matrices in hardware; emulated, they would be slower than float32."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
+    """Return whether this CPU multiplies bfloat16 matrices in hardware; emulated, they would be slower than float32."""
     capabilities = torch.cpu.get_capabilities()
-    if capabilities["architecture"] != "x86_64":
-        return True
     # On x86 oneDNN counts any AVX-512 as support, which includes emulation.
-    return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
+    in_hardware = capabilities["architecture"] != "x86_64" or capabilities["avx512_bf16"] or capabilities["amx_bf16"]
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() and in_hardware)
 
 
 def int8_is_faster() -> bool:
-    """Tell whether int8 is faster than the next best format: with AVX-512 VNNI, but without AMX."""
+    """Return whether int8 is faster than the next best format: with AVX-512 VNNI, but without AMX."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_vnni") and not capabilities.get("amx_bf16"))
 
 
 def input_dtype(number_format: NumberFormat) -> torch.dtype:
-    """Say in which dtype a model in this format reads its inputs, and keeps what it does not count in int8."""
-    if number_format == "int8":
-        return torch.bfloat16 if bfloat16_is_native() else torch.float32
-    return torch.bfloat16 if number_format == "bfloat16" else torch.float32
+    """Return in which dtype a model in this format reads its inputs, and keeps what it does not count in int8."""
+    is_half = number_format == "bfloat16" or (number_format == "int8" and bfloat16_is_native())
+    return torch.bfloat16 if is_half else torch.float32
 
 
 def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberFormat:
@@ -205,11 +201,6 @@ def formats_to_try(chosen: NumberFormat) -> tuple[NumberFormat, ...]:
     if chosen == "int8":
         return ("int8", "bfloat16") if bfloat16_is_native() else ("int8",)
     return ("bfloat16",) if chosen == "bfloat16" else ()
-
-
-def gains_by_int8(in_features: int, out_features: int) -> bool:
-    """Tell whether a layer is counted in int8 where that was chosen."""
-    return in_features >= MIN_INT8_INPUTS and out_features >= MIN_INT8_OUTPUTS
 
 
 class _Ready(NamedTuple):
@@ -270,7 +261,9 @@ class Linear(nn.Linear):
         Returns whether it is.
         """
         weight, int8 = self._columns(self._rows), None
-        if number_format == "int8" and not self.is_exact and gains_by_int8(weight.shape[1], weight.shape[0]):
+        outputs, inputs = weight.shape
+        gains = inputs >= MIN_INT8_INPUTS and outputs >= MIN_INT8_OUTPUTS and not self.is_exact
+        if number_format == "int8" and gains:
             int8 = Int8Product(weight)
         if not self.is_exact:
             self.to(input_dtype(number_format))

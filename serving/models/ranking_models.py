@@ -33,8 +33,6 @@ MAX_PAIRS: Final = 1 << 18
 """Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB."""
 BLOCK_ROWS: Final = 16
 """Candidates in a block, where requests have different numbers of them: a request's last block is filled up."""
-
-
 MAX_LAYERS = 32
 MAX_LAYER_SIZE = 65_536
 
@@ -247,8 +245,8 @@ class Dlrm(RankingModel):
         super().__init__(shapes)
         self.bottom = DenseBottom(shapes, config.bottom_mlp) if shapes.dense_width else None
         self.bottom_widths = (0, 0) if self.bottom is None else self.bottom.side_widths
-        first = columns_before_pairs = sum(self.bottom_widths)
-        numbers = {name: number for number, name in enumerate(shapes.columns, start=int(first > 0))}
+        columns_before_pairs = sum(self.bottom_widths)
+        numbers = {name: number for number, name in enumerate(shapes.columns, start=int(columns_before_pairs > 0))}
         self.dim = next(columns.stop - columns.start for columns in shapes.columns.values())
         # Of each side its vectors' numbers; of each pair its column in the trained weights.
         shared, local = (
@@ -380,13 +378,13 @@ class AttentionUnit(nn.Module):
         attended = []
         for q, partial, request in zip(*(torch.split(part, chunk) for part in parts), strict=True):
             # [B, S, D] over keys [B, L, D] that the S candidates of a block share.
-            keys, ended = history.rows[request], ~history.mask[request].unsqueeze(1)
+            keys, padding = history.rows[request], ~history.mask[request].unsqueeze(1)
             hidden = F.linear(q.unsqueeze(2) * keys.unsqueeze(1), of_product)
             hidden = hidden + per_row[request].unsqueeze(1) + partial.unsqueeze(2)
             weights = self.rest.forward(F.relu_(hidden)).squeeze(3).float()
             # The finite minimum, not -inf: the softmax of a history without rows would be NaN, and so its gradient.
-            weights = weights.masked_fill(ended, torch.finfo(weights.dtype).min)
-            weights = torch.softmax(weights, dim=2).masked_fill(ended, 0.0).to(keys.dtype)
+            weights = weights.masked_fill(padding, torch.finfo(weights.dtype).min)
+            weights = torch.softmax(weights, dim=2).masked_fill(padding, 0.0).to(keys.dtype)
             attended.append(torch.bmm(weights, keys))
         return blocks.join(attended[0] if len(attended) == 1 else torch.cat(attended))
 
@@ -440,18 +438,16 @@ _MODELS: dict[str, Callable[[Any, InputShapes], RankingModel]] = {
     "dcn_v2": DcnV2,
     "target_attention": TargetAttention,
 }
-
-
 _ADAPTER: TypeAdapter[DenseModelConfig] = TypeAdapter(Annotated[DenseModelConfig, Field(discriminator="kind")])
 
 
 def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
     """Return `spec.dense_model`, checked against the model's features and dense inputs. Raises RankingModelError."""
-    described = spec.dense_model
+    described, prefix = spec.dense_model, f"model {spec.model!r}:"
     if not isinstance(described, DenseModelSpec):
-        raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r} is no built-in model")
+        raise RankingModelError(f"{prefix} dense_model {described.kind!r} is no built-in model")
     if "kind" in described.config:
-        raise RankingModelError(f"model {spec.model!r}: dense_model.config must not have 'kind', it is beside config")
+        raise RankingModelError(f"{prefix} dense_model.config must not have 'kind', it is beside config")
     try:
         config = _ADAPTER.validate_python({"kind": described.kind, **described.config})
     except ValidationError as error:
@@ -460,71 +456,50 @@ def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
             f"{'.'.join(map(str, problem.place[1:])) or 'kind'}: {problem.problem} (got {problem.value!r:.80})"
             for problem in schema_errors(error, get_args(DenseModelConfig), elsewhere=["kind"])
         )
-        raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r}: {reasons}") from error
-    for problem in _problems(spec, config):
-        raise RankingModelError(f"model {spec.model!r}: {problem}")
+        raise RankingModelError(f"{prefix} dense_model {described.kind!r}: {reasons}") from error
+    if problem := next(_problems(spec, config), None):
+        raise RankingModelError(f"{prefix} {problem}")
     return config
 
 
 def _problems(spec: ModelSpec, config: DenseModelConfig) -> Iterator[str]:
     """Yield why a config does not fit a model; only the first is sure."""
-    pooled = {
-        feature.name: spec.table_of(feature.name).embedding_dim
-        for feature in spec.features
-        if spec.pooling_of(feature.name) != "none"
-    }
+    poolings = {feature.name: spec.pooling_of(feature.name) for feature in spec.features}
+    dims = {name: spec.table_of(name).embedding_dim for name in poolings}
+    pooled = {name: dim for name, dim in dims.items() if poolings[name] != "none"}
     dense_width, sequence = spec.dense_inputs.context + spec.dense_inputs.candidate, None
     if isinstance(config, DlrmConfig):
-        yield from _dlrm_problems(config, pooled, dense_width)
+        if len(set(pooled.values())) != 1:
+            yield f"dlrm needs features of one embedding_dim, got {pooled}"
+        dim, bottom = next(iter(pooled.values())), config.bottom_mlp
+        if bool(bottom) != bool(dense_width):
+            rule = "it must be empty without dense inputs, and only then"
+            yield f"dlrm with {dense_width} dense inputs has bottom_mlp {list(bottom)}; {rule}"
+        if bottom and bottom[-1] != dim:
+            yield f"dlrm's bottom_mlp ends in {bottom[-1]}, not in the embedding_dim {dim}"
+        if len(pooled) + bool(bottom) < 2:
+            yield f"dlrm needs at least two vectors to interact, got {sorted(pooled)}"
     elif isinstance(config, TargetAttentionConfig):
-        yield from _target_attention_problems(spec, config)
-        sequence = config.history_feature
+        sequence, target = config.history_feature, config.target_feature
+        for option, name in (("history_feature", sequence), ("target_feature", target)):
+            if name not in dims:
+                yield f"{option} {name!r} is not one of its features: {list(dims)}"
+        for option, name, side, allowed in (
+            ("history_feature", sequence, "context", ("none",)),
+            ("target_feature", target, "candidate", ("sum", "mean")),
+        ):
+            if (given := spec.feature(name).side) != side or poolings[name] not in allowed:
+                expected = f"must be a {side} feature with pooling {' or '.join(allowed)}"
+                yield f"{option} {name!r} {expected}, it is a {given} feature with pooling {poolings[name]}"
+        if dims[sequence] != dims[target]:
+            yield f"history and target differ in embedding_dim: { {name: dims[name] for name in (sequence, target)} }"
     elif isinstance(config, DcnV2Config) and config.bottom_mlp and not dense_width:
         yield f"dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
     elif not pooled and not dense_width:
         yield f"{config.kind} has no pooled feature and no dense input"
-    for feature in spec.features:
-        if feature.name not in pooled and feature.name != sequence:
-            yield (
-                f"feature {feature.name!r} has pooling none, which {config.kind} does not use; "
-                "use pooling sum or mean, or target_attention with it as history_feature"
-            )
-
-
-def _dlrm_problems(config: DlrmConfig, dims: dict[str, int], dense_width: int) -> Iterator[str]:
-    if len(set(dims.values())) != 1:
-        yield f"dlrm needs features of one embedding_dim, got {dims}"
-    dim, bottom = next(iter(dims.values())), config.bottom_mlp
-    if bool(bottom) != bool(dense_width):
-        yield (
-            f"dlrm with {dense_width} dense inputs has bottom_mlp {list(bottom)}; "
-            "it must be empty without dense inputs, and only then"
-        )
-    if bottom and bottom[-1] != dim:
-        yield f"dlrm's bottom_mlp ends in {bottom[-1]}, not in the embedding_dim {dim}"
-    if len(dims) + bool(bottom) < 2:
-        yield f"dlrm needs at least two vectors to interact, got {sorted(dims)}"
-
-
-def _target_attention_problems(spec: ModelSpec, config: TargetAttentionConfig) -> Iterator[str]:
-    names = [feature.name for feature in spec.features]
-    for option, name in (("history_feature", config.history_feature), ("target_feature", config.target_feature)):
-        if name not in names:
-            yield f"{option} {name!r} is not one of its features: {names}"
-    history, target = spec.feature(config.history_feature), spec.feature(config.target_feature)
-    for option, feature, side, poolings in (
-        ("history_feature", history, "context", ("none",)),
-        ("target_feature", target, "candidate", ("sum", "mean")),
-    ):
-        pooling = spec.pooling_of(feature.name)
-        if feature.side != side or pooling not in poolings:
-            yield (
-                f"{option} {feature.name!r} must be a {side} feature with pooling {' or '.join(poolings)}, "
-                f"it is a {feature.side} feature with pooling {pooling}"
-            )
-    dims = {name: spec.table_of(name).embedding_dim for name in (history.name, target.name)}
-    if len(set(dims.values())) != 1:
-        yield f"history and target differ in embedding_dim: {dims}"
+    for name in dims.keys() - pooled.keys() - {sequence}:
+        advice = "use pooling sum or mean, or target_attention with it as history_feature"
+        yield f"feature {name!r} has pooling none, which {config.kind} does not use; {advice}"
 
 
 def build_model(spec: ModelSpec) -> RankingModel:
@@ -557,6 +532,6 @@ def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: Nu
         if not bool(torch.isfinite(tensor).all()):
             raise RankingModelError(f"{prefix}: tensor {name!r} holds NaN or inf")
     model = build_model(spec)
-    model.load_state_dict(dict(tensors), strict=True)
+    model.load_state_dict(dict(tensors))
     model.pack(number_format)
     return model

@@ -16,7 +16,6 @@ from serving.models.layers import (
     PlainProduct,
     Shared,
     bfloat16_is_native,
-    gains_by_int8,
     input_dtype,
     int8_is_faster,
 )
@@ -62,10 +61,9 @@ def test_int8_counts_as_faster_with_vnni_alone(monkeypatch, vnni, amx, faster) -
     assert int8_is_faster() is faster
 
 
-def test_only_wide_layers_gain_by_int8() -> None:
-    assert gains_by_int8(1677, 256)
-    assert not gains_by_int8(1677, 64)
-    assert not gains_by_int8(416, 256)
+@pytest.mark.parametrize(("inputs", "outputs", "gains"), [(1677, 256, True), (1677, 64, False), (416, 256, False)])
+def test_only_wide_layers_gain_by_int8(inputs, outputs, gains) -> None:
+    assert Linear(inputs, outputs).requires_grad_(False).pack("int8") is gains
 
 
 @given(st.integers(0, 20), st.integers(2, 70), st.integers(1, 40), st.integers(0, 10_000), st.booleans(), st.booleans())
