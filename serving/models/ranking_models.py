@@ -497,9 +497,10 @@ def _problems(spec: ModelSpec, config: DenseModelConfig) -> Iterator[str]:
         yield f"dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
     elif not pooled and not dense_width:
         yield f"{config.kind} has no pooled feature and no dense input"
-    for name in dims.keys() - pooled.keys() - {sequence}:
-        advice = "use pooling sum or mean, or target_attention with it as history_feature"
-        yield f"feature {name!r} has pooling none, which {config.kind} does not use; {advice}"
+    for name in dims:
+        if name not in pooled and name != sequence:
+            advice = "use pooling sum or mean, or target_attention with it as history_feature"
+            yield f"feature {name!r} has pooling none, which {config.kind} does not use; {advice}"
 
 
 def build_model(spec: ModelSpec) -> RankingModel:
