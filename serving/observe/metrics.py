@@ -52,10 +52,7 @@ _COUNTERS = {
         "Batches ranked on cards, by how their work was put there: as a graph, or launch by launch.",
         ("model", "how"),
     ),
-    "version_requests": (
-        "Requests by the version that answered or failed them; ok or error.",
-        (*_VERSION, "outcome"),
-    ),
+    "version_requests": ("Requests by the version that answered or failed them; ok or error.", (*_VERSION, "outcome")),
     "trace_spans": ("Spans by what became of them.", ("outcome",)),
     "shard_request_bytes": ("Bytes that shards behind sockets were asked with.", ("model",)),
     "shard_answer_bytes": (
