@@ -87,13 +87,12 @@ class CardBatch:
             self._host_extra = tuple(
                 view.numpy() for view in layout.extra(batch_class, torch.from_numpy(self._slot.extra))
             )
-            starts, total = layout.output_places(batch_class)
+            starts, total = layout.area_starts(batch_class)
             self._output = self._card.tensor(self._slot.out, 0, (total,), layout.dtype)
+            shapes = [(batch_class[area.rows], area.width) for area in layout.areas]
             self._areas = [
-                self._output[first : first + area.count(batch_class) * area.width].view(
-                    area.count(batch_class), area.width
-                )
-                for first, area in zip(starts, layout.areas, strict=True)
+                self._output[first : first + math.prod(shape)].view(shape)
+                for first, shape in zip(starts, shapes, strict=True)
             ]
             columns, context, *others = self._areas
             self._sequence_rows = others[: len(layout.sequences)]

@@ -80,7 +80,7 @@ class ExportedRanking(RankingModel):
         return self.scores(inputs)[0]
 
     def scores(self, inputs: RankingInputs) -> Tensor:
-        """Return that sum, and below it each output after its activation: float32 [1 + outputs, N]."""
+        """Return the weighted sum of the outputs, and below it each after its activation: float32 [1 + outputs, N]."""
         sequences = dict(inputs.sequences)
         for name, (rows, mask) in inputs.sequences.items():
             if (missing := MIN_SEQUENCE - mask.shape[1]) > 0:

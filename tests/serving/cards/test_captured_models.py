@@ -55,7 +55,7 @@ def test_work_on_parts_is_of_the_device_alone(dtype):
     with torch.inference_mode():
         model = build_model(spec).to(DEVICE)
         model.pack("float32")
-        areas = [torch.zeros(one.count(most), one.width, dtype=dtype, device=DEVICE) for one in layout.areas]
+        areas = [torch.zeros(most[one.rows], one.width, dtype=dtype, device=DEVICE) for one in layout.areas]
         with OfTheHost() as mode:
             layout.combine(areas, model.projections_by_part)
     assert mode.found == []

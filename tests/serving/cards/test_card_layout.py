@@ -52,8 +52,8 @@ def test_every_column_of_the_inputs_comes_from_one_place(kind, levers, most):
         written[bag[:, None] + np.arange(schema.layout.tables[table].embedding_dim)] += 1
     assert written.max() == 1
     areas = [
-        written[first : first + area.count(most) * area.width].reshape(-1, area.width)
-        for first, area in zip(layout.output_places(most)[0], layout.areas, strict=True)
+        written[first : first + most[area.rows] * area.width].reshape(-1, area.width)
+        for first, area in zip(layout.area_starts(most)[0], layout.areas, strict=True)
     ]
     for run, source, column, target in layout.sums:
         assert areas[source][:, column : column + run.num_lookups * run.dim].all()
