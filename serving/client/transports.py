@@ -57,17 +57,17 @@ _BY_KIND: dict[str, type[ShardrankError]] = {
     "memory_budget": InternalError,
     "header_too_large": InvalidRequestError,
 }
-_BY_STATUS: dict[int | str, type[ShardrankError]] = {
-    **dict.fromkeys(
-        (400, "INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED"), InvalidRequestError
-    ),
-    **dict.fromkeys((401, "UNAUTHENTICATED"), UnauthenticatedError),
-    **dict.fromkeys((403, "PERMISSION_DENIED"), PermissionDeniedError),
-    **dict.fromkeys((404, "NOT_FOUND"), NotFoundError),
-    **dict.fromkeys((408, 504, "DEADLINE_EXCEEDED"), DeadlineExceededError),
-    **dict.fromkeys((429, "RESOURCE_EXHAUSTED"), OverloadedError),
+_CLASSES = (
+    *(InvalidRequestError, UnauthenticatedError, PermissionDeniedError, NotFoundError),
     # 503 is OverloadedError's as well, whose kind says so.
-    **dict.fromkeys((502, 503, "UNAVAILABLE"), UnavailableError),
+    *(DeadlineExceededError, UnavailableError),
+)
+_BY_STATUS: dict[int | str, type[ShardrankError]] = {
+    **{status: error for error in _CLASSES for status in (error.http_status, error.grpc_status)},
+    **dict.fromkeys(("FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED"), InvalidRequestError),
+    **dict.fromkeys((429, "RESOURCE_EXHAUSTED"), OverloadedError),
+    408: DeadlineExceededError,
+    502: UnavailableError,
 }
 
 

@@ -323,7 +323,7 @@ def films_description(interactions: Interactions, options: FilmsOptions | None =
     }
     return ModelDescription(
         model=options.model,
-        tables=_described_tables(_film_tables(interactions, options), options),
+        tables=_described_tables(interactions, options),
         features=tuple(features),
         dense_inputs=DenseInputs(candidate=2 if options.profile else 0),
         dense_model=DenseModelSpec(kind=options.kind, config=dense[options.kind]),
@@ -365,7 +365,8 @@ def _film_tables(interactions: Interactions, options: FilmsOptions) -> dict[str,
     return tables
 
 
-def _described_tables(tables: dict[str, dict[str, Any]], options: FilmsOptions) -> tuple[TableDescription, ...]:
+def _described_tables(interactions: Interactions, options: FilmsOptions) -> tuple[TableDescription, ...]:
+    tables = _film_tables(interactions, options)
     shared = {"embedding_dim": options.embedding_dim, "dtype": options.dtype}
     described: dict[str, TableDescription] = {}
     table_of = {feature: name for name, words in tables.items() for feature in words["feature_names"]}
