@@ -144,15 +144,21 @@ class RankingNetwork(nn.Module):
             }
         )
         self._projected = spec.projections().keys()
-        self._rows_of_parts: dict[str, tuple[Tensor, Tensor]] = {}
+        # Of each divided table by part, the row in it of each row of the table, or -1.
+        self._part_rows: dict[str, list[Tensor]] = {}
         for table in spec.divided:
-            if row_classes and table.name in row_classes:
-                part_of, row_in = row_classes[table.name].find(np.arange(table.num_embeddings))
+            rows = np.arange(table.num_embeddings)
+            part_rows = [rows]
+            if table.buckets is not None:
+                part_rows = [rows // table.buckets, rows % table.buckets]
+            elif table.num_classes > 1:
+                part_of, row_in = (row_classes or {})[table.name].find(rows)
                 if table.pruned:
                     is_pruned = part_of == len(table.parts)
                     part_of[is_pruned] = len(table.parts) - 1
                     row_in[is_pruned] = spec.parts(table)[-1].num_embeddings - 1
-                self._rows_of_parts[table.name] = torch.from_numpy(part_of.astype(np.int64)), torch.from_numpy(row_in)
+                part_rows = [np.where(part_of == number, row_in, -1) for number in range(len(table.parts))]
+            self._part_rows[table.name] = [torch.from_numpy(rows_in_part) for rows_in_part in part_rows]
 
     @classmethod
     def of(cls, trained: TrainedModel) -> Self:
@@ -202,21 +208,14 @@ class RankingNetwork(nn.Module):
         table = self.spec.table_of(feature)
         if not isinstance(table, DividedTable):
             return F.embedding(rows, self.tables[_key(table.name)])
-        if table.buckets is not None:
-            quotients, remainders = table.parts
-            return self._part(quotients, rows // table.buckets) + self._part(remainders, rows % table.buckets)
-        if table.num_classes == 1:
-            return self._part(table.parts[0], rows)
-        part_of, row_in = self._rows_of_parts[table.name]
         embeddings = torch.zeros(rows.numel(), table.embedding_dim)
-        for number, part in enumerate(table.parts):
-            at = torch.nonzero(part_of[rows] == number).squeeze(1)
-            embeddings = embeddings.index_add(0, at, self._part(part, row_in[rows[at]]))
+        for part, part_rows in zip(table.parts, self._part_rows[table.name], strict=True):
+            at = part_rows[rows]
+            vectors = F.embedding(at.clamp(min=0), self.tables[_key(part)])
+            if part in self._projected:
+                vectors = vectors @ self.ranking.get_parameter(projection_name(part))
+            embeddings = embeddings + vectors.masked_fill((at < 0).unsqueeze(1), 0)
         return embeddings
-
-    def _part(self, part: str, part_rows: Tensor) -> Tensor:
-        rows = F.embedding(part_rows, self.tables[_key(part)])
-        return rows @ self.ranking.get_parameter(projection_name(part)) if part in self._projected else rows
 
     def _pooled(self, feature: str, rows: Tensor, offsets: Tensor) -> Tensor:
         table, mode = self.spec.table_of(feature), self.spec.pooling_of(feature)
