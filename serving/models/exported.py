@@ -11,7 +11,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
@@ -98,8 +97,6 @@ class ExportedRanking(RankingModel):
         count = inputs.candidates.shape[0]
         rows = torch.zeros(1 + len(self._outputs), count)
         for number, (output, described) in enumerate(zip(outputs, self._outputs, strict=True), start=1):
-            if output.numel() != count:
-                raise RankingModelError(f"output {number} of the program has {output.numel()} values for {count}")
             rows[number] = _ACTIVATIONS[described.activation](output.reshape(count).float())
             rows[0].add_(rows[number], alpha=described.weight)
         return rows
@@ -335,19 +332,22 @@ def _argument(spec: ModelSpec, source: InputSource) -> _Argument:
         pieces = [shapes.columns[name] for name in source.features]
     else:
         pieces = [slice(0, side.padded_width) if isinstance(source, SideInput) else side.dense_columns]
-    columns = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
-    if not columns.size:
+    merged = pieces[:1]
+    for piece in pieces[1:]:
+        # Neighbours are read as one piece.
+        if merged[-1].stop == piece.start:
+            merged[-1] = slice(merged[-1].start, piece.stop)
+        else:
+            merged.append(piece)
+    width = sum(piece.stop - piece.start for piece in merged)
+    if not width:
         raise RankingModelError(f"{prefix}: the model has no {what}")
-    # Neighbours are read as one piece.
-    merged = [
-        slice(int(run[0]), int(run[-1]) + 1) for run in np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
-    ]
 
     def bind(inputs: RankingInputs) -> Tensor:
         matrix = inputs.context if is_context else inputs.candidates
         return torch.cat([matrix[:, piece] for piece in merged], dim=1) if len(merged) > 1 else matrix[:, merged[0]]
 
-    return _Argument(torch.float32, (rows, columns.size), _gathered(bind, is_context and is_gathered))
+    return _Argument(torch.float32, (rows, width), _gathered(bind, is_context and is_gathered))
 
 
 def _gathered(read: Binding, is_gathered: bool) -> Binding:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -69,36 +70,31 @@ class InputShapes:
     @classmethod
     def of(cls, spec: ModelSpec) -> InputShapes:
         """Derive the shapes of a model's inputs."""
-        columns: dict[str, slice] = {}
-        sequence_dims: dict[str, int] = {}
-        features: dict[Side, list[str]] = {"context": [], "candidate": []}
-        orders: dict[Side, list[Int64Array]] = {side: [np.zeros(0, np.int64)] for side in features}
-        widths, width = dict.fromkeys(features, 0), 0
-        for feature in spec.features:
-            name, side, dim = feature.name, feature.side, spec.table_of(feature.name).embedding_dim
-            if spec.pooling_of(name) == "none":
-                sequence_dims[name] = dim
-                continue
-            features[side].append(name)
-            orders[side].append(np.arange(width, width + dim))
-            columns[name] = slice(widths[side], widths[side] + dim)
-            widths[side] += dim
-            width += dim
-
-        def shapes_of(side: Side, dense_width: int) -> SideShapes:
-            embeddings, width = widths[side], widths[side] + dense_width
-            return SideShapes(
-                features=tuple(features[side]),
-                embedding_order=np.concatenate(orders[side]),
+        dims = {feature.name: spec.table_of(feature.name).embedding_dim for feature in spec.features}
+        pooled = {name: dim for name, dim in dims.items() if spec.pooling_of(name) != "none"}
+        starts = dict(zip(pooled, accumulate(pooled.values(), initial=0), strict=False))
+        columns = dict.fromkeys(pooled, slice(0, 0))
+        sides: dict[Side, SideShapes] = {}
+        dense_widths: dict[Side, int] = {"context": spec.dense_inputs.context, "candidate": spec.dense_inputs.candidate}
+        for side, dense_width in dense_widths.items():
+            features = tuple(name for name in pooled if spec.feature(name).side == side)
+            order, embeddings = [np.zeros(0, np.int64)], 0
+            for name in features:
+                columns[name] = slice(embeddings, embeddings + pooled[name])
+                order.append(starts[name] + np.arange(pooled[name]))
+                embeddings += pooled[name]
+            width = embeddings + dense_width
+            sides[side] = SideShapes(
+                features=features,
+                embedding_order=np.concatenate(order),
                 embedding_width=embeddings,
                 dense_width=dense_width,
                 dense_columns=slice(embeddings, width),
                 width=width,
                 padded_width=padded_width(width),
             )
-
-        context = shapes_of("context", spec.dense_inputs.context)
-        return cls(context, shapes_of("candidate", spec.dense_inputs.candidate), columns, sequence_dims)
+        sequence_dims = {name: dim for name, dim in dims.items() if name not in pooled}
+        return cls(columns=columns, sequence_dims=sequence_dims, **sides)
 
     @property
     def dense_width(self) -> int:
