@@ -70,12 +70,12 @@ class ModelInfo(Frozen):
         schema = FeatureSchema.of(spec)
         features = tuple(
             FeatureInfo(
-                **one.model_dump(include={"name", "side", "weighted"}),
-                pooling=spec.pooling_of(one.name),
-                table=spec.table_of(one.name).name,
-                id_type=getattr(spec.table_of(one.name).id_mapping, "id_type", "integer"),
+                **feature.model_dump(include={"name", "side", "weighted"}),
+                pooling=spec.pooling_of(feature.name),
+                table=spec.table_of(feature.name).name,
+                id_type=getattr(spec.table_of(feature.name).id_mapping, "id_type", "integer"),
             )
-            for one in schema.features
+            for feature in schema.features
         )
         same = {"name", "num_embeddings", "embedding_dim", "unknown_id"}
         return cls(
@@ -86,9 +86,9 @@ class ModelInfo(Frozen):
             features=features,
             tables=tuple(
                 TableInfo(
-                    id_mapping=one.id_mapping.kind, dtype=stored_dtypes(spec, one), **one.model_dump(include=same)
+                    id_mapping=table.id_mapping.kind, dtype=stored_dtypes(spec, table), **table.model_dump(include=same)
                 )
-                for one in spec.logical_tables
+                for table in spec.logical_tables
             ),
             dense_inputs=spec.dense_inputs,
             dense_model=DenseModelInfo(

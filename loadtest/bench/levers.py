@@ -98,6 +98,8 @@ def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool
     snapshot, plan = Snapshot.open(path, verify=False), Plan.make(spec)
     router = make_router(snapshot, plan, [LocalShard(make_node(snapshot, plan))])
     assembler = InputAssembler(spec, FeatureSchema.of(spec), torch.float32)
+    buffer = assembler.buffer()
+    model.pack("float32")
 
     async def call(bags: KeyedBags) -> None:
         """Look a batch up and lay out the model's input."""
@@ -105,7 +107,7 @@ def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool
         embeddings = await router.lookup(MODEL, 1, bags, time.monotonic() + 60)
         owner, nothing = np.zeros(candidates, np.int64), np.zeros((candidates, 0), np.float32)
         with torch.inference_mode():
-            assembler.assemble(embeddings, owner, nothing[:1], nothing, None, model.projections_by_part)
+            assembler.assemble(embeddings, owner, nothing[:1], nothing, buffer, model.projections_by_part)
 
     return rows_bytes_of(spec) / 1e6, call
 

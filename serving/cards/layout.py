@@ -10,10 +10,10 @@ runs, what their parts bring is projected, added, and written into the inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,17 +28,18 @@ from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype
 
-OUT_DTYPES: Final[dict[torch.dtype, OutDtype]] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+DTYPE_NAMES: Final[dict[torch.dtype, OutDtype]] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ALIGNED_ELEMENTS: Final = 128
 """Parts of the output begin at multiples of it: 256 bytes or more, which matrix kernels like."""
 ALIGNED_BYTES: Final = 16
 ALIGNED_COLUMNS: Final = 8
 MIN_CANDIDATES: Final = 32
 MIN_VALUES: Final = 1024
+CANDIDATES, REQUESTS, VALUES = range(3)
+"""Indices of the counts in `BatchClass`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchClass:
+class BatchClass(NamedTuple):
     """Sizes that batches are rounded up to: candidates in steps of a quarter, others by powers of four and of two."""
 
     num_candidates: int
@@ -61,24 +62,19 @@ def rounded_candidates(count: int) -> int:
     return -(-max(1, count) // step) * step
 
 
-def candidate_classes(most: int) -> list[int]:
-    """List the values of `rounded_candidates` up to that of `most`, ascending."""
+def candidate_classes(max_candidates: int) -> list[int]:
+    """List the values of `rounded_candidates` up to that of a number of candidates, ascending."""
     classes = [rounded_candidates(1)]
-    while classes[-1] < most:
+    while classes[-1] < max_candidates:
         classes.append(rounded_candidates(classes[-1] + 1))
     return classes
 
 
 class Area(NamedTuple):
-    """A matrix of the output: what it has a row of, and its columns."""
+    """A matrix of the output: the count of `BatchClass` that it has rows of, and its columns."""
 
-    rows: Literal["candidate", "context", "value"]
+    rows: int
     width: int
-
-    def count(self, most: BatchClass) -> int:
-        """Count its rows for the largest batch of a class."""
-        counts = {"candidate": most.num_candidates, "context": most.num_requests, "value": most.num_values}
-        return counts[self.rows]
 
 
 class Extra(NamedTuple):
@@ -139,33 +135,31 @@ class CardLayout:
         is_chosen = np.array([getattr(table, "by", "popularity") == "popularity" for table in tables])
         self.values_per_id = np.where(is_chosen, 1, num_parts)
         self.areas = [
-            Area("candidate", self.shapes.candidate.padded_width),
-            Area("context", self.shapes.context.padded_width),
-            *(Area("value", dim) for _, _, dim in self.sequences),
+            Area(CANDIDATES, self.shapes.candidate.padded_width),
+            Area(REQUESTS, self.shapes.context.padded_width),
+            *(Area(VALUES, dim) for _, _, dim in self.sequences),
         ]
-        self._targets = [int(is_context) for is_context in schema.is_context.tolist()]
-        for number, (index, _, _) in enumerate(self.sequences):
-            self._targets[index] = 2 + number
-        columns = [self.shapes.side(one.side).offsets.get(one.name, 0) for one in schema.features]
+        targets = schema.is_context.astype(np.int64)
+        targets[[index for index, _, _ in self.sequences]] = 2 + np.arange(len(self.sequences))
+        columns = [self.shapes.columns.get(feature.name, slice(0, 0)).start for feature in schema.features]
         # Of each lookup the area that its bags are pooled into, and its first column there.
-        self._areas = np.array(self._targets, np.int64)[self._features]
+        self._areas = targets[self._features]
         self._columns = np.array(columns, np.int64)[self._features] + lookups.column
         needed = spec.projections()
         is_narrow = np.array([any(part.name in needed for part in spec.parts(table)) for table in tables])
         in_scratch = (num_parts > 1) | is_narrow
-        self.sums = tuple(self._place_sums(spec, np.flatnonzero(in_scratch).tolist()))
-
-    def _place_sums(self, spec: ModelSpec, features: list[int]) -> Iterator[Sum]:
+        sums: list[Sum] = []
         for target, area in enumerate(tuple(self.areas)):
             source, width = len(self.areas), 0
-            for run in find_runs(spec, self._schema, [one for one in features if self._targets[one] == target]):
-                yield Sum(run, source, width, target)
-                lookups = slice(run.first, run.first + run.count)
-                self._areas[lookups] = source
-                self._columns[lookups] = width + run.dim * np.arange(run.count)
-                width += _round_up(run.count * run.dim, ALIGNED_COLUMNS)
+            for run in find_runs(spec, schema, np.flatnonzero(in_scratch & (targets == target)).tolist()):
+                sums.append(Sum(run, source, width, target))
+                of_run = slice(run.first, run.first + run.num_lookups)
+                self._areas[of_run] = source
+                self._columns[of_run] = width + run.dim * np.arange(run.num_lookups)
+                width += _round_up(run.num_lookups * run.dim, ALIGNED_COLUMNS)
             if width:
                 self.areas.append(Area(area.rows, width))
+        self.sums = tuple(sums)
 
     def pooled(self, router: Router, mapped: MappedBags) -> KeyedBags:
         """Find what is pooled of a batch of all features, `num_keys` keys: its bags, or the bags of all lookups."""
@@ -188,47 +182,47 @@ class CardLayout:
         """
         for run, source, column, target in self.sums:
             rows = areas[source]
-            shape, strides = (rows.shape[0], run.count, run.dim), (rows.stride(0), run.dim, 1)
+            shape, strides = (rows.shape[0], run.num_lookups, run.dim), (rows.stride(0), run.dim, 1)
             write_run(run, rows.as_strided(shape, strides, rows.storage_offset() + column), areas[target], projections)
 
-    def size(self, most: BatchClass) -> BatchSize:
+    def size(self, batch_class: BatchClass) -> BatchSize:
         """Say what the largest batch of a class takes."""
-        bags = np.where(self._schema.is_context, most.num_requests, most.num_candidates).astype(np.int64)
+        bags = np.where(self._schema.is_context, batch_class.num_requests, batch_class.num_candidates).astype(np.int64)
         if self._is_divided:
-            bags = np.where(self._by_id, most.num_values, bags)[self._features]
-        return BatchSize(bags, most.num_values, self.weighted, self.extra_bytes(most))
+            bags = np.where(self._by_id, batch_class.num_values, bags)[self._features]
+        return BatchSize(bags, batch_class.num_values, self.weighted, self.extra_bytes(batch_class))
 
-    def runs(self, most: BatchClass) -> OutputRuns:
+    def runs(self, batch_class: BatchClass) -> OutputRuns:
         """Say where the bags go: one run for each lookup."""
-        areas, total = self.output_places(most)
+        areas, total = self.area_starts(batch_class)
         starts = np.array(areas, np.int64)[self._areas] + self._columns
         steps = np.array([area.width for area in self.areas], np.int64)[self._areas]
         # Slices of a feature's table pool the same bags.
         keys = self._features if self.num_keys < self._features.size else None
-        return OutputRuns(self._tables, self._modes, starts, steps, OUT_DTYPES[self.dtype], total, keys)
+        return OutputRuns(self._tables, self._modes, starts, steps, DTYPE_NAMES[self.dtype], total, keys)
 
-    def output_places(self, most: BatchClass) -> tuple[list[int], int]:
+    def area_starts(self, batch_class: BatchClass) -> tuple[list[int], int]:
         """Return where each area of the output begins for the largest batch of a class, and the end, in elements."""
-        sizes = [_round_up(area.count(most) * area.width, ALIGNED_ELEMENTS) for area in self.areas]
+        sizes = [_round_up(batch_class[area.rows] * area.width, ALIGNED_ELEMENTS) for area in self.areas]
         *starts, total = accumulate(sizes, initial=0)
         return starts, total
 
-    def extra_bytes(self, most: BatchClass) -> int:
+    def extra_bytes(self, batch_class: BatchClass) -> int:
         """Count the bytes that are sent along with the largest batch of a class."""
-        sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self._extra_parts(most))
+        sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self._extra_parts(batch_class))
         return sum(_round_up(size, ALIGNED_BYTES) for size in sizes)
 
-    def extra(self, most: BatchClass, sent: Tensor) -> Extra:
+    def extra(self, batch_class: BatchClass, sent: Tensor) -> Extra:
         """View the parts of what is sent along in its bytes, uint8 [extra bytes]."""
         views, first = [], 0
-        for dtype, shape in self._extra_parts(most):
+        for dtype, shape in self._extra_parts(batch_class):
             size = math.prod(shape) * dtype.itemsize
             views.append(sent[first : first + size].view(dtype).view(shape))
             first += _round_up(size, ALIGNED_BYTES)
         return Extra(*views)
 
-    def _extra_parts(self, most: BatchClass) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        requests, candidates = most.num_requests, most.num_candidates
+    def _extra_parts(self, batch_class: BatchClass) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        requests, candidates = batch_class.num_requests, batch_class.num_candidates
         return [
             (torch.int64, (candidates,)),
             (torch.float32, (requests, self.shapes.context.dense_width)),

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,8 +64,8 @@ class CardBatch:
     Raises MemoryBudgetError if the card or the host has no room; nothing is kept then.
     """
 
-    def __init__(self, lane: CardStream, model: CardModel, most: BatchClass) -> None:
-        self.most = most
+    def __init__(self, lane: CardStream, model: CardModel, batch_class: BatchClass) -> None:
+        self.batch_class = batch_class
         self.num_uses = 0
         self.can_capture = True
         self._lane = lane
@@ -75,42 +75,47 @@ class CardBatch:
         self._projections = model.model.projections_by_part
         self._ranking: Graph | None = None
         with ExitStack() as undo:
-            self._slot = lane.prepare(layout.runs(most), layout.size(most))
+            self._slot = lane.prepare(layout.runs(batch_class), layout.size(batch_class))
             undo.callback(self._slot.close)
-            self._scores = self._card.allocate(FLOAT_BYTES * most.num_candidates)
+            self._scores = self._card.allocate(FLOAT_BYTES * batch_class.num_candidates)
             undo.callback(self._scores.free)
             self._down = lane.rows.cards.allocate_pinned(self._scores.size_bytes)
             undo.callback(self._down.free)
             self._host_scores: Float32Array = self._down.array.view(np.float32)
             # Candidates behind a batch's last are of some request too.
             self._slot.extra.fill(0)
-            self._host_extra = tuple(one.numpy() for one in layout.extra(most, torch.from_numpy(self._slot.extra)))
-            starts, total = layout.output_places(most)
-            self._out = self._card.tensor(self._slot.out, 0, (total,), layout.dtype)
+            self._host_extra = tuple(
+                view.numpy() for view in layout.extra(batch_class, torch.from_numpy(self._slot.extra))
+            )
+            starts, total = layout.area_starts(batch_class)
+            self._output = self._card.tensor(self._slot.out, 0, (total,), layout.dtype)
+            shapes = [(batch_class[area.rows], area.width) for area in layout.areas]
             self._areas = [
-                self._out[first : first + area.count(most) * area.width].view(area.count(most), area.width)
-                for first, area in zip(starts, layout.areas, strict=True)
+                self._output[first : first + math.prod(shape)].view(shape)
+                for first, shape in zip(starts, shapes, strict=True)
             ]
             columns, context, *others = self._areas
             self._sequence_rows = others[: len(layout.sequences)]
-            sent = self._card.tensor(self._slot.batch, self._slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
-            self._extra = layout.extra(most, sent)
-            self._scores_on_card = self._card.tensor(self._scores, 0, (most.num_candidates,), torch.float32)
+            sent = self._card.tensor(
+                self._slot.batch, self._slot.extra_at, (layout.extra_bytes(batch_class),), torch.uint8
+            )
+            self._extra = layout.extra(batch_class, sent)
+            self._scores_on_card = self._card.tensor(self._scores, 0, (batch_class.num_candidates,), torch.float32)
             self._inputs = RankingInputs(context, columns, {}, self._extra.owner)
             with self._card.torch_stream(lane.stream), torch.inference_mode():
                 # Columns of padding must be zeros, and no other may ever hold NaN.
-                self._out.zero_()
+                self._output.zero_()
             undo.pop_all()
         self.size_bytes = self._slot.batch.size_bytes + self._slot.out.size_bytes + self._scores.size_bytes
 
     @property
     def is_captured(self) -> bool:
-        """Tell whether its work is recorded, as far as it can be."""
+        """Return whether its work is recorded, as far as it can be."""
         return self._slot.is_captured
 
     @property
     def is_graph(self) -> bool:
-        """Tell whether all of its work is recorded."""
+        """Return whether all of its work is recorded."""
         return self._ranking is not None
 
     def fill(self, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> None:
@@ -133,11 +138,8 @@ class CardBatch:
 
     def run_empty(self) -> None:
         """Run the work of the whole class without a batch. Raises MemoryBudgetError if the dense model has no room."""
-        num_keys = self._layout.num_keys
-        nothing = np.zeros(0, np.int64)
-        keys = np.arange(num_keys, dtype=np.int32)
-        bags = KeyedBags(keys, np.zeros(num_keys, np.int64), np.zeros(1, np.int64), nothing)
-        self._slot.fill(bags)
+        keys, no_bags = np.arange(self._layout.num_keys, dtype=np.int32), np.zeros(self._layout.num_keys, np.int64)
+        self._slot.fill(KeyedBags(keys, no_bags, np.zeros(1, np.int64), np.zeros(0, np.int64)))
         self._put(None)
         self._lane.stream.synchronize()
 
@@ -181,7 +183,7 @@ class CardBatch:
 
     def _rank(self, batch: MergedBatch | None = None) -> None:
         """Put the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
-        count = self.most.num_candidates if batch is None else batch.candidate_dense.shape[0]
+        count = self.batch_class.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
                 self._layout.combine(self._areas, self._projections)
@@ -209,12 +211,10 @@ class CardBatch:
             within = torch.arange(longest, device=starts.device)
             mask = within < lengths[:, None]
             # Behind the end of a sequence any row may be read: it is overwritten.
-            rows = (starts[:, None] + within).clamp_(max=self.most.num_values - 1).flatten()
+            rows = (starts[:, None] + within).clamp_(max=self.batch_class.num_values - 1).flatten()
             padded = self._sequence_rows[number].index_select(0, rows).view(num_requests, longest, dim)
             sequences[name] = SequenceInput(padded.masked_fill_(~mask[:, :, None], 0), mask)
-        return replace(
-            self._inputs,
-            context=self._inputs.context,
+        return self._inputs._replace(
             candidates=self._inputs.candidates[:num_candidates],
             sequences=sequences,
             request_of_candidate=self._extra.owner[:num_candidates],
@@ -239,68 +239,70 @@ class CardScorer:
     _batches: OrderedDict[tuple[CardModel, BatchClass], CardBatch] = field(default_factory=OrderedDict)
 
     @property
-    def device(self) -> torch.device:
-        """Say where torch sees the card's memory."""
-        return self.lane.card.torch_device
-
-    @property
     def classes(self) -> list[BatchClass]:
         """Those that have buffers, the least recently used first."""
-        return [most for _, most in self._batches]
+        return [batch_class for _, batch_class in self._batches]
+
+    def classes_of(self, model: CardModel) -> list[BatchClass]:
+        """List those that have buffers for a model, the latest used first."""
+        return [batch_class for of, batch_class in reversed(self._batches) if of is model]
 
     def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> CardBatch:
         """Find or make the buffers for a batch, and fill them; arguments as of `CardBatch.fill`.
 
         Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
         """
-        most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], pooled.num_values)
-        found = self._batches.get((model, most)) or self._make_room_for(model, most)
-        self._batches.move_to_end((model, most))
-        if found.num_uses >= USES_BEFORE_CAPTURE and self._deserves_graph(model, found):
-            self._capture(found)
-        found.fill(batch, bags, pooled)
-        return found
-
-    def warm(self, model: CardModel, context_values: float, candidate_values: float) -> None:
-        """Make buffers and graphs for all classes of one request, and free those of other models.
-
-        Arguments are how many values are usually pooled for a request's context, and for one candidate. Raises
-        MemoryBudgetError if not even the smallest class has room.
-        """
-        self.keep([model])
-        for count in candidate_classes(self.limits.max_batch_candidates):
-            most = BatchClass.of(count, 1, math.ceil(context_values + candidate_values * count))
-            if len(self._batches) >= self.max_batches or self._size_bytes() >= self.max_bytes:
-                return
+        counts = batch.candidate_dense.shape[0], batch.context_dense.shape[0], pooled.num_values
+        key = model, BatchClass.of(*counts)
+        if (buffers := self._batches.get(key)) is None:
             try:
-                self._warm_class(model, most)
+                buffers = CardBatch(self.lane, *key)
             except MemoryBudgetError as error:
                 if not self._batches:
                     raise
-                logger.warning("batches of %d candidates and more find room when they come, or none: %s", count, error)
-                return
+                logger.warning("buffers of %d classes of batches are given up: %s", len(self._batches), error)
+                self.keep([])
+                buffers = CardBatch(self.lane, *key)
+            self._batches[key] = buffers
+            self._trim()
+        self._batches.move_to_end(key)
+        if buffers.num_uses >= USES_BEFORE_CAPTURE and self._deserves_graph(model, buffers):
+            self._capture(buffers)
+        buffers.fill(batch, bags, pooled)
+        return buffers
+
+    def warm(self, model: CardModel, batch_class: BatchClass, fraction: float = 1.0) -> bool:
+        """Make buffers and a graph for a class; False where the model has that fraction of the room, or there is none.
+
+        Raises MemoryBudgetError if nothing has room.
+        """
+        sizes = [batch.size_bytes for (of, _), batch in self._batches.items() if of is model]
+        if len(sizes) >= fraction * self.max_batches or sum(sizes) >= fraction * self.max_bytes:
+            return False
+        key = model, batch_class
+        try:
+            if (batch := self._batches.get(key)) is None:
+                batch = self._batches[key] = CardBatch(self.lane, *key)
+            if self._deserves_graph(model, batch):
+                batch.run_empty()
+                self._capture(batch)
+                # A graph's first launch uploads it to the card; one that fails does so before the version is live.
+                batch.run_empty()
+        except MemoryBudgetError as error:
+            if key in self._batches:
+                self._batches.pop(key).free()
+            if not self._batches:
+                raise
+            count = batch_class.num_candidates
+            logger.warning("batches of %d candidates and more find room when they come, or none: %s", count, error)
+            return False
+        self._trim()
+        return True
 
     def keep(self, models: Collection[CardModel]) -> None:
         """Let go of the buffers of all models but these."""
         for key in [key for key in self._batches if key[0] not in models]:
             self._batches.pop(key).free()
-
-    def classes_of(self, model: CardModel) -> list[BatchClass]:
-        """List those that have buffers for a model, the latest used first."""
-        return [most for of, most in reversed(self._batches) if of is model]
-
-    def warm_beside(self, model: CardModel, most: BatchClass) -> bool:
-        """Make buffers and a graph of a class for a model that comes beside another; False where it has its half."""
-        own = [batch for (of, _), batch in self._batches.items() if of is model]
-        if 2 * len(own) >= self.max_batches or 2 * sum(one.size_bytes for one in own) >= self.max_bytes:
-            return False
-        try:
-            self._warm_class(model, most)
-        except MemoryBudgetError as error:
-            logger.warning("batches of another dense step find room when they come, or none: %s", error)
-            return False
-        self._trim()
-        return True
 
     def close(self) -> None:
         """Free all buffers and the lane, once."""
@@ -310,44 +312,21 @@ class CardScorer:
         finally:
             self.on_close()
 
-    def _warm_class(self, model: CardModel, most: BatchClass) -> None:
-        batch = self._batches.get((model, most))
-        if batch is None:
-            batch = self._batches[model, most] = CardBatch(self.lane, model, most)
-        if self._deserves_graph(model, batch):
-            try:
-                batch.run_empty()
-                self._capture(batch)
-                # A graph's first launch uploads it to the card; one that fails does so before the version is live.
-                batch.run_empty()
-            except MemoryBudgetError:
-                self._batches.pop((model, most)).free()
-                raise
-
-    def _make_room_for(self, model: CardModel, most: BatchClass) -> CardBatch:
-        try:
-            batch = CardBatch(self.lane, model, most)
-        except MemoryBudgetError as error:
-            if not self._batches:
-                raise
-            logger.warning("buffers of %d classes of batches are given up: %s", len(self._batches), error)
-            self.keep([])
-            batch = CardBatch(self.lane, model, most)
-        self._batches[model, most] = batch
-        self._trim()
-        return batch
-
     def _trim(self) -> None:
-        while len(self._batches) > 1 and (len(self._batches) > self.max_batches or self._size_bytes() > self.max_bytes):
+        while len(self._batches) > 1 and (
+            len(self._batches) > self.max_batches
+            or sum(batch.size_bytes for batch in self._batches.values()) > self.max_bytes
+        ):
             self._batches.popitem(last=False)[1].free()
 
     def _deserves_graph(self, model: CardModel, batch: CardBatch) -> bool:
         if not self.use_graphs or batch.is_captured or not batch.can_capture:
             return False
-        most = rounded_candidates(self.limits.max_batch_candidates)
+        max_candidates = rounded_candidates(self.limits.max_batch_candidates)
         # Values are rounded up to a power of two: the class of the largest batch holds at most twice as many.
-        most_values = 2 * self.limits.max_batch_ids * int(model.layout.values_per_id.max())
-        return batch.most.num_candidates <= most and batch.most.num_values <= most_values
+        max_values = 2 * self.limits.max_batch_ids * int(model.layout.values_per_id.max())
+        size = batch.batch_class
+        return size.num_candidates <= max_candidates and size.num_values <= max_values
 
     def _capture(self, batch: CardBatch) -> None:
         """Record a class's work. A class that can't be is scored without a graph: slower, and as right."""
@@ -357,10 +336,8 @@ class CardScorer:
             self.failed_captures += 1
             self.use_graphs = self.failed_captures < MAX_FAILED_CAPTURES
             others = "" if self.use_graphs else ", and so are all that come from now on"
-            logger.warning("%s are ranked without a CUDA graph, which is slower%s: %s", batch.most, others, error)
-
-    def _size_bytes(self) -> int:
-        return sum(batch.size_bytes for batch in self._batches.values())
+            name = batch.batch_class
+            logger.warning("%s are ranked without a CUDA graph, which is slower%s: %s", name, others, error)
 
 
 def scorer_on_card(
@@ -394,7 +371,7 @@ class CardRanking(Ranking):
         scorer: CardScorer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(parts, router, shards, metrics, counter, clock, scorer.device)
+        super().__init__(parts, router, shards, metrics, counter, clock, scorer.lane.card.torch_device)
         self.scorer = scorer
         self._models: dict[RankingParts, CardModel] = {}
 
@@ -405,22 +382,22 @@ class CardRanking(Ranking):
 
     async def prepare(self, parts: RankingParts) -> None:
         """Make buffers and graphs of the classes that are in use, the latest first, for up to half of the room."""
-        model = self._on_card(parts)
-        for most in self.scorer.classes_of(self._on_card(self.parts)):
-            began = self._clock()
-            if not self.scorer.warm_beside(model, most):
+        model, current = self._on_card(parts), self._on_card(self.parts)
+        for batch_class in self.scorer.classes_of(current):
+            started_at = self._clock()
+            if not self.scorer.warm(model, batch_class, 0.5):
                 return
-            await asyncio.sleep(self._clock() - began)
+            await asyncio.sleep(self._clock() - started_at)
 
     def stage_weights(self, parts: RankingParts) -> None:
-        """As `Ranking.offer`; nothing stays on the card of steps that can't answer any more."""
+        """As `Ranking.stage_weights`; nothing stays on the card of steps that can't answer any more."""
         super().stage_weights(parts)
-        self._models = {one: model for one, model in self._models.items() if one in self._steps}
+        self._models = {step: model for step, model in self._models.items() if step in self._steps}
         self.scorer.keep(self._models.values())
 
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
         """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""
-        began = self._clock()
+        started_at = self._clock()
         mapped = self.router.map(batch.bags)
         sequence = self.router.local_sequence(self._model_name, self.parts.version)
         chosen = self.choose(sequence)
@@ -431,7 +408,7 @@ class CardRanking(Ranking):
             raise DeadlineExceededError("the deadline passed while the batch was packed")
         scores = packed.score(batch)
         if times is not None:
-            times.lookup_s, times.rank_s = ready - began, self._clock() - ready
+            times.lookup_s, times.rank_s = ready - started_at, self._clock() - ready
         self._metrics.count("card_batches", self._model_name, "graph" if packed.is_graph else "launches")
         return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence)
 
@@ -441,10 +418,14 @@ class CardRanking(Ranking):
         # Values that are pooled for one request's context, and for one candidate, on average.
         ids, num_requests, num_candidates = model.layout.values_per_id, 1, 1
         if golden is not None:
-            ids = ids * np.array([golden.lengths[one.name].sum(dtype=np.int64) for one in features.features])
+            ids = ids * np.array([golden.lengths[feature.name].sum(dtype=np.int64) for feature in features.features])
             num_requests, num_candidates = golden.num_candidates.size, int(golden.num_candidates.sum(dtype=np.int64))
-        context_ids, candidate_ids = ids[features.is_context].sum(), ids[~features.is_context].sum()
-        self.scorer.warm(model, float(context_ids / num_requests), float(candidate_ids / num_candidates))
+        context_values = ids[features.is_context].sum() / num_requests
+        values = ids[~features.is_context].sum() / num_candidates
+        self.scorer.keep([model])
+        for count in candidate_classes(self.scorer.limits.max_batch_candidates):
+            if not self.scorer.warm(model, BatchClass.of(count, 1, math.ceil(context_values + values * count))):
+                return
 
     async def close(self) -> None:
         """Free the lane, give the rows back, and close the router."""
@@ -454,9 +435,9 @@ class CardRanking(Ranking):
             await super().close()
 
     def _on_card(self, parts: RankingParts) -> CardModel:
-        found = self._models.get(parts)
-        if found is None:
+        model = self._models.get(parts)
+        if model is None:
             features = parts.schema.features
             layout = CardLayout(features.spec, features, parts.assembler.dtype)
-            found = self._models[parts] = CardModel(layout, parts.models.on(self.scorer.device))
-        return found
+            model = self._models[parts] = CardModel(layout, parts.models.on(self.device))
+        return model

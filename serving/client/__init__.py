@@ -15,11 +15,4 @@ from __future__ import annotations
 from serving.client.client import AsyncClient, Client, RetryPolicy
 from serving.client.features import LookupResult, Ragged, RankResult
 
-__all__ = [
-    "AsyncClient",
-    "Client",
-    "LookupResult",
-    "Ragged",
-    "RankResult",
-    "RetryPolicy",
-]
+__all__ = ["AsyncClient", "Client", "LookupResult", "Ragged", "RankResult", "RetryPolicy"]

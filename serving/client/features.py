@@ -141,7 +141,7 @@ class RankFeatures:
         self.context_dense = np.empty(0, "<f4") if context_dense is None else _floats(context_dense, "context.dense", 1)
         matrix = None if candidate_dense is None else _floats(candidate_dense, "candidates.dense", _MATRIX)
         rows = 0 if matrix is None else matrix.shape[0]
-        self.num_candidates = next((one.num_bags for one in self.candidates.values()), rows)
+        self.num_candidates = next((column.num_bags for column in self.candidates.values()), rows)
         self.candidate_dense = np.empty((self.num_candidates, 0), np.float32) if matrix is None else matrix
         if self.candidate_dense.shape[0] != self.num_candidates:
             raise count_mismatch("candidates.dense", f"{rows} rows for {self.num_candidates} candidates")
@@ -150,7 +150,7 @@ class RankFeatures:
         """Make the request by feature names, which any schema can read."""
         sides = ((self.context, self.context_dense), (self.candidates, self.candidate_dense.reshape(-1)))
         context, candidates = (
-            ranking_pb2.FeatureSet(sparse={name: one.message() for name, one in columns.items()}, dense=dense.tolist())
+            ranking_pb2.FeatureSet(sparse={name: col.message() for name, col in columns.items()}, dense=dense.tolist())
             for columns, dense in sides
         )
         return ranking_pb2.RankRequest(context=context, candidates=candidates, num_candidates=self.num_candidates)
@@ -164,7 +164,8 @@ class Layout:
         self._digest = description.schema_digest
         self._widths = description.dense_inputs.context, description.dense_inputs.candidate
         self._features = [
-            (one.name, one.side == "context", one.id_type == "string", one.weighted) for one in description.features
+            (feature.name, feature.side == "context", feature.id_type == "string", feature.weighted)
+            for feature in description.features
         ]
 
     def packed(self, given: RankFeatures) -> ranking_pb2.RankRequest | None:
@@ -184,21 +185,21 @@ class Layout:
         if len(columns) != len(given.context) + len(given.candidates) or widths != self._widths:
             return None
         lengths = weights = b""
-        if any(one.lengths is not None for one in columns):
+        if any(column.lengths is not None for column in columns):
             ones = np.ones(given.num_candidates, "<i4")
-            lengths = b"".join((ones[: one.num_bags] if one.lengths is None else one.lengths).data for one in columns)
-        if any(one.weights is not None for one in columns):
-            ones = np.ones(max(one.num_ids for one in columns), "<f4")
-            weights = b"".join((ones[: one.num_ids] if one.weights is None else one.weights).data for one in columns)
+            lengths = b"".join(ones[: c.num_bags].data if c.lengths is None else c.lengths.data for c in columns)
+        if any(column.weights is not None for column in columns):
+            ones = np.ones(max(column.num_ids for column in columns), "<f4")
+            weights = b"".join(ones[: c.num_ids].data if c.weights is None else c.weights.data for c in columns)
         return ranking_pb2.RankRequest(
             packed=ranking_pb2.PackedFeatures(
                 schema_digest=self._digest,
-                ids=b"".join(one.ids.data for one in columns),
+                ids=b"".join(column.ids.data for column in columns),
                 lengths=lengths,
                 weights=weights,
                 context_dense=given.context_dense.tobytes(),
                 candidate_dense=given.candidate_dense.tobytes(),
-                string_ids=chain.from_iterable(one.texts for one in columns),
+                string_ids=chain.from_iterable(column.texts for column in columns),
             ),
             num_candidates=given.num_candidates,
         )
@@ -216,7 +217,7 @@ def read_rank(data: bytes) -> RankResult:
     answer = read_message(ranking_pb2.RankResponse, data)
     # The library hands out the buffer of a repeated field.
     scores, order = np.array(answer.scores, np.float32), np.array(answer.order, np.int64)
-    outputs = {name: np.array(one.values, np.float32) for name, one in answer.outputs.items()}
+    outputs = {name: np.array(output.values, np.float32) for name, output in answer.outputs.items()}
     sequence = answer.delta_sequence if answer.HasField("delta_sequence") else -1
     return RankResult(
         answer.model, answer.version, scores, order, answer.request_id, answer.dense_step, outputs, sequence
@@ -227,9 +228,9 @@ def read_lookup(data: bytes) -> LookupResult:
     """Read a LookupResponse. Raises InternalError."""
     answer = read_message(ranking_pb2.LookupResponse, data)
     embeddings: dict[str, Float32Array | Ragged] = {}
-    for name, one in answer.embeddings.items():
-        values = np.array(one.values, np.float32).reshape(-1, max(1, one.embedding_dim))
-        embeddings[name] = Ragged(values, np.array(one.lengths, np.int64)) if one.lengths else values
+    for name, rows in answer.embeddings.items():
+        values = np.array(rows.values, np.float32).reshape(-1, max(1, rows.embedding_dim))
+        embeddings[name] = Ragged(values, np.array(rows.lengths, np.int64)) if rows.lengths else values
     return LookupResult(answer.model, answer.version, embeddings, answer.request_id)
 
 
@@ -276,7 +277,7 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
     except TypeError:
         raise invalid_field(path, "a bag is an array without dimensions") from None
     if kinds == {np.ndarray}:
-        return np.concatenate([one for one in value if len(one)] or [np.empty(0, np.int64)]), lengths
+        return np.concatenate([bag for bag in value if len(bag)] or [np.empty(0, np.int64)]), lengths
     return list(chain.from_iterable(value)), lengths
 
 
@@ -298,12 +299,12 @@ def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
             raise invalid_id(path, "a string is not valid Unicode: it has a lone surrogate") from None
         return np.empty(0, "<i8"), values
     if wrong := next((kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)), None):
-        value = next(one for one in values if type(one) is wrong)
+        value = next(value for value in values if type(value) is wrong)
         raise invalid_id(path, f"{str(value)[:80]!r} is a {wrong.__name__}; ids are integers or strings")
     try:
         return np.array(values, "<i8"), ()
     except OverflowError:
-        value = next(one for one in values if not 0 <= one <= _MAX_INT64)
+        value = next(value for value in values if not 0 <= value <= _MAX_INT64)
         raise invalid_id(path, f"{str(value)[:80]} is not in 0..{_MAX_INT64}") from None
 
 
@@ -316,8 +317,8 @@ def _floats(values: Values, path: str, dimensions: int) -> Float32Array:
     if array.size and array.dtype.kind not in "fiu":
         raise invalid_field(path, f"values of dtype {array.dtype}; they must be numbers")
     if array.ndim != dimensions:
-        wanted = "[N, width]" if dimensions == _MATRIX else "flat"
-        raise count_mismatch(path, f"values of shape {array.shape}; they must be {wanted}")
+        expected = "[N, width]" if dimensions == _MATRIX else "flat"
+        raise count_mismatch(path, f"values of shape {array.shape}; they must be {expected}")
     # What float32 can't hold becomes infinite, which the server refuses by its position.
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, "<f4")

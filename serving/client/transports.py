@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 from urllib.parse import quote, urlsplit
 
 import grpc
@@ -57,17 +57,17 @@ _BY_KIND: dict[str, type[ShardrankError]] = {
     "memory_budget": InternalError,
     "header_too_large": InvalidRequestError,
 }
-_BY_STATUS: dict[int | str, type[ShardrankError]] = {
-    **dict.fromkeys(
-        (400, "INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED"), InvalidRequestError
-    ),
-    **dict.fromkeys((401, "UNAUTHENTICATED"), UnauthenticatedError),
-    **dict.fromkeys((403, "PERMISSION_DENIED"), PermissionDeniedError),
-    **dict.fromkeys((404, "NOT_FOUND"), NotFoundError),
-    **dict.fromkeys((408, 504, "DEADLINE_EXCEEDED"), DeadlineExceededError),
-    **dict.fromkeys((429, "RESOURCE_EXHAUSTED"), OverloadedError),
+_CLASSES = (
+    *(InvalidRequestError, UnauthenticatedError, PermissionDeniedError, NotFoundError),
     # 503 is OverloadedError's as well, whose kind says so.
-    **dict.fromkeys((502, 503, "UNAVAILABLE"), UnavailableError),
+    *(DeadlineExceededError, UnavailableError),
+)
+_BY_STATUS: dict[int | str, type[ShardrankError]] = {
+    **{status: error for error in _CLASSES for status in (error.http_status, error.grpc_status)},
+    **dict.fromkeys(("FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED"), InvalidRequestError),
+    **dict.fromkeys((429, "RESOURCE_EXHAUSTED"), OverloadedError),
+    408: DeadlineExceededError,
+    502: UnavailableError,
 }
 
 
@@ -103,19 +103,18 @@ class Target:
 
     @property
     def is_grpc(self) -> bool:
-        """Whether it is gRPC, else HTTP."""
+        """Return whether it is gRPC, else HTTP."""
         return self.address.startswith("grpc")
 
     @property
     def is_tls(self) -> bool:
-        """Whether connections are encrypted."""
+        """Return whether connections are encrypted."""
         return self.address.startswith(("grpcs", "https"))
 
     def authorization(self) -> list[tuple[str, str]]:
         """Return the header with the token, if there is one."""
-        if self.token is None:
-            return []
-        return [("authorization", f"Bearer {self.token if isinstance(self.token, str) else self.token()}")]
+        token = self.token() if callable(self.token) else self.token
+        return [] if token is None else [("authorization", f"Bearer {token}")]
 
 
 class GrpcTransport:
@@ -126,8 +125,10 @@ class GrpcTransport:
         self._on_loop = on_loop
         self._credentials: grpc.ChannelCredentials | None = None
         if target.is_tls:
-            files = (None if one is None else Path(one).read_bytes() for one in (target.ca, target.key, target.cert))
-            self._credentials = grpc.ssl_channel_credentials(*files)
+            paths = (target.ca, target.key, target.cert)
+            self._credentials = grpc.ssl_channel_credentials(
+                *(None if path is None else Path(path).read_bytes() for path in paths)
+            )
         self._channel: Any = None
         self._calls: dict[Method, Any] = {}
         if not on_loop:
@@ -140,7 +141,7 @@ class GrpcTransport:
         else:
             authority = at.netloc if at.port else f"{at.netloc}:443"
             self._channel = library.secure_channel(authority, self._credentials, options=_CHANNEL_OPTIONS)
-        for method in ("Rank", "Lookup", "GetModel"):
+        for method in get_args(Method):
             self._calls[method] = self._channel.unary_unary(f"/shardrank.v1.RankingService/{method}", None, None)
 
     async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> bytes:
@@ -195,7 +196,7 @@ class HttpTransport:
                 answer = self._client.send(message, stream=True)
                 response: httpx.Response = await answer if self._on_loop else answer
                 try:
-                    async for part in self._parts(response):
+                    async for part in response.aiter_raw() if self._on_loop else _pieces(response):
                         parts.append(part)
                         size += len(part)
                         if size > MAX_ANSWER_BYTES:
@@ -219,14 +220,6 @@ class HttpTransport:
         """Close the connections."""
         await self._client.aclose() if self._on_loop else self._client.close()
 
-    async def _parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        if self._on_loop:
-            async for part in response.aiter_raw():
-                yield part
-        else:
-            for part in response.iter_raw():
-                yield part
-
     def _request(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> Any:
         verb, path, body = "GET", f"/v1/models/{quote(request.model, safe='')}", None
         fields = [*self._target.authorization(), *headers.items()]
@@ -234,6 +227,11 @@ class HttpTransport:
             verb, path, body = "POST", f"{path}:{method.lower()}", request.SerializeToString()
             fields += [("content-type", _CONTENT_TYPE), ("accept", _CONTENT_TYPE)]
         return self._client.build_request(verb, path, content=body, headers=fields, timeout=httpx.Timeout(timeout_s))
+
+
+async def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+    for piece in response.iter_raw():
+        yield piece
 
 
 def _described(body: bytes) -> bytes:
@@ -252,19 +250,9 @@ def _described(body: bytes) -> bytes:
 def _grpc_error(call: Any) -> ShardrankError:
     """Return the error that a gRPC call ended with, by its status, its text and the trailers that the server set."""
     trailers = {name: str(value) for name, value in call.trailing_metadata() or ()}
-    status, message, kind = call.code().name, call.details() or "", trailers.get("shardrank-error-kind", "")
-    error = _BY_KIND.get(kind) or _BY_STATUS.get(status, InternalError)
-    pushback_ms = trailers.get("grpc-retry-pushback-ms", "")
-    known: dict[str, Any] = {
-        "kind": kind or None,
-        "retry_after_s": int(pushback_ms) / 1000 if pushback_ms.isdecimal() else None,
-    }
-    if error is not InvalidRequestError:
-        return error(message, grpc_status=status, **known)
-    # gRPC carries no field of its own; a text about one begins with it.
-    match = re.match(r"(\S+): ", message)
-    field, problem = (match[1], message[match.end() :]) if match else ("", message)
-    return InvalidRequestError(field, problem, grpc_status=status, **known)
+    status, message, pushback_ms = call.code().name, call.details() or "", trailers.get("grpc-retry-pushback-ms", "")
+    known = {"grpc_status": status, "retry_after_s": int(pushback_ms) / 1000 if pushback_ms.isdecimal() else None}
+    return _error(trailers.get("shardrank-error-kind", ""), status, message, None, known)
 
 
 def http_error(status: int, body: bytes, retry_after: str | None) -> ShardrankError:
@@ -275,9 +263,18 @@ def http_error(status: int, body: bytes, retry_after: str | None) -> ShardrankEr
     except (ValueError, KeyError, TypeError, AttributeError):
         # Not of this project: a proxy's page, perhaps. Its beginning is the best there is.
         message, kind, field = f"HTTP status {status}: {body[:300].decode('utf-8', 'replace')}", "", ""
-    error = _BY_KIND.get(kind) or _BY_STATUS.get(status, InvalidRequestError if status < 500 else InternalError)
     wait_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
-    known: dict[str, Any] = {"kind": kind or None, "http_status": status, "retry_after_s": wait_s}
-    if error is InvalidRequestError:
-        return InvalidRequestError(field, message.removeprefix(f"{field}: "), **known)
-    return error(message, field=field, **known)
+    return _error(kind, status, message, field, {"http_status": status, "retry_after_s": wait_s})
+
+
+def _error(kind: str, status: int | str, message: str, field: str | None, known: dict[str, Any]) -> ShardrankError:
+    is_refused = isinstance(status, int) and status < httpx.codes.INTERNAL_SERVER_ERROR
+    error = _BY_KIND.get(kind) or _BY_STATUS.get(status, InvalidRequestError if is_refused else InternalError)
+    known["kind"] = kind or None
+    if error is not InvalidRequestError:
+        return error(message, field=field or "", **known)
+    if field is None:
+        # gRPC carries no field of its own; a text about one begins with it.
+        match = re.match(r"(\S+): ", message)
+        field = match[1] if match else ""
+    return InvalidRequestError(field, message.removeprefix(f"{field}: "), **known)

@@ -6,13 +6,11 @@ candidates, and by a trial: requests together and each of them alone must get th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
@@ -30,9 +28,9 @@ from loader.snapshot.manifest import (
 )
 from loader.snapshot.program import Program, ProgramArchive, program_bytes
 from serving.errors import RankingModelError
-from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.layers import NumberFormat, can_pack
-from serving.models.ranking_models import BLOCK_ROWS, MAX_PAIRS, RankingModel
+from serving.models.ranking_models import MAX_PAIRS, RankingModel
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -77,30 +75,31 @@ class ExportedRanking(RankingModel):
         self._outputs = tuple(_exported(spec).outputs.values())
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Return the weighted sum of the outputs, float32 [N], without gradients."""
+        """Return the weighted sum of the outputs, float32 [N]."""
         return self.scores(inputs)[0]
 
-    score = forward
-
     def scores(self, inputs: RankingInputs) -> Tensor:
-        """Return that sum, and below it each output after its activation: float32 [1 + outputs, N], no gradients."""
-        with torch.inference_mode():
-            parts = [self._scores(part) for part in _divided(_with_rows(inputs))]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        """Return the weighted sum of the outputs, and below it each after its activation: float32 [1 + outputs, N]."""
+        sequences = dict(inputs.sequences)
+        for name, (rows, mask) in inputs.sequences.items():
+            if (missing := MIN_SEQUENCE - mask.shape[1]) > 0:
+                sequences[name] = SequenceInput(F.pad(rows, (0, 0, 0, missing)), F.pad(mask, (0, missing)))
+        inputs, count = inputs._replace(sequences=sequences), inputs.request_of_candidate.numel()
+        longest = max((mask.shape[1] for _, mask in sequences.values()), default=1)
+        size = max(1, MAX_PAIRS // longest)
+        if count <= size or not inputs.is_ordered:
+            return self._scores(inputs)
+        sizes = [min(size, count - first) for first in range(0, count, size)]
+        return torch.cat([self._scores(part) for part in inputs.split(sizes)], dim=1)
 
     def _scores(self, inputs: RankingInputs) -> Tensor:
         outputs = self._run([bind(inputs) for bind in self._bindings])
         count = inputs.candidates.shape[0]
         rows = torch.zeros(1 + len(self._outputs), count)
         for number, (output, described) in enumerate(zip(outputs, self._outputs, strict=True), start=1):
-            if output.numel() != count:
-                raise RankingModelError(f"output {number} of the program has {output.numel()} values for {count}")
             rows[number] = _ACTIVATIONS[described.activation](output.reshape(count).float())
             rows[0].add_(rows[number], alpha=described.weight)
         return rows
-
-    def pack(self, number_format: NumberFormat) -> None:
-        """Do nothing: a program is in the number format that it was exported in."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RankingModelError("an exported program is run on the CPU; keep its rows in RAM or on shard nodes")
@@ -127,8 +126,9 @@ def check_program(spec: ModelSpec, program: Program) -> None:
 
 def _checked(spec: ModelSpec, archive: ProgramArchive) -> ExportedRanking:
     try:
-        model = _loaded_program(spec, archive)
-        _check_by_trial(spec, model)
+        with torch.inference_mode():
+            model = _loaded_program(spec, archive)
+            _check_by_trial(spec, model)
         return model
     except RankingModelError:
         raise
@@ -152,7 +152,7 @@ def _loaded_program(spec: ModelSpec, archive: ProgramArchive) -> ExportedRanking
 
     program: ExportedProgram = load_pt2(BytesIO(archive.rebuilt())).exported_programs["model"]
     dtype = _check_signature(spec, program)
-    signature = program.graph_signature
+    order, signature = _output_order(spec, program), program.graph_signature
     tensors = {**program.state_dict, **program.constants}
     constants: list[Tensor] = []
     for name in (argument.target for argument in signature.input_specs if argument.kind.name != "USER_INPUT"):
@@ -162,7 +162,7 @@ def _loaded_program(spec: ModelSpec, archive: ProgramArchive) -> ExportedRanking
             raise RankingModelError(f"model {spec.model!r}: the program's tensor {name!r} holds NaN or inf")
         constants.append(tensor.detach())
     bindings = [_argument(spec, _exported(spec).inputs[str(name)]).bind for name in signature.user_inputs]
-    graph, order = program.graph_module, _output_order(spec, program.call_spec.out_spec)
+    graph = program.graph_module
     _pack_products(graph, constants)
 
     def run(arguments: list[Tensor]) -> list[Tensor]:
@@ -241,7 +241,6 @@ def _check_signature(spec: ModelSpec, program: ExportedProgram) -> torch.dtype:
         for dim, (got, expected) in enumerate(zip(value.shape, shape, strict=True)):
             if problem := _size_problem(got, expected, program):
                 raise RankingModelError(f"{prefix}: argument {name!r}, dim {dim} {problem}")
-    _check_outputs(spec, [nodes[str(name)] for name in signature.user_outputs])
     if len(floats) != 1:
         raise RankingModelError(f"{prefix} takes floats of {sorted(map(str, floats))}; it must be one of the dtypes")
     return floats.pop()
@@ -265,29 +264,28 @@ def _size_problem(got: Any, expected: int | str, program: ExportedProgram) -> st
     return ""
 
 
-def _check_outputs(spec: ModelSpec, values: Sequence[Any]) -> None:
-    names, prefix = list(_exported(spec).outputs), f"model {spec.model!r}: the program"
+# Arguments and outputs
+
+
+def _output_order(spec: ModelSpec, program: ExportedProgram) -> list[int]:
+    """Return the index of each described output in the program's: by name if it returns a dict, else in order.
+
+    Raises RankingModelError for other outputs, or one that is not a value a candidate.
+    """
+    names, prefix, structure = list(_exported(spec).outputs), f"model {spec.model!r}: the program", program.call_spec
+    nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    values = [nodes[str(name)] for name in program.graph_signature.user_outputs]
     if len(values) != len(names):
         raise RankingModelError(f"{prefix} returns {len(values)} outputs; the description names {names}")
     for name, value in zip(names, values, strict=True):
         is_column = isinstance(value, Tensor) and value.dim() in (1, 2) and (value.dim() == 1 or value.shape[1] == 1)
         if not is_column or isinstance(value.shape[0], int):
-            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise RankingModelError(f"{prefix}: output {name!r} is {got}; it must have one value a candidate, [N]")
-
-
-# Arguments and outputs
-
-
-def _output_order(spec: ModelSpec, structure: Any) -> list[int]:
-    """Return the position of each described output in the program's: by name if it returns a dict, else in order."""
-    names = list(_exported(spec).outputs)
-    if structure.type is not dict:
-        return list(range(len(names)))
-    if sorted(structure.context) != sorted(names):
-        returned = list(structure.context)
-        raise RankingModelError(f"model {spec.model!r}: the program returns {returned}; the description names {names}")
-    return [structure.context.index(name) for name in names]
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise RankingModelError(f"{prefix}: output {name!r} is {shape}; it must have one value a candidate, [N]")
+    returned = list(structure.out_spec.context) if structure.out_spec.type is dict else names
+    if sorted(returned) != sorted(names):
+        raise RankingModelError(f"{prefix} returns {returned}; the description names {names}")
+    return [returned.index(name) for name in names]
 
 
 def check_bindings(spec: ModelSpec) -> None:
@@ -316,8 +314,8 @@ def _argument(spec: ModelSpec, source: InputSource) -> _Argument:
         dtype, shape, read = parts[source.part]
         return _Argument(dtype, shape, _gathered(lambda inputs: read(inputs.sequences[name]), is_gathered))
     if isinstance(source, PooledInput):
-        if unknown := [name for name in source.features if name not in shapes.features]:
-            known = list(shapes.features)
+        if unknown := [name for name in source.features if name not in shapes.columns]:
+            known = list(shapes.columns)
             raise RankingModelError(f"{prefix}: {unknown[0]!r} is none of the pooled features; they are {known}")
         sides = {spec.feature(name).side for name in source.features}
         if len(sides) != 1:
@@ -331,22 +329,25 @@ def _argument(spec: ModelSpec, source: InputSource) -> _Argument:
         raise RankingModelError(f"{prefix}: {what} of candidates can't come per request")
     side = shapes.context if is_context else shapes.candidate
     if isinstance(source, PooledInput):
-        pieces = [side.columns_of(name) for name in source.features]
+        pieces = [shapes.columns[name] for name in source.features]
     else:
         pieces = [slice(0, side.padded_width) if isinstance(source, SideInput) else side.dense_columns]
-    columns = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
-    if not columns.size:
+    merged = pieces[:1]
+    for piece in pieces[1:]:
+        # Neighbours are read as one piece.
+        if merged[-1].stop == piece.start:
+            merged[-1] = slice(merged[-1].start, piece.stop)
+        else:
+            merged.append(piece)
+    width = sum(piece.stop - piece.start for piece in merged)
+    if not width:
         raise RankingModelError(f"{prefix}: the model has no {what}")
-    # Neighbours are read as one piece.
-    merged = [
-        slice(int(run[0]), int(run[-1]) + 1) for run in np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
-    ]
 
     def bind(inputs: RankingInputs) -> Tensor:
         matrix = inputs.context if is_context else inputs.candidates
         return torch.cat([matrix[:, piece] for piece in merged], dim=1) if len(merged) > 1 else matrix[:, merged[0]]
 
-    return _Argument(torch.float32, (rows, columns.size), _gathered(bind, is_context and is_gathered))
+    return _Argument(torch.float32, (rows, width), _gathered(bind, is_context and is_gathered))
 
 
 def _gathered(read: Binding, is_gathered: bool) -> Binding:
@@ -354,28 +355,6 @@ def _gathered(read: Binding, is_gathered: bool) -> Binding:
     if is_gathered:
         return lambda inputs: read(inputs).index_select(0, inputs.request_of_candidate)
     return lambda inputs: read(inputs).contiguous()
-
-
-def _with_rows(inputs: RankingInputs) -> RankingInputs:
-    """Fill sequences up with rows of zeros where all of a batch are shorter than programs take."""
-    sequences = dict(inputs.sequences)
-    for name, sequence in inputs.sequences.items():
-        if (missing := MIN_SEQUENCE - sequence.mask.shape[1]) > 0:
-            rows, mask = F.pad(sequence.rows, (0, 0, 0, missing)), F.pad(sequence.mask, (0, missing))
-            sequences[name] = SequenceInput(rows, mask)
-    return replace(inputs, sequences=sequences)
-
-
-def _divided(inputs: RankingInputs) -> Iterator[RankingInputs]:
-    """Divide a batch into neighbouring candidates, with their requests, that make at most `MAX_PAIRS` pairs."""
-    owner = inputs.request_of_candidate
-    longest = max((sequence.mask.shape[1] for sequence in inputs.sequences.values()), default=0)
-    # Copies of built-in models fill up each request's last block.
-    max_rows = owner.numel() + (BLOCK_ROWS - 1) * inputs.context.shape[0]
-    if max_rows * longest <= MAX_PAIRS or not inputs.is_ordered or not owner.numel():
-        return iter((inputs,))
-    part = (torch.arange(owner.numel()) + (BLOCK_ROWS - 1) * owner) // max(1, MAX_PAIRS // longest)
-    return inputs.split(torch.unique_consecutive(part, return_counts=True)[1].tolist())
 
 
 # The trial
@@ -399,18 +378,17 @@ def _check_by_trial(spec: ModelSpec, model: ExportedRanking) -> None:
 
 def _trial_inputs(shapes: InputShapes, dtype: torch.dtype) -> RankingInputs:
     draw = torch.Generator().manual_seed(0)
-
-    def matrix(side: SideShapes, rows: int) -> Tensor:
-        return F.pad(torch.randn(rows, side.width, generator=draw), (0, side.padded_width - side.width)).to(dtype)
-
     requests, candidates = len(TRIAL_CANDIDATES), sum(TRIAL_CANDIDATES)
+    context, rows = (
+        F.pad(torch.randn(count, side.width, generator=draw), (0, side.padded_width - side.width)).to(dtype)
+        for side, count in ((shapes.context, requests), (shapes.candidate, candidates))
+    )
     mask = torch.arange(4) < torch.tensor([[4], [0], [2]])
     sequences = {
         name: SequenceInput((torch.randn(requests, 4, dim, generator=draw) * mask[:, :, None]).to(dtype), mask)
         for name, dim in shapes.sequence_dims.items()
     }
     owner = torch.repeat_interleave(torch.arange(requests), torch.tensor(TRIAL_CANDIDATES))
-    context, rows = matrix(shapes.context, requests), matrix(shapes.candidate, candidates)
     return RankingInputs(context, rows, sequences, owner, is_ordered=True)
 
 

@@ -10,10 +10,10 @@ orders form a run, and a run is written by one strided copy, which converts to t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -34,68 +34,37 @@ def padded_width(width: int) -> int:
     return -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
-def rounded_rows(count: int) -> int:
-    """Round a number of candidates up to its class: by 8 up to 256, by at most a sixteenth beyond; 0 stays 0.
-
-    oneDNN prepares a product for each new number of rows, at some 0.4 ms a layer: classes are few enough to be kept.
-    """
-    step = max(MIN_ROWS, (1 << count.bit_length()) >> 5)
-    return -(-count // step) * step
-
-
 @dataclass(frozen=True)
 class SideShapes:
     """The columns of one side's matrix, `width` of which carry something.
 
-    `features` are the side's pooled ones, in the order of `spec.features`, `dims` and `offsets` their embedding_dims
-    and first columns.
+    Attributes:
+        features: the side's pooled ones, in the order of `spec.features`.
+        embedding_order: int64 [embedding_width], where their columns are among those of both sides' features.
+        dense_columns: those of the dense inputs.
     """
 
     features: tuple[str, ...]
-    dims: tuple[int, ...]
-    offsets: Mapping[str, int]
+    embedding_order: Int64Array
     embedding_width: int
     dense_width: int
+    dense_columns: slice
     width: int
     padded_width: int
-
-    @classmethod
-    def of(cls, dims: Mapping[str, int], dense_width: int) -> SideShapes:
-        """Lay out features with these embedding_dims, and dense inputs."""
-        embeddings = sum(dims.values())
-        width = embeddings + dense_width
-        return cls(
-            features=tuple(dims),
-            dims=tuple(dims.values()),
-            offsets=dict(zip(dims, accumulate(dims.values(), initial=0), strict=False)),
-            embedding_width=embeddings,
-            dense_width=dense_width,
-            width=width,
-            padded_width=padded_width(width),
-        )
-
-    @property
-    def dense_columns(self) -> slice:
-        """Find the columns of the dense inputs."""
-        return slice(self.embedding_width, self.width)
-
-    def columns_of(self, feature: str) -> slice:
-        """Find the columns of a pooled feature of this side. Raises KeyError."""
-        start = self.offsets[feature]
-        return slice(start, start + self.dims[self.features.index(feature)])
 
 
 @dataclass(frozen=True)
 class InputShapes:
     """Where each input of a model is.
 
-    `features` and `dims` are the pooled ones of both sides, in the order of `spec.features`, and their embedding_dims.
+    Attributes:
+        columns: of each pooled feature, in the order of `spec.features`, its columns in the matrix of its side.
+        sequence_dims: the embedding_dim of each feature with pooling `none`.
     """
 
     context: SideShapes
     candidate: SideShapes
-    features: tuple[str, ...]
-    dims: tuple[int, ...]
+    columns: Mapping[str, slice]
     sequence_dims: Mapping[str, int]
 
     @classmethod
@@ -103,20 +72,29 @@ class InputShapes:
         """Derive the shapes of a model's inputs."""
         dims = {feature.name: spec.table_of(feature.name).embedding_dim for feature in spec.features}
         pooled = {name: dim for name, dim in dims.items() if spec.pooling_of(name) != "none"}
-        of_side: dict[Side, dict[str, int]] = {"context": {}, "candidate": {}}
-        for name, dim in pooled.items():
-            of_side[spec.feature(name).side][name] = dim
-        return cls(
-            context=SideShapes.of(of_side["context"], spec.dense_inputs.context),
-            candidate=SideShapes.of(of_side["candidate"], spec.dense_inputs.candidate),
-            features=tuple(pooled),
-            dims=tuple(pooled.values()),
-            sequence_dims={name: dim for name, dim in dims.items() if name not in pooled},
-        )
-
-    def side(self, side: Side) -> SideShapes:
-        """Get one side's columns."""
-        return self.context if side == "context" else self.candidate
+        starts = dict(zip(pooled, accumulate(pooled.values(), initial=0), strict=False))
+        columns = dict.fromkeys(pooled, slice(0, 0))
+        sides: dict[Side, SideShapes] = {}
+        dense_widths: dict[Side, int] = {"context": spec.dense_inputs.context, "candidate": spec.dense_inputs.candidate}
+        for side, dense_width in dense_widths.items():
+            features = tuple(name for name in pooled if spec.feature(name).side == side)
+            order, embeddings = [np.zeros(0, np.int64)], 0
+            for name in features:
+                columns[name] = slice(embeddings, embeddings + pooled[name])
+                order.append(starts[name] + np.arange(pooled[name]))
+                embeddings += pooled[name]
+            width = embeddings + dense_width
+            sides[side] = SideShapes(
+                features=features,
+                embedding_order=np.concatenate(order),
+                embedding_width=embeddings,
+                dense_width=dense_width,
+                dense_columns=slice(embeddings, width),
+                width=width,
+                padded_width=padded_width(width),
+            )
+        sequence_dims = {name: dim for name, dim in dims.items() if name not in pooled}
+        return cls(columns=columns, sequence_dims=sequence_dims, **sides)
 
     @property
     def dense_width(self) -> int:
@@ -128,29 +106,15 @@ class InputShapes:
         """Count the columns of embeddings of both sides."""
         return self.context.embedding_width + self.candidate.embedding_width
 
-    def embedding_order(self) -> tuple[Int64Array, Int64Array]:
-        """Find where the context's, and the candidates', columns of embeddings stand among those of `features`."""
-        starts = dict(zip(self.features, accumulate(self.dims, initial=0), strict=False))
-        context, candidate = (
-            np.concatenate(
-                [np.arange(dim) + starts[name] for name, dim in zip(side.features, side.dims, strict=True)]
-                or [np.zeros(0, np.int64)]
-            )
-            for side in (self.context, self.candidate)
-        )
-        return context, candidate
 
-
-@dataclass(frozen=True, slots=True)
-class SequenceInput:
+class SequenceInput(NamedTuple):
     """Rows [R, L, D] of one sequence feature, one a request; `mask`, bool [R, L], is False where one has ended."""
 
     rows: Tensor
     mask: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class RankingInputs:
+class RankingInputs(NamedTuple):
     """A batch of N candidates of R requests.
 
     `context` is [R, padded width of the context], `candidates` [N, padded width of the candidates],
@@ -168,28 +132,23 @@ class RankingInputs:
         if self.candidates.device == device:
             return self
         sequences = {
-            name: SequenceInput(one.rows.to(device), one.mask.to(device)) for name, one in self.sequences.items()
+            name: SequenceInput(rows.to(device), mask.to(device)) for name, (rows, mask) in self.sequences.items()
         }
-        return replace(
-            self,
-            context=self.context.to(device),
-            candidates=self.candidates.to(device),
-            sequences=sequences,
-            request_of_candidate=self.request_of_candidate.to(device),
-        )
+        matrices = self.context.to(device), self.candidates.to(device)
+        return RankingInputs(*matrices, sequences, self.request_of_candidate.to(device), self.is_ordered)
 
     def split(self, counts: Sequence[int]) -> Iterator[RankingInputs]:
         """Divide an ordered batch into so many candidates each, with their requests and no others."""
         first, owner = 0, self.request_of_candidate
         for count in counts:
-            own = slice(first, first + count)
-            of = slice(int(owner[first]), int(owner[first + count - 1]) + 1)
-            yield replace(
-                self,
-                context=self.context[of],
-                candidates=self.candidates[own],
-                sequences={name: SequenceInput(one.rows[of], one.mask[of]) for name, one in self.sequences.items()},
-                request_of_candidate=owner[own] - of.start,
+            rows = slice(first, first + count)
+            requests = slice(int(owner[first]), int(owner[first + count - 1]) + 1)
+            yield RankingInputs(
+                self.context[requests],
+                self.candidates[rows],
+                {name: SequenceInput(*(part[requests] for part in parts)) for name, parts in self.sequences.items()},
+                owner[rows] - requests.start,
+                self.is_ordered,
             )
             first += count
 
@@ -199,62 +158,57 @@ class RankingInputs:
 warnings.filterwarnings("ignore", message="The given NumPy array is not writ", category=UserWarning)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Lookups for pooled features, of one side and embedding_dim, that are neighbours in block and columns.
 
-    They are `count` lookups from `first` on, in the group `block`, with `dim` columns. They go to `width` columns of
+    They are `num_lookups` from `first` on, in the group `block`, with `dim` columns. They go to `width` columns of
     the side's matrix from `column` on, projected if there are `projections` (names of parts), added if it `adds`.
     """
 
     block: int
     side: Side
     first: int
-    count: int
+    num_lookups: int
     dim: int
     column: int
     width: int
-    projections: tuple[str, ...] = ()
-    adds: bool = False
+    projections: tuple[str, ...]
+    adds: bool
 
 
-def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] | None = None) -> tuple[Run, ...]:
-    """Split the lookups of features, by flat index (default: the pooled ones), into runs, those that add last."""
-    shapes, lookups, projections = InputShapes.of(spec), schema.lookups, spec.projections()
-    own = set(np.flatnonzero(~schema.is_none).tolist() if features is None else features)
+def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Sequence[int]) -> tuple[Run, ...]:
+    """Split the lookups of features, by flat index, into runs, those that add last. Sequences begin at column 0."""
+    columns, lookups, projections = InputShapes.of(spec).columns, schema.lookups, spec.projections()
     runs: list[Run] = []
     # Of each feature, the part that is written first, to which the others are added.
     first_parts: dict[int, int] = {}
-    for number, index in enumerate(lookups.feature.tolist()):
-        if index not in own:
-            continue
+    for number in np.flatnonzero(np.isin(lookups.feature, features)).tolist():
+        index, part, block = (int(array[number]) for array in (lookups.feature, lookups.part, lookups.group))
         feature = schema.features[index]
-        part = int(lookups.part[number])
         name = spec.parts(spec.table_of(feature.name))[part].name
-        block = int(lookups.group[number])
         dim = schema.layout.groups[block].embedding_dim
-        found = Run(
+        run = Run(
             block=block,
             side=feature.side,
             first=number,
-            count=1,
+            num_lookups=1,
             dim=dim,
-            column=shapes.side(feature.side).offsets.get(feature.name, 0) + int(lookups.column[number]),
+            column=columns.get(feature.name, slice(0, 0)).start + int(lookups.column[number]),
             width=projections[name][1] if name in projections else dim,
             projections=(name,) if name in projections else (),
             adds=first_parts.setdefault(index, part) != part,
         )
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and (last.block, last.side, last.adds, bool(last.projections), last.width)
-            == (found.block, found.side, found.adds, bool(found.projections), found.width)
-            and last.first + last.count == found.first
-            and last.column + last.count * last.width == found.column
-        ):
-            runs[-1] = replace(last, count=last.count + 1, projections=last.projections + found.projections)
+        last = runs[-1] if runs else run
+        following = last._replace(
+            first=last.first + last.num_lookups,
+            num_lookups=1,
+            column=last.column + last.num_lookups * last.width,
+            projections=run.projections,
+        )
+        if run == following and bool(run.projections) == bool(last.projections):
+            runs[-1] = last._replace(num_lookups=last.num_lookups + 1, projections=last.projections + run.projections)
         else:
-            runs.append(found)
+            runs.append(run)
     return tuple(sorted(runs, key=lambda run: run.adds))
 
 
@@ -264,8 +218,8 @@ def write_run(run: Run, rows: Tensor, matrix: Tensor, projections: Mapping[str, 
     `projections` are float32 [dim, width] by part.
     """
     if run.projections:
-        own = torch.stack([projections[part] for part in run.projections])
-        rows = torch.bmm(rows.transpose(0, 1).float(), own).transpose(0, 1)
+        by_lookup = torch.stack([projections[part] for part in run.projections])
+        rows = torch.bmm(rows.transpose(0, 1).float(), by_lookup).transpose(0, 1)
     first = matrix.storage_offset() + run.column
     target = matrix.as_strided(rows.shape, (matrix.stride(0), run.width, 1), first)
     if run.adds:
@@ -274,42 +228,27 @@ def write_run(run: Run, rows: Tensor, matrix: Tensor, projections: Mapping[str, 
         target.copy_(rows)
 
 
-class InputBuffer:
-    """Memory for the matrices of one batch after the other, as large as the largest so far."""
-
-    def __init__(self, shapes: InputShapes, dtype: torch.dtype) -> None:
-        self._memory = {side: torch.empty(0, shapes.side(side).padded_width, dtype=dtype) for side in SIDES}
-        self._widths = {side: shapes.side(side).width for side in SIDES}
-
-    def rows(self, side: Side, count: int) -> Tensor:
-        """Get that many rows of one side's matrix: padding is zeros, the rest is what the last batch left."""
-        memory = self._memory[side]
-        if count > memory.shape[0]:
-            memory = self._memory[side] = memory.new_empty(count, memory.shape[1])
-            # Memory that was never written may hold NaN, which a zero weight does not remove.
-            memory[:, self._widths[side] :].zero_()
-        return memory[:count]
-
-
-SIDES: Final[tuple[Side, Side]] = ("context", "candidate")
-
-
 class InputAssembler:
-    """Writes a batch's embeddings and dense floats into a ranking model's inputs, in its number format."""
+    """Writes a batch's embeddings and dense floats into a ranking model's inputs, in its number format. Immutable."""
 
     def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
         self.shapes = InputShapes.of(spec)
         self.dtype = dtype
-        self.runs = find_runs(spec, schema)
-        self._sequences = tuple(
-            (index, feature.name)
-            for index, feature in enumerate(schema.features)
-            if feature.name in self.shapes.sequence_dims
-        )
+        self._runs = find_runs(spec, schema, np.flatnonzero(~schema.is_none).tolist())
+        self._sequences = [(index, schema.features[index].name) for index in np.flatnonzero(schema.is_none).tolist()]
 
-    def buffer(self) -> InputBuffer:
-        """Make a buffer for `assemble`."""
-        return InputBuffer(self.shapes, self.dtype)
+    def buffer(self, num_requests: int = 0, num_candidates: int = 0) -> list[Tensor]:
+        """Make memory for `assemble`, the context's matrix and the candidates': padding is zeros, the rest undefined.
+
+        It grows to the largest batch; only one batch may use it at a time.
+        """
+        buffer = []
+        for count, side in ((num_requests, self.shapes.context), (num_candidates, self.shapes.candidate)):
+            matrix = torch.empty(count, side.padded_width, dtype=self.dtype)
+            # Memory that was never written may hold NaN, which a zero weight does not remove.
+            matrix[:, side.width :].zero_()
+            buffer.append(matrix)
+        return buffer
 
     def assemble(
         self,
@@ -317,43 +256,45 @@ class InputAssembler:
         request_of_candidate: Int64Array,
         context_dense: Float32Array,
         candidate_dense: Float32Array,
-        buffer: InputBuffer | None = None,
-        projections: Mapping[str, Tensor] | None = None,
+        buffer: list[Tensor],
+        projections: Mapping[str, Tensor],
     ) -> RankingInputs:
         """Build the inputs of R requests' N candidates, in the assembler's dtype.
 
         Embeddings are the batch's lookup of all features: context features have R bags, candidate features N.
         `request_of_candidate` is int64 [N], ascending, dense inputs float32 [R, Kc] and [N, Kd]. The candidates' matrix
-        has `rounded_rows(N)` rows: those behind N are zeros, of the last request. Without a buffer both matrices have
-        memory of their own. `projections` are the ranking model's, float32 by part.
+        has rows in classes: by 8 up to 256, by at most a sixteenth beyond. Those after N are zeros, of the last
+        request. `projections` are the ranking model's, float32 by part.
         """
-        counts: dict[Side, int] = {"context": context_dense.shape[0], "candidate": candidate_dense.shape[0]}
-        buffer, num_candidates = buffer or self.buffer(), counts["candidate"]
-        context = buffer.rows("context", counts["context"])
-        candidates = buffer.rows("candidate", rounded_rows(num_candidates))
+        num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
+        # oneDNN prepares a product for each new number of rows, at some 0.4 ms a layer: classes are few enough to keep.
+        step = max(MIN_ROWS, (1 << num_candidates.bit_length()) >> 5)
+        num_rows = -(-num_candidates // step) * step
+        if num_requests > buffer[0].shape[0] or num_rows > buffer[1].shape[0]:
+            buffer[:] = self.buffer(max(num_requests, buffer[0].shape[0]), max(num_rows, buffer[1].shape[0]))
+        context, candidates = buffer[0][:num_requests], buffer[1][:num_rows]
         candidates[num_candidates:].zero_()
-        matrices: dict[Side, Tensor] = {"context": context, "candidate": candidates}
-        # Dense inputs may lie in the bytes of a request, which nobody may write: torch warns of tensors over such.
+        # Dense inputs may be in the bytes of a request, which nobody may write: torch warns of tensors over such.
         if self.shapes.context.dense_width:
-            context[:, self.shapes.context.dense_columns].copy_(torch.from_numpy(context_dense.copy()))
+            context[:, self.shapes.context.dense_columns] = torch.from_numpy(context_dense.copy())
         if self.shapes.candidate.dense_width:
-            target = candidates[:num_candidates, self.shapes.candidate.dense_columns]
-            target.copy_(torch.from_numpy(candidate_dense.copy()))
-        blocks = list(map(torch.from_numpy, embeddings.blocks))
-        for run in self.runs:
+            dense = torch.from_numpy(candidate_dense.copy())
+            candidates[:num_candidates, self.shapes.candidate.dense_columns] = dense
+        for run in self._runs:
+            matrix, bags = (context, num_requests) if run.side == "context" else (candidates, num_candidates)
             # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
-            matrix, bags, dim = matrices[run.side], counts[run.side], run.dim
-            start = int(embeddings.row_starts[run.first]) * dim
-            source = blocks[run.block].as_strided((bags, run.count, dim), (dim, bags * dim, 1), start)
-            write_run(run, source, matrix, projections or {})
+            dim, start = run.dim, int(embeddings.row_starts[run.first]) * run.dim
+            block = torch.from_numpy(embeddings.blocks[run.block])
+            write_run(
+                run, block.as_strided((bags, run.num_lookups, dim), (dim, bags * dim, 1), start), matrix, projections
+            )
         sequences: dict[str, SequenceInput] = {}
-        of_parts = {name: matrix.numpy() for name, matrix in (projections or {}).items()}
         for index, name in self._sequences:
-            rows = embeddings.feature(index, of_parts)
+            rows = embeddings.feature(index, {name: matrix.numpy() for name, matrix in projections.items()})
             sequences[name] = padded_sequence(rows, embeddings.lengths(index), self.dtype)
-        owner = np.full(candidates.shape[0], context.shape[0] - 1, np.int64)
+        owner = np.full(num_rows, num_requests - 1, np.int64)
         owner[:num_candidates] = request_of_candidate
-        return RankingInputs(context, candidates, sequences, torch.from_numpy(owner), is_ordered=True)
+        return RankingInputs(context, candidates, sequences, torch.from_numpy(owner), True)
 
 
 def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:

@@ -6,9 +6,9 @@ in the order of the inputs, and on the CPU its weights in that of oneDNN's kerne
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,8 +32,8 @@ MIN_INT8_OUTPUTS: Final = 128
 bfloat16, 832 rows: 1,696 to 256 in 2.72 ms for 3.49; 416 to 256 in 0.72 for 0.79, and 112 rows in 0.136 for 0.128."""
 INT8_ROWS: Final = 256
 """Rows are worked on so many at a time, in memory that stays in the cache."""
-INT8_MOST: Final = 127.0
-SMALLEST_SCALED: Final = 1e-30
+MAX_CODE: Final = 127.0
+MIN_MAGNITUDE: Final = 1e-30
 _NO_SCALARS: list[Any] = []
 
 
@@ -45,24 +45,22 @@ class Shared(NamedTuple):
 
 
 class PlainProduct:
-    """PyTorch's own: on any device."""
+    """PyTorch's: on any device, with gradients."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
 
-    def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    def __call__(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
         """Return the product."""
-        y = F.linear(x, self._weight, bias)
-        return F.relu_(y) if relu else y
-
-    def plus(self, x: Tensor, more: Tensor, relu: bool) -> Tensor:
-        """Give the product and more."""
-        y = torch.addmm(more, x, self._weight.t())
+        if more is None or more.dim() == 1:
+            y = F.linear(x, self._weight, more)
+        else:
+            y = torch.addmm(more, x, self._weight.t())
         return F.relu_(y) if relu else y
 
 
 class PackedProduct:
-    """By oneDNN, with weights in its own order: plain products put them there each time, which costs 4 to 6 %.
+    """By oneDNN, with weights in its order: plain products put them there each time, which costs 4 to 6 %.
 
     PyTorch's compiler packs with the same operators (torch/_inductor/fx_passes/mkldnn_fusion.py).
     """
@@ -71,14 +69,12 @@ class PackedProduct:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
-    def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    def __call__(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
         """Return the product."""
-        found: Tensor = self._linear(x, self._weight, bias, "relu" if relu else "none", _NO_SCALARS, "")
-        return found
-
-    def plus(self, x: Tensor, more: Tensor, relu: bool) -> Tensor:
-        """Give the product and more."""
-        y = self(x, None, False).add_(more)
+        if more is None or more.dim() == 1:
+            y: Tensor = self._linear(x, self._weight, more, "relu" if relu else "none", _NO_SCALARS, "")
+            return y
+        y = self._linear(x, self._weight, None, "none", _NO_SCALARS, "").add_(more)
         return F.relu_(y) if relu else y
 
 
@@ -88,12 +84,12 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def take(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Get memory for INT8_ROWS rows at most, as whoever took that width and dtype last has left it."""
+    def matrix(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for INT8_ROWS rows at most, undefined, the same for the same width and dtype."""
         kept = self._kept.get((width, dtype))
         if kept is None:
             kept = self._kept[width, dtype] = torch.empty(INT8_ROWS, width, dtype=dtype)
-        return kept if rows == INT8_ROWS else kept[:rows]
+        return kept[:rows]
 
 
 _SCRATCH = _Scratch()
@@ -108,47 +104,49 @@ class Int8Product:
 
     def __init__(self, weight: Tensor) -> None:
         weight = weight.float()
-        self._scales = weight.abs().amax(1).clamp_(min=SMALLEST_SCALED) / INT8_MOST
+        self._scales = weight.abs().amax(1).clamp_(min=MIN_MAGNITUDE) / MAX_CODE
         self._codes = (weight / self._scales[:, None]).round_().to(torch.int8).t()
 
-    def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    def __call__(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
         """Return the product."""
         if x.shape[0] <= INT8_ROWS:
-            return self._product(x, bias, relu).to(x.dtype, copy=True)
-        return torch.cat([self._product(rows, bias, relu).to(x.dtype, copy=True) for rows in torch.split(x, INT8_ROWS)])
-
-    def plus(self, x: Tensor, more: Tensor, relu: bool) -> Tensor:
-        """Give the product and more."""
-        parts = zip(torch.split(x, INT8_ROWS), torch.split(more, INT8_ROWS), strict=True)
-        return torch.cat([self._product(rows, own, relu).to(x.dtype, copy=True) for rows, own in parts])
+            return self._product(x, more, relu).to(x.dtype, copy=True)
+        blocks = torch.split(x, INT8_ROWS)
+        added = itertools.repeat(more, len(blocks)) if more is None or more.dim() == 1 else torch.split(more, INT8_ROWS)
+        return torch.cat(
+            [self._product(*block, relu).to(x.dtype, copy=True) for block in zip(blocks, added, strict=True)]
+        )
 
     def _product(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
         """Return the product of INT8_ROWS rows at most, float32, in memory that the next one overwrites."""
         (rows, width), outputs = x.shape, self._scales.numel()
-        scaled, codes = _SCRATCH.take(rows, width, torch.float32), _SCRATCH.take(rows, width, torch.int8)
+        scaled, codes = _SCRATCH.matrix(rows, width, torch.float32), _SCRATCH.matrix(rows, width, torch.int8)
         # The largest magnitude of each row, float32 [N, 1].
         if x.dtype is torch.bfloat16:
             # Without their signs, floats are in the order of their bits, and whole numbers are compared much faster.
-            bits = torch.bitwise_and(x.view(torch.int16), 0x7FFF, out=_SCRATCH.take(rows, width, torch.int16))
+            bits = torch.bitwise_and(x.view(torch.int16), 0x7FFF, out=_SCRATCH.matrix(rows, width, torch.int16))
             largest = bits.amax(1, keepdim=True).view(torch.bfloat16).float()
         else:
-            largest = torch.abs(x, out=_SCRATCH.take(rows, width, torch.float32)).amax(1, keepdim=True)
-        largest.clamp_(min=SMALLEST_SCALED)
-        codes.copy_(scaled.copy_(x).mul_(INT8_MOST / largest).round_())
-        sums = torch._int_mm(codes, self._codes, out=_SCRATCH.take(rows, outputs, torch.int32))
-        y = _SCRATCH.take(rows, outputs, torch.float32)
-        torch.mul(sums, largest / INT8_MOST, out=y).mul_(self._scales)
+            largest = torch.abs(x, out=_SCRATCH.matrix(rows, width, torch.float32)).amax(1, keepdim=True)
+        largest.clamp_(min=MIN_MAGNITUDE)
+        codes.copy_(scaled.copy_(x).mul_(MAX_CODE / largest).round_())
+        sums = torch._int_mm(codes, self._codes, out=_SCRATCH.matrix(rows, outputs, torch.int32))
+        y = _SCRATCH.matrix(rows, outputs, torch.float32)
+        torch.mul(sums, largest / MAX_CODE, out=y).mul_(self._scales)
         if more is not None:
             y.add_(more)
         return F.relu_(y) if relu else y
 
 
 Product: TypeAlias = PlainProduct | PackedProduct | Int8Product
-"""Returns x W^T + bias, [..., out], of weights that were made ready, or `plus` a row for each of x."""
+"""Returns x W^T + more, [..., out], of weights that were made ready; max(0, .) of it with `relu`.
+
+`more` is a bias, [out]; or, of x [N, in], a row for each, [N, out], which may be overwritten.
+"""
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether products with these weights can be made ready: on this CPU, by this build of PyTorch."""
+    """Return whether products with these weights can be made ready: on this CPU, by this build of PyTorch."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
@@ -159,27 +157,23 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def bfloat16_is_native() -> bool:
-    """Tell whether this CPU multiplies bfloat16 matrices in hardware; emulated, they would be slower than float32."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
+    """Return whether this CPU multiplies bfloat16 matrices in hardware; emulated, they would be slower than float32."""
     capabilities = torch.cpu.get_capabilities()
-    if capabilities["architecture"] != "x86_64":
-        return True
     # On x86 oneDNN counts any AVX-512 as support, which includes emulation.
-    return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
+    in_hardware = capabilities["architecture"] != "x86_64" or capabilities["avx512_bf16"] or capabilities["amx_bf16"]
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() and in_hardware)
 
 
 def int8_is_faster() -> bool:
-    """Tell whether int8 is faster than the next best format: with AVX-512 VNNI, but without AMX."""
+    """Return whether int8 is faster than the next best format: with AVX-512 VNNI, but without AMX."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_vnni") and not capabilities.get("amx_bf16"))
 
 
 def input_dtype(number_format: NumberFormat) -> torch.dtype:
-    """Say in which dtype a model in this format reads its inputs, and keeps what it does not count in int8."""
-    if number_format == "int8":
-        return torch.bfloat16 if bfloat16_is_native() else torch.float32
-    return torch.bfloat16 if number_format == "bfloat16" else torch.float32
+    """Return in which dtype a model in this format reads its inputs, and keeps what it does not count in int8."""
+    is_half = number_format == "bfloat16" or (number_format == "int8" and bfloat16_is_native())
+    return torch.bfloat16 if is_half else torch.float32
 
 
 def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberFormat:
@@ -202,20 +196,16 @@ def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberForma
     return "bfloat16" if native else "float32"
 
 
-def formats_to_try(wanted: NumberFormat) -> tuple[NumberFormat, ...]:
+def formats_to_try(chosen: NumberFormat) -> tuple[NumberFormat, ...]:
     """List the number formats narrower than float32 that a version may serve in, in the order they are tried."""
-    if wanted == "int8":
+    if chosen == "int8":
         return ("int8", "bfloat16") if bfloat16_is_native() else ("int8",)
-    return ("bfloat16",) if wanted == "bfloat16" else ()
+    return ("bfloat16",) if chosen == "bfloat16" else ()
 
 
-def gains_by_int8(in_features: int, out_features: int) -> bool:
-    """Tell whether a layer is counted in int8 where that was chosen."""
-    return in_features >= MIN_INT8_INPUTS and out_features >= MIN_INT8_OUTPUTS
+class _Ready(NamedTuple):
+    """Products with the columns of each request and of each row, None without any."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
     context: Product | None
     rows: Product | None
     bias: Tensor | None
@@ -226,12 +216,14 @@ class Linear(nn.Linear):
 
     Args:
         in_features, out_features, bias: as of PyTorch.
+        relu: whether it returns max(0, .).
+        is_exact: whether its product is made in float32 in every number format.
         context: the columns that `Shared.context` has, if it reads some.
         rows: the columns that its rows have; None for all, as they are.
         outputs: which outputs it returns, and in which order; None for all, as they are.
 
     Attributes:
-        is_exact: whether its product is made in float32 in every number format.
+        ready: what scores, once it is packed.
     """
 
     def __init__(
@@ -240,134 +232,110 @@ class Linear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
+        relu: bool = False,
+        is_exact: bool = False,
         context: Columns | None = None,
         rows: Columns | None = None,
         outputs: Columns | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias)
-        self.is_exact = False
+        self.relu, self.is_exact = relu, is_exact
         self._context, self._rows, self._outputs = context, rows, outputs
-        self._ready: _Ready | None = None
+        self.ready: _Ready | None = None
 
-    def forward(self, x: Tensor, shared: Shared | None = None, relu: bool = False) -> Tensor:
-        """Map rows [..., columns], or [N, columns] with what they share, to [..., outputs]; with `relu` max(0, .)."""
-        ready = self._ready
-        if ready is None or torch.is_grad_enabled():
-            ready = self._made(PlainProduct, self.weight, self.bias)
-        if shared is None or ready.context is None:
-            assert ready.rows is not None
-            return ready.rows(x, ready.bias, relu)
-        part = ready.context(shared.context, ready.bias, False)
-        if ready.rows is None:
-            return (F.relu(part) if relu else part).index_select(0, shared.owner)
-        if part.shape[0] == 1:
-            return ready.rows(x, part[0], relu)
-        return ready.rows.plus(x, part.index_select(0, shared.owner), relu)
+    def forward(self, x: Tensor, shared: Shared | None = None) -> Tensor:
+        """Map rows [..., columns], or [N, columns] with what they share, to [..., outputs]."""
+        context, rows, bias = self.ready or self._with(PlainProduct)
+        if context is None or shared is None:
+            assert rows is not None
+            return rows(x, bias, self.relu)
+        part = context(shared.context, bias, rows is None and self.relu)
+        if rows is None:
+            return part.index_select(0, shared.owner)
+        return rows(x, part[0] if part.shape[0] == 1 else part.index_select(0, shared.owner), self.relu)
 
-    def pack(self, number_format: NumberFormat) -> None:
-        """Make it ready to score where it is, for calls without gradients: its weights must not change after that.
+    def pack(self, number_format: NumberFormat) -> bool:
+        """Make it ready to score where it is: its weights must not change after that, and need no gradients.
 
         What is counted in int8 is quantised from the weights as they are, before they go into the dtype of the others.
+        Returns whether it is.
         """
-        exact = self.weight.detach()
+        weight, int8 = self._columns(self._rows), None
+        outputs, inputs = weight.shape
+        gains = inputs >= MIN_INT8_INPUTS and outputs >= MIN_INT8_OUTPUTS and not self.is_exact
+        if number_format == "int8" and gains:
+            int8 = Int8Product(weight)
         if not self.is_exact:
             self.to(input_dtype(number_format))
-        product = PackedProduct if can_pack(self.weight) else PlainProduct
-        ready = self._made(product, self.weight.detach(), None if self.bias is None else self.bias.detach())
-        if number_format == "int8" and ready.rows is not None and not self.is_exact:
-            weight = self._columns(exact, self._rows)
-            if gains_by_int8(weight.shape[1], weight.shape[0]):
-                ready = replace(ready, rows=Int8Product(weight))
-        self._ready = ready
-
-    @property
-    def is_int8(self) -> bool:
-        """Tell whether its rows are counted in int8."""
-        return self._ready is not None and isinstance(self._ready.rows, Int8Product)
+        ready = self._with(PackedProduct if can_pack(self.weight) else PlainProduct)
+        self.ready = ready._replace(rows=int8 or ready.rows)
+        return int8 is not None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is packed: a copy may be meant for another device."""
-        return {**self.__dict__, "_ready": None}
+        return {**self.__dict__, "ready": None}
 
-    def _made(self, product: type[PlainProduct] | type[PackedProduct], weight: Tensor, bias: Tensor | None) -> _Ready:
-        sides = [
-            None if columns is not None and not columns.size else product(self._columns(weight, columns))
-            for columns in (self._context, self._rows)
-        ]
-        if bias is not None and self._outputs is not None:
-            bias = _selected(bias, self._outputs, 0)
-        return _Ready(None if self._context is None else sides[0], sides[1], bias)
+    def _with(self, product: type[PlainProduct] | type[PackedProduct]) -> _Ready:
+        context = None if self._context is None or not self._context.size else product(self._columns(self._context))
+        rows = None if self._rows is not None and not self._rows.size else product(self._columns(self._rows))
+        bias: Tensor | None = self.bias
+        return _Ready(context, rows, bias if bias is None else _selected(bias, self._outputs, 0))
 
-    def _columns(self, weight: Tensor, columns: Columns | None) -> Tensor:
-        if self._outputs is not None:
-            weight = _selected(weight, self._outputs, 0)
-        return weight if columns is None else _selected(weight, columns, 1)
+    def _columns(self, columns: Columns | None) -> Tensor:
+        return _selected(_selected(self.weight, self._outputs, 0), columns, 1)
 
 
-def _selected(tensor: Tensor, indices: Columns, dim: int) -> Tensor:
-    """Select along a dimension; -1 gives zeros. Gradients flow through."""
+def _selected(tensor: Tensor, indices: Columns | None, dim: int) -> Tensor:
+    """Select along a dimension, or all; -1 gives zeros. Gradients flow through."""
+    if indices is None:
+        return tensor
     chosen = torch.from_numpy(indices).to(tensor.device)
-    found = tensor.index_select(dim, chosen.clamp(min=0))
+    selected = tensor.index_select(dim, chosen.clamp(min=0))
     if (indices >= 0).all():
-        return found
+        return selected
     shape = [1] * tensor.dim()
     shape[dim] = -1
-    return found * (chosen >= 0).view(shape).to(tensor.dtype)
+    return selected * (chosen >= 0).view(shape).to(tensor.dtype)
 
 
 class Mlp(nn.Module):
     """Linear layers with ReLU between them; `sizes` has the output size of each, the first reads as `Linear` does.
 
-    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out].
+    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out]. What comes last is a ReLU, nothing, or
+    a logit: one column, which is made in float32 in every number format. As bfloat16, candidates whose logits differ
+    by less than one part in 256 would tie; it costs next to nothing.
     """
 
     def __init__(
         self,
         input_width: int,
         sizes: Sequence[int],
+        last: Literal["relu", "linear", "logit"],
         *,
-        relu_at_end: bool,
         context: Columns | None = None,
         rows: Columns | None = None,
     ) -> None:
         super().__init__()
-        widths = [input_width, *sizes]
-        self.layers = nn.ModuleList(
-            Linear(widths[i], widths[i + 1], context=None if i else context, rows=None if i else rows)
-            for i in range(len(sizes))
-        )
+        self._is_logit = last == "logit"
+        widths = [input_width, *sizes, *([1] if self._is_logit else [])]
+        self._layers: list[Linear] = []
+        for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+            is_last = number == len(widths) - 2
+            relu, is_exact = not is_last or last == "relu", is_last and self._is_logit
+            self._layers.append(Linear(inputs, outputs, relu=relu, is_exact=is_exact, context=context, rows=rows))
+            context = rows = None
+        # Read from the plain list above: PyTorch's takes five calls for each layer.
+        self.layers = nn.ModuleList(self._layers)
         self.output_width = widths[-1]
-        self._relu_at_end = relu_at_end
 
     def forward(self, x: Tensor, shared: Shared | None = None) -> Tensor:
-        """Map [..., columns] to [..., sizes[-1]]."""
-        last = len(self.layers) - 1
-        for number, layer in enumerate(self.layers):
-            x, shared = layer(x, shared, number < last or self._relu_at_end), None
-        return x
-
-
-class LogitHead(Mlp):
-    """Linear layers with ReLU between them that end in one logit, float32 whatever the weights' format is.
-
-    The last product is made in float32: as bfloat16, candidates whose logits differ by less than one part in 256 would
-    tie. It is one column, so it costs next to nothing.
-    """
-
-    def __init__(
-        self, input_width: int, hidden: Sequence[int], *, context: Columns | None = None, rows: Columns | None = None
-    ) -> None:
-        super().__init__(input_width, [*hidden, 1], relu_at_end=False, context=context, rows=rows)
-        last = self.layers[len(self.layers) - 1]
-        assert isinstance(last, Linear)
-        last.is_exact = True
-
-    def forward(self, x: Tensor, shared: Shared | None = None) -> Tensor:
-        """Map [N, columns] to float32 [N]."""
-        hidden = len(self.layers) - 1
-        for number in range(hidden):
-            x, shared = self.layers[number](x, shared, True), None
-        if shared is not None:
-            shared = Shared(shared.context.float(), shared.owner)
-        logits: Tensor = self.layers[hidden](x.float(), shared)
-        return logits.squeeze(1)
+        """Map [..., columns] to [..., sizes[-1]]; to logits, float32 [N], if it ends in one."""
+        for layer in self._layers:
+            if layer.is_exact:
+                x, shared = x.float(), None if shared is None else Shared(shared.context.float(), shared.owner)
+            ready = layer.ready
+            if ready is None or ready.rows is None or shared is not None:
+                x, shared = layer.forward(x, shared), None
+            else:
+                x = ready.rows(x, ready.bias, layer.relu)
+        return x.squeeze(1) if self._is_logit else x

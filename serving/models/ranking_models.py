@@ -6,8 +6,7 @@ import copy
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -19,24 +18,12 @@ from loader.snapshot.manifest import DenseModelSpec, ModelSpec
 from loader.snapshot.tables import Frozen, projection_name, schema_errors
 from serving.errors import RankingModelError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.layers import (
-    CPU,
-    Columns,
-    Linear,
-    LogitHead,
-    Mlp,
-    NumberFormat,
-    Shared,
-    bfloat16_is_native,
-    input_dtype,
-)
+from serving.models.layers import CPU, Columns, Linear, Mlp, NumberFormat, Shared, bfloat16_is_native, input_dtype
 
 MAX_PAIRS: Final = 1 << 18
 """Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB."""
 BLOCK_ROWS: Final = 16
 """Candidates in a block, where requests have different numbers of them: a request's last block is filled up."""
-
-
 MAX_LAYERS = 32
 MAX_LAYER_SIZE = 65_536
 
@@ -94,8 +81,7 @@ class TargetAttentionConfig(Frozen):
 DenseModelConfig: TypeAlias = MlpConfig | DlrmConfig | DcnV2Config | TargetAttentionConfig
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateBlocks:
+class CandidateBlocks(NamedTuple):
     """Candidates in B blocks of S (`size`) rows, each of one request: a request's share is multiplied by whole blocks.
 
     `request` is int64 [B]; `rows` int64 [B * S], the candidate of each row, and `back` int64 [N], the row of each
@@ -111,34 +97,28 @@ class CandidateBlocks:
     def of(cls, inputs: RankingInputs, max_size: int) -> CandidateBlocks:
         """Divide candidates into blocks of at most `max_size`; of one each if they are not ordered by request."""
         owner, num_requests = inputs.request_of_candidate, inputs.context.shape[0]
-        if not inputs.is_ordered or not owner.numel():
+        count = owner.numel()
+        if not inputs.is_ordered or not count:
             return cls(owner, 1)
-        if not torch.compiler.is_exporting() and num_requests == 1 and owner.numel() <= max_size:
-            return cls(owner[:1], owner.numel())
-        counts = owner.new_zeros(num_requests).index_add_(0, owner, torch.ones_like(owner))
-        # A program has one form for all batches.
-        if not torch.compiler.is_exporting():
-            largest = int(counts.max())
-            if largest <= max_size and largest * num_requests == owner.numel():
-                return cls(torch.arange(num_requests), largest)
+        if num_requests == 1 and count <= max_size:
+            return cls(owner[:1], count)
+        counts = torch.bincount(owner, minlength=num_requests)
+        largest = int(counts.max())
+        if largest <= max_size and largest * num_requests == count:
+            return cls(torch.arange(num_requests), largest)
         size = min(BLOCK_ROWS, max_size)
         blocks = (counts + (size - 1)) // size
         request = torch.repeat_interleave(blocks)
         starts, firsts = counts.cumsum(0) - counts, blocks.cumsum(0) - blocks
         # After a request's last candidate a block goes on with others, whose results are not read.
         first_rows = starts[request] + size * (torch.arange(request.numel()) - firsts[request])
-        rows = (first_rows[:, None] + torch.arange(size)).clamp_(max=owner.numel() - 1).flatten()
-        back = torch.arange(owner.numel()) + (size * firsts - starts)[owner]
-        return cls(request, size, rows, back)
+        rows = (first_rows[:, None] + torch.arange(size)).clamp_(max=count - 1).flatten()
+        return cls(request, size, rows, torch.arange(count) + (size * firsts - starts)[owner])
 
     def split(self, x: Tensor) -> Tensor:
         """Put candidates [N, ...] into blocks [B, S, ...]."""
         x = x if self.rows is None else x.index_select(0, self.rows)
         return torch.unflatten(x, 0, (self.request.numel(), self.size))
-
-    def shared(self, x: Tensor) -> Tensor:
-        """Repeat what requests have for each block: [R, ...] to [B, ...]."""
-        return x if self.rows is None and self.size > 1 and self.request.numel() == x.shape[0] else x[self.request]
 
     def join(self, x: Tensor) -> Tensor:
         """Put blocks [B, S, ...] back into candidates [N, ...]."""
@@ -149,7 +129,9 @@ class CandidateBlocks:
 class RankingModel(nn.Module):
     """A dense part: from a batch's inputs to one logit a candidate. What depends on the context is computed once.
 
-    `projections` are those of parts that are narrower than their table, float32 [columns, embedding_dim].
+    Attributes:
+        projections: of parts that are narrower than their table, float32 [columns, embedding_dim].
+        projections_by_part: the same by the names of the parts, once it is packed.
     """
 
     def __init__(self, shapes: InputShapes) -> None:
@@ -157,53 +139,45 @@ class RankingModel(nn.Module):
         self.shapes = shapes
         self.number_format: NumberFormat = "float32"
         self.projections = nn.ParameterDict()
-
-    @property
-    def projections_by_part(self) -> dict[str, Tensor]:
-        """Get the projections by the names of the parts."""
-        return {name.replace("/", "."): matrix.detach() for name, matrix in self.projections.items()}
+        self.projections_by_part: dict[str, Tensor] = {}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Tell the dtype of the inputs."""
+        """Return the dtype of the inputs."""
         return input_dtype(self.number_format)
 
     @abstractmethod
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Give logits, float32 [N]."""
+        """Return logits, float32 [N]."""
 
     def pack(self, number_format: NumberFormat) -> None:
         """Make it ready to score where it is; its weights must not change any more.
 
         A model without a layer that gains by int8 gets another format.
         """
-        layers = [module for module in self.modules() if isinstance(module, Linear)]
-        for layer in layers:
-            layer.pack(number_format)
-        if number_format == "int8" and not any(layer.is_int8 for layer in layers):
+        self.requires_grad_(False).eval()
+        is_int8 = [layer.pack(number_format) for layer in self.modules() if isinstance(layer, Linear)]
+        if number_format == "int8" and not any(is_int8):
             number_format = "bfloat16" if bfloat16_is_native() else "float32"
         self.number_format = number_format
-
-    def score(self, inputs: RankingInputs) -> Tensor:
-        """Give sigmoid(logit): float32 [N] within (0, 1), without gradients."""
-        if torch.is_inference_mode_enabled():
-            return torch.sigmoid(self.forward(inputs))
-        with torch.inference_mode():
-            return torch.sigmoid(self.forward(inputs))
+        self.projections_by_part = {name.replace("/", "."): matrix for name, matrix in self.projections.items()}
 
     def scores(self, inputs: RankingInputs) -> Tensor:
-        """Give the score, and below it each output that the model names: float32 [1 + outputs, N], no gradients."""
-        return self.score(inputs).unsqueeze(0)
+        """Return sigmoid(logit), and below it each output that the model names: float32 [1 + outputs, N]."""
+        return torch.sigmoid(self.forward(inputs)).unsqueeze(0)
 
 
-def _of_inputs(shapes: InputShapes) -> tuple[Columns, Columns]:
+def _input_columns(shapes: InputShapes) -> tuple[Columns, Columns]:
     """Return the columns of both matrices in weights over [context dense | candidate dense | embeddings]."""
-    dense = np.split(np.arange(shapes.dense_width), [shapes.context.dense_width])
     context, candidate = (
-        np.concatenate([embeddings + shapes.dense_width, columns, np.full(side.padded_width - side.width, -1)])
-        for side, columns, embeddings in zip(
-            (shapes.context, shapes.candidate), dense, shapes.embedding_order(), strict=True
+        np.concatenate(
+            [
+                shapes.dense_width + side.embedding_order,
+                first_dense + np.arange(side.dense_width),
+                np.full(side.padded_width - side.width, -1),
+            ]
         )
+        for side, first_dense in ((shapes.context, 0), (shapes.candidate, shapes.context.dense_width))
     )
     return context, candidate
 
@@ -213,12 +187,12 @@ class MlpRanking(RankingModel):
 
     def __init__(self, config: MlpConfig, shapes: InputShapes) -> None:
         super().__init__(shapes)
-        context, rows = _of_inputs(shapes)
+        context, rows = _input_columns(shapes)
         width = shapes.dense_width + shapes.embedding_width
-        self.mlp = LogitHead(width, config.hidden, context=context, rows=rows)
+        self.mlp = Mlp(width, config.hidden, "logit", context=context, rows=rows)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Give logits [N]."""
+        """Return logits [N]."""
         return self.mlp.forward(inputs.candidates, Shared(inputs.context, inputs.request_of_candidate))
 
 
@@ -231,20 +205,24 @@ class DenseBottom(Mlp):
         super().__init__(
             context + candidate,
             sizes,
-            relu_at_end=True,
+            "relu",
             context=columns[:context] if candidate else None,
             rows=columns[context:] if candidate else None,
         )
-        self.is_shared = not candidate
-        self._columns = shapes.context.dense_columns, shapes.candidate.dense_columns
+        self._shapes = shapes
+        # Columns of its output that each request, and that each candidate, has.
+        self.side_widths = (0, self.output_width) if candidate else (self.output_width, 0)
 
-    def of(self, inputs: RankingInputs) -> Tensor:
-        """Give [R, width] if it is shared by a request's candidates, else [N, width]."""
-        context = inputs.context[:, self._columns[0]]
-        if self.is_shared:
-            return self.forward(context)
-        candidates = inputs.candidates[:, self._columns[1]]
-        return self.forward(candidates, Shared(context, inputs.request_of_candidate))
+    def with_embeddings(self, inputs: RankingInputs) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of both sides, [R, ...] and [N, ...], after its output, if that side has it."""
+        sides = self._shapes.context, self._shapes.candidate
+        matrices = inputs.context, inputs.candidates
+        context, rows = (matrix[:, : side.embedding_width] for matrix, side in zip(matrices, sides, strict=True))
+        dense = inputs.context[:, sides[0].dense_columns]
+        if self.side_widths[0]:
+            return torch.cat([self.forward(dense), context], dim=1), rows
+        shared = Shared(dense, inputs.request_of_candidate)
+        return context, torch.cat([self.forward(inputs.candidates[:, sides[1].dense_columns], shared), rows], dim=1)
 
 
 class Dlrm(RankingModel):
@@ -256,60 +234,51 @@ class Dlrm(RankingModel):
 
     def __init__(self, config: DlrmConfig, shapes: InputShapes) -> None:
         super().__init__(shapes)
-        self.dim = shapes.dims[0]
         self.bottom = DenseBottom(shapes, config.bottom_mlp) if shapes.dense_width else None
-        first = self.bottom is not None
-        of_side = [
-            [first + shapes.features.index(name) for name in side.features]
-            for side in (shapes.context, shapes.candidate)
-        ]
-        if self.bottom is not None:
-            of_side[0 if self.bottom.is_shared else 1].insert(0, 0)
-        self.num_shared, self.num_own = map(len, of_side)
-        count = self.num_shared + self.num_own
+        self.bottom_widths = (0, 0) if self.bottom is None else self.bottom.side_widths
+        columns_before_pairs = sum(self.bottom_widths)
+        numbers = {name: number for number, name in enumerate(shapes.columns, start=int(columns_before_pairs > 0))}
+        self.dim = next(columns.stop - columns.start for columns in shapes.columns.values())
+        # Of each side its vectors' numbers; of each pair its column in the trained weights.
+        shared, local = (
+            np.array([0] * (width > 0) + [numbers[name] for name in side.features], np.int64)
+            for width, side in zip(self.bottom_widths, (shapes.context, shapes.candidate), strict=True)
+        )
+        self.num_shared, self.num_local = shared.size, local.size
+        count = shared.size + local.size
         column = np.zeros((count, count), np.int64)
         upper = np.triu_indices(count, 1)
-        column[upper] = np.arange(upper[0].size) + (self.dim if first else 0)
+        column[upper] = np.arange(upper[0].size) + columns_before_pairs
         column += column.T
-        shared, own = (np.array(side, np.int64) for side in of_side)
-        pairs = [np.triu_indices(side.size, 1) for side in (shared, own)]
-        self.shared_pairs, self.own_pairs = (
-            nn.Buffer(torch.from_numpy(one[0] * side.size + one[1]), persistent=False)
-            for one, side in zip(pairs, (shared, own), strict=True)
-        )
-        bottom = np.arange(self.dim if first else 0)
-        is_shared = self.bottom is not None and self.bottom.is_shared
-        context = [bottom[: self.dim * is_shared], column[shared[pairs[0][0]], shared[pairs[0][1]]]]
-        rows = [bottom[self.dim * is_shared :], column[own[pairs[1][0]], own[pairs[1][1]]]]
-        rows.append(column[own[:, None], shared[None, :]].reshape(-1))
-        self.top = LogitHead(
-            upper[0].size + bottom.size, config.top_mlp, context=np.concatenate(context), rows=np.concatenate(rows)
-        )
+        sides: list[Columns] = []
+        positions: list[Tensor] = []
+        for vectors, width in zip((shared, local), self.bottom_widths, strict=True):
+            i, j = np.triu_indices(vectors.size, 1)
+            sides.append(np.concatenate([np.arange(width), column[vectors[i], vectors[j]]]))
+            positions.append(torch.from_numpy(i * vectors.size + j))
+        self.shared_pairs, self.local_pairs = (nn.Buffer(position, persistent=False) for position in positions)
+        rows = np.concatenate([sides[1], column[local[:, None], shared[None, :]].reshape(-1)])
+        self.top = Mlp(columns_before_pairs + upper[0].size, config.top_mlp, "logit", context=sides[0], rows=rows)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Give logits [N]."""
-        bottom = None if self.bottom is None else self.bottom.of(inputs)
+        """Return logits [N]."""
+        if self.bottom is not None:
+            context, rows = self.bottom.with_embeddings(inputs)
+        else:
+            context = inputs.context[:, : self.shapes.context.embedding_width]
+            rows = inputs.candidates[:, : self.shapes.candidate.embedding_width]
         # [R, C, D] and [N, K, D].
-        shared = self._vectors(inputs.context[:, : self.shapes.context.embedding_width], bottom, is_shared=True)
-        own = self._vectors(inputs.candidates[:, : self.shapes.candidate.embedding_width], bottom, is_shared=False)
-        blocks = CandidateBlocks.of(inputs, own.shape[0])
-        context = torch.bmm(shared, shared.transpose(1, 2)).flatten(1).index_select(1, self.shared_pairs)
-        rows = torch.bmm(own, own.transpose(1, 2)).flatten(1).index_select(1, self.own_pairs)
-        crossed = torch.bmm(blocks.split(own).flatten(1, 2), blocks.shared(shared).transpose(1, 2))
-        crossed = blocks.join(torch.unflatten(crossed, 1, (blocks.size, self.num_own))).flatten(1)
-        rows = torch.cat([rows, crossed], dim=1)
-        if self.bottom is not None and bottom is not None:
-            if self.bottom.is_shared:
-                context = torch.cat([bottom, context], dim=1)
-            else:
-                rows = torch.cat([bottom, rows], dim=1)
+        shared = torch.unflatten(context, 1, (self.num_shared, self.dim))
+        local = torch.unflatten(rows, 1, (self.num_local, self.dim))
+        blocks = CandidateBlocks.of(inputs, local.shape[0])
+        shared_products = torch.bmm(shared, shared.transpose(1, 2)).flatten(1).index_select(1, self.shared_pairs)
+        products = torch.bmm(local, local.transpose(1, 2)).flatten(1).index_select(1, self.local_pairs)
+        crossed = torch.bmm(blocks.split(local).flatten(1, 2), shared[blocks.request].transpose(1, 2))
+        crossed = blocks.join(torch.unflatten(crossed, 1, (blocks.size, self.num_local))).flatten(1)
+        of_context, of_rows = self.bottom_widths
+        context = torch.cat([context[:, :of_context], shared_products], dim=1)
+        rows = torch.cat([rows[:, :of_rows], products, crossed], dim=1)
         return self.top.forward(rows, Shared(context, inputs.request_of_candidate))
-
-    def _vectors(self, embeddings: Tensor, bottom: Tensor | None, *, is_shared: bool) -> Tensor:
-        vectors = torch.unflatten(embeddings, 1, (embeddings.shape[1] // self.dim, self.dim))
-        if self.bottom is None or bottom is None or self.bottom.is_shared is not is_shared:
-            return vectors
-        return torch.cat([bottom.unsqueeze(1), vectors], dim=1)
 
 
 class CrossLayers(nn.Module):
@@ -334,10 +303,11 @@ class CrossLayers(nn.Module):
     def forward(self, rows: Tensor, shared: Shared) -> Tensor:
         """Map candidates [N, Kd], with the context [R, Kc] that they share, to [N, Kc + Kd]."""
         x = x0 = torch.cat([shared.context.index_select(0, shared.owner), rows], dim=1)
-        for number in range(len(self.full if self.low_rank is None else self.down)):
-            read = (x, None) if number else (rows, shared)
-            product = self.full[number](*read) if self.low_rank is None else self.up[number](self.down[number](*read))
-            x = torch.addcmul(x, x0, product)
+        read: tuple[Tensor, Shared | None] = rows, shared
+        for number, layer in enumerate(self.full if self.low_rank is None else self.down):
+            product = layer(*read)
+            x = torch.addcmul(x, x0, product if self.low_rank is None else self.up[number](product))
+            read = x, None
         return x
 
 
@@ -347,31 +317,24 @@ class DcnV2(RankingModel):
     def __init__(self, config: DcnV2Config, shapes: InputShapes) -> None:
         super().__init__(shapes)
         self.bottom = DenseBottom(shapes, config.bottom_mlp) if config.bottom_mlp else None
+        width = shapes.embedding_width
         if self.bottom is None:
-            width = shapes.dense_width + shapes.embedding_width
-            context, rows = _of_inputs(shapes)
+            width += shapes.dense_width
+            context, rows = _input_columns(shapes)
         else:
-            output = np.arange(self.bottom.output_width)
-            width = output.size + shapes.embedding_width
-            context, rows = (order + output.size for order in shapes.embedding_order())
-            if self.bottom.is_shared:
-                context = np.concatenate([context, output])
-            else:
-                rows = np.concatenate([rows, output])
+            width += self.bottom.output_width
+            context, rows = (
+                np.concatenate([np.arange(of_bottom), self.bottom.output_width + side.embedding_order])
+                for of_bottom, side in zip(self.bottom.side_widths, (shapes.context, shapes.candidate), strict=True)
+            )
         self.cross = CrossLayers(width, config.num_cross_layers, config.low_rank, context, rows)
-        self.deep = LogitHead(width, config.deep, rows=np.concatenate([context, rows]))
+        self.deep = Mlp(width, config.deep, "logit", rows=np.concatenate([context, rows]))
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Give logits [N]."""
+        """Return logits [N]."""
         context, rows = inputs.context, inputs.candidates
         if self.bottom is not None:
-            bottom = self.bottom.of(inputs)
-            context = context[:, : self.shapes.context.embedding_width]
-            rows = rows[:, : self.shapes.candidate.embedding_width]
-            if self.bottom.is_shared:
-                context = torch.cat([context, bottom], dim=1)
-            else:
-                rows = torch.cat([rows, bottom], dim=1)
+            context, rows = self.bottom.with_embeddings(inputs)
         return self.deep.forward(self.cross.forward(rows, Shared(context, inputs.request_of_candidate)))
 
 
@@ -387,10 +350,10 @@ class AttentionUnit(nn.Module):
         self.dim = dim
         self.max_pairs = MAX_PAIRS
         self.first = Linear(4 * dim, hidden[0])
-        self.rest = Mlp(hidden[0], [*hidden[1:], 1], relu_at_end=False)
+        self.rest = Mlp(hidden[0], [*hidden[1:], 1], "linear")
 
     def forward(self, queries: Tensor, history: SequenceInput, inputs: RankingInputs) -> Tensor:
-        """Give the softmax-weighted sum of each candidate's history [N, D]; zeros where that is empty.
+        """Return the softmax-weighted sum of each candidate's history [N, D]; zeros where that is empty.
 
         Queries are [N, D], `history` those of R requests.
         """
@@ -401,31 +364,20 @@ class AttentionUnit(nn.Module):
         per_candidate = F.linear(queries, of_q + of_difference, self.first.bias)
         per_row = F.linear(history.rows, of_k - of_difference)
         blocks = CandidateBlocks.of(inputs, max(1, self.max_pairs // longest))
+        chunk = max(1, self.max_pairs // (longest * blocks.size))
         parts = (blocks.split(queries), blocks.split(per_candidate), blocks.request)
-        # A program has no loop whose length depends on the batch: it works on all pairs at once.
-        if torch.compiler.is_exporting():
-            chunks = [parts]
-        else:
-            chunk = max(1, self.max_pairs // (longest * blocks.size))
-            chunks = list(zip(*(torch.split(part, chunk) for part in parts), strict=True))
-        attended = [
-            self._attend(q, partial, of_product, history.rows[request], per_row[request], history.mask[request])
-            for q, partial, request in chunks
-        ]
+        attended = []
+        for q, partial, request in zip(*(torch.split(part, chunk) for part in parts), strict=True):
+            # [B, S, D] over keys [B, L, D] that the S candidates of a block share.
+            keys, padding = history.rows[request], ~history.mask[request].unsqueeze(1)
+            hidden = F.linear(q.unsqueeze(2) * keys.unsqueeze(1), of_product)
+            hidden = hidden + per_row[request].unsqueeze(1) + partial.unsqueeze(2)
+            weights = self.rest.forward(F.relu_(hidden)).squeeze(3).float()
+            # The finite minimum, not -inf: the softmax of a history without rows would be NaN, and so its gradient.
+            weights = weights.masked_fill(padding, torch.finfo(weights.dtype).min)
+            weights = torch.softmax(weights, dim=2).masked_fill(padding, 0.0).to(keys.dtype)
+            attended.append(torch.bmm(weights, keys))
         return blocks.join(attended[0] if len(attended) == 1 else torch.cat(attended))
-
-    def _attend(
-        self, queries: Tensor, per_candidate: Tensor, of_product: Tensor, keys: Tensor, per_row: Tensor, mask: Tensor
-    ) -> Tensor:
-        """Attend in blocks: queries [B, S, D] over keys [B, L, D] that the S of a block share."""
-        hidden = F.linear(queries.unsqueeze(2) * keys.unsqueeze(1), of_product)
-        hidden = hidden + per_row.unsqueeze(1) + per_candidate.unsqueeze(2)
-        weights = self.rest(F.relu_(hidden)).squeeze(3).float()
-        # The finite minimum, not -inf: the softmax of a history without rows would be NaN, and so its gradient.
-        ended = ~mask.unsqueeze(1)
-        weights = weights.masked_fill(ended, torch.finfo(weights.dtype).min)
-        weights = torch.softmax(weights, dim=2).masked_fill(ended, 0.0).to(keys.dtype)
-        return torch.bmm(weights, keys)
 
 
 class TargetAttention(RankingModel):
@@ -434,18 +386,18 @@ class TargetAttention(RankingModel):
     def __init__(self, config: TargetAttentionConfig, shapes: InputShapes) -> None:
         super().__init__(shapes)
         self.history_feature = config.history_feature
-        self.target_columns = shapes.candidate.columns_of(config.target_feature)
+        self.target_columns = shapes.columns[config.target_feature]
         dim = shapes.sequence_dims[config.history_feature]
         self.attention = AttentionUnit(dim, config.attention_hidden)
-        context, rows = _of_inputs(shapes)
+        context, rows = _input_columns(shapes)
         width = shapes.dense_width + shapes.embedding_width
         rows = np.concatenate([rows, np.arange(width, width + dim)])
-        self.mlp = LogitHead(width + dim, config.hidden, context=context, rows=rows)
+        self.mlp = Mlp(width + dim, config.hidden, "logit", context=context, rows=rows)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
-        """Give logits [N]."""
+        """Return logits [N]."""
         queries = inputs.candidates[:, self.target_columns]
-        attended = self.attention(queries, inputs.sequences[self.history_feature], inputs)
+        attended = self.attention.forward(queries, inputs.sequences[self.history_feature], inputs)
         rows = torch.cat([inputs.candidates, attended], dim=1)
         return self.mlp.forward(rows, Shared(inputs.context, inputs.request_of_candidate))
 
@@ -477,91 +429,69 @@ _MODELS: dict[str, Callable[[Any, InputShapes], RankingModel]] = {
     "dcn_v2": DcnV2,
     "target_attention": TargetAttention,
 }
-
-
 _ADAPTER: TypeAdapter[DenseModelConfig] = TypeAdapter(Annotated[DenseModelConfig, Field(discriminator="kind")])
 
 
 def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
     """Return `spec.dense_model`, checked against the model's features and dense inputs. Raises RankingModelError."""
-    described = spec.dense_model
+    described, prefix = spec.dense_model, f"model {spec.model!r}:"
     if not isinstance(described, DenseModelSpec):
-        raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r} is no built-in model")
+        raise RankingModelError(f"{prefix} dense_model {described.kind!r} is no built-in model")
     if "kind" in described.config:
-        raise RankingModelError(f"model {spec.model!r}: dense_model.config must not have 'kind', it is beside config")
+        raise RankingModelError(f"{prefix} dense_model.config must not have 'kind', it is beside config")
     try:
         config = _ADAPTER.validate_python({"kind": described.kind, **described.config})
     except ValidationError as error:
         # A discriminated union puts the kind in front of each location; the name of the option follows.
         reasons = "; ".join(
-            f"{'.'.join(map(str, one.place[1:])) or 'kind'}: {one.problem} (got {one.value!r:.80})"
-            for one in schema_errors(error, get_args(DenseModelConfig), elsewhere=["kind"])
+            f"{'.'.join(map(str, problem.place[1:])) or 'kind'}: {problem.problem} (got {problem.value!r:.80})"
+            for problem in schema_errors(error, get_args(DenseModelConfig), elsewhere=["kind"])
         )
-        raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r}: {reasons}") from error
-    for problem in _problems(spec, config):
-        raise RankingModelError(f"model {spec.model!r}: {problem}")
+        raise RankingModelError(f"{prefix} dense_model {described.kind!r}: {reasons}") from error
+    if problem := next(_problems(spec, config), None):
+        raise RankingModelError(f"{prefix} {problem}")
     return config
 
 
 def _problems(spec: ModelSpec, config: DenseModelConfig) -> Iterator[str]:
     """Yield why a config does not fit a model; only the first is sure."""
-    pooled = {
-        feature.name: spec.table_of(feature.name).embedding_dim
-        for feature in spec.features
-        if spec.pooling_of(feature.name) != "none"
-    }
+    poolings = {feature.name: spec.pooling_of(feature.name) for feature in spec.features}
+    dims = {name: spec.table_of(name).embedding_dim for name in poolings}
+    pooled = {name: dim for name, dim in dims.items() if poolings[name] != "none"}
     dense_width, sequence = spec.dense_inputs.context + spec.dense_inputs.candidate, None
     if isinstance(config, DlrmConfig):
-        yield from _dlrm_problems(config, pooled, dense_width)
+        if len(set(pooled.values())) != 1:
+            yield f"dlrm needs features of one embedding_dim, got {pooled}"
+        dim, bottom = next(iter(pooled.values())), config.bottom_mlp
+        if bool(bottom) != bool(dense_width):
+            rule = "it must be empty without dense inputs, and only then"
+            yield f"dlrm with {dense_width} dense inputs has bottom_mlp {list(bottom)}; {rule}"
+        if bottom and bottom[-1] != dim:
+            yield f"dlrm's bottom_mlp ends in {bottom[-1]}, not in the embedding_dim {dim}"
+        if len(pooled) + bool(bottom) < 2:
+            yield f"dlrm needs at least two vectors to interact, got {sorted(pooled)}"
     elif isinstance(config, TargetAttentionConfig):
-        yield from _target_attention_problems(spec, config)
-        sequence = config.history_feature
+        sequence, target = config.history_feature, config.target_feature
+        for option, name in (("history_feature", sequence), ("target_feature", target)):
+            if name not in dims:
+                yield f"{option} {name!r} is not one of its features: {list(dims)}"
+        for option, name, side, allowed in (
+            ("history_feature", sequence, "context", ("none",)),
+            ("target_feature", target, "candidate", ("sum", "mean")),
+        ):
+            if (given := spec.feature(name).side) != side or poolings[name] not in allowed:
+                expected = f"must be a {side} feature with pooling {' or '.join(allowed)}"
+                yield f"{option} {name!r} {expected}, it is a {given} feature with pooling {poolings[name]}"
+        if dims[sequence] != dims[target]:
+            yield f"history and target differ in embedding_dim: { {name: dims[name] for name in (sequence, target)} }"
     elif isinstance(config, DcnV2Config) and config.bottom_mlp and not dense_width:
         yield f"dcn_v2 has bottom_mlp {list(config.bottom_mlp)}, but no dense inputs"
     elif not pooled and not dense_width:
         yield f"{config.kind} has no pooled feature and no dense input"
-    for feature in spec.features:
-        if feature.name not in pooled and feature.name != sequence:
-            yield (
-                f"feature {feature.name!r} has pooling none, which {config.kind} does not use; "
-                "use pooling sum or mean, or target_attention with it as history_feature"
-            )
-
-
-def _dlrm_problems(config: DlrmConfig, dims: dict[str, int], dense_width: int) -> Iterator[str]:
-    if len(set(dims.values())) != 1:
-        yield f"dlrm needs features of one embedding_dim, got {dims}"
-    dim, bottom = next(iter(dims.values())), config.bottom_mlp
-    if bool(bottom) != bool(dense_width):
-        yield (
-            f"dlrm with {dense_width} dense inputs has bottom_mlp {list(bottom)}; "
-            "it must be empty without dense inputs, and only then"
-        )
-    if bottom and bottom[-1] != dim:
-        yield f"dlrm's bottom_mlp ends in {bottom[-1]}, not in the embedding_dim {dim}"
-    if len(dims) + bool(bottom) < 2:
-        yield f"dlrm needs at least two vectors to interact, got {sorted(dims)}"
-
-
-def _target_attention_problems(spec: ModelSpec, config: TargetAttentionConfig) -> Iterator[str]:
-    names = [feature.name for feature in spec.features]
-    for option, name in (("history_feature", config.history_feature), ("target_feature", config.target_feature)):
-        if name not in names:
-            yield f"{option} {name!r} is not one of its features: {names}"
-    history, target = spec.feature(config.history_feature), spec.feature(config.target_feature)
-    for option, feature, side, poolings in (
-        ("history_feature", history, "context", ("none",)),
-        ("target_feature", target, "candidate", ("sum", "mean")),
-    ):
-        pooling = spec.pooling_of(feature.name)
-        if feature.side != side or pooling not in poolings:
-            yield (
-                f"{option} {feature.name!r} must be a {side} feature with pooling {' or '.join(poolings)}, "
-                f"it is a {feature.side} feature with pooling {pooling}"
-            )
-    dims = {name: spec.table_of(name).embedding_dim for name in (history.name, target.name)}
-    if len(set(dims.values())) != 1:
-        yield f"history and target differ in embedding_dim: {dims}"
+    for name in dims:
+        if name not in pooled and name != sequence:
+            advice = "use pooling sum or mean, or target_attention with it as history_feature"
+            yield f"feature {name!r} has pooling none, which {config.kind} does not use; {advice}"
 
 
 def build_model(spec: ModelSpec) -> RankingModel:
@@ -594,7 +524,6 @@ def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: Nu
         if not bool(torch.isfinite(tensor).all()):
             raise RankingModelError(f"{prefix}: tensor {name!r} holds NaN or inf")
     model = build_model(spec)
-    model.load_state_dict(dict(tensors), strict=True)
-    model.requires_grad_(False).eval()
+    model.load_state_dict(dict(tensors))
     model.pack(number_format)
     return model

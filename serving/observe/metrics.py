@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Literal, TypeAlias, get_args
 
@@ -51,10 +52,7 @@ _COUNTERS = {
         "Batches ranked on cards, by how their work was put there: as a graph, or launch by launch.",
         ("model", "how"),
     ),
-    "version_requests": (
-        "Requests by the version that answered or failed them; ok or error.",
-        (*_VERSION, "outcome"),
-    ),
+    "version_requests": ("Requests by the version that answered or failed them; ok or error.", (*_VERSION, "outcome")),
     "trace_spans": ("Spans by what became of them.", ("outcome",)),
     "shard_request_bytes": ("Bytes that shards behind sockets were asked with.", ("model",)),
     "shard_answer_bytes": (
@@ -118,7 +116,7 @@ class ServingMetrics:
         ProcessCollector(registry=registry)
         if state is not None:
             registry.register(state)
-        counters = {
+        counters = self._counters = {
             name: Counter(f"shardrank_{name}", text, labels, registry=registry)
             for name, (text, labels) in _COUNTERS.items()
         }
@@ -128,29 +126,22 @@ class ServingMetrics:
         }
         histogram = partial(Histogram, registry=registry)
         stages = histogram("shardrank_stage_seconds", _STAGE_HELP, ("model", "stage", "method"), buckets=_SECONDS)
-        batch_requests = histogram(
-            "shardrank_batch_requests", "Requests in a batch.", ("model",), buckets=_BATCH_REQUESTS
-        )
-        batch_candidates = histogram(
+        requests = histogram("shardrank_batch_requests", "Requests in a batch.", ("model",), buckets=_BATCH_REQUESTS)
+        candidates = histogram(
             "shardrank_batch_candidates", "Candidates in a batch.", ("model",), buckets=_BATCH_CANDIDATES
         )
-        self._counters = counters
         self.buffered_bytes: Callable[[], int] = lambda: 0
         self.num_in_flight: Callable[[], int] = lambda: 0
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
-        self._of_status, self._of_error = cache(counters["requests"].labels), cache(counters["errors"].labels)
-        self._of_outcome = cache(counters["version_requests"].labels)
+        self._counter = cache(lambda name, *labels: counters[name].labels(*labels))
         self._of_stages = cache(
             lambda names, model, method: tuple(stages.labels(model, stage, method) for stage in names)
         )
-        self._sizes = cache(lambda model: (batch_requests.labels(model), batch_candidates.labels(model)))
+        self._sizes = cache(lambda model: (requests.labels(model), candidates.labels(model)))
         # By model, in the order of `LookupTimes.wire_bytes`.
-        answer_bytes = counters["shard_answer_bytes"]
+        sent, received = counters["shard_request_bytes"], counters["shard_answer_bytes"]
         self._of_wire = cache(
-            lambda model: (
-                counters["shard_request_bytes"].labels(model),
-                *(answer_bytes.labels(model, form) for form in WIRE_FORMS),
-            )
+            lambda model: (sent.labels(model), *(received.labels(model, form) for form in WIRE_FORMS))
         )
         # Observations that are not in their histograms yet. Made one by one, between work that needs the processor's
         # caches, each costs three times what it costs after another one. Thread-safe: both ends of a deque are.
@@ -158,7 +149,7 @@ class ServingMetrics:
 
     def call_ended(self, call: Call, status: str, outcome: Outcome | None, now: float) -> None:
         """Count a call that ended now: its status (`ok` or its error's kind), its version's outcome, its times."""
-        self._of_status(call.api, call.method, call.model, status).inc()
+        self._counter("requests", call.api, call.method, call.model, status).inc()
         if status != "ok":
             self.failed(call.api, call.method, status)
         stages: tuple[str, ...] = ("total",)
@@ -167,14 +158,14 @@ class ServingMetrics:
             stages, seconds = CALL_STAGES, (*call.around_batch(), *seconds)
         self._kept.append((self._of_stages(stages, call.model, call.method), seconds))
         if outcome is not None:
-            self._of_outcome(call.model, str(call.version), outcome).inc()
+            self._counter("version_requests", call.model, str(call.version), outcome).inc()
         if len(self._kept) >= MAX_KEPT:
             self._make_observations()
 
     def refused(self, api: str, method: str, model: str, kind: str) -> None:
         """Count a call that was refused before it was received, so that no time of it is known."""
-        self._of_status(api, method, model, kind).inc()
-        self._of_error(api, method, kind).inc()
+        self._counter("requests", api, method, model, kind).inc()
+        self._counter("errors", api, method, kind).inc()
 
     def batch_ended(self, model: str, times: BatchTimes, method: str) -> None:
         """Observe the size and the stages of a batch."""
@@ -193,54 +184,50 @@ class ServingMetrics:
 
     def failed(self, api: str, method: str, kind: str) -> None:
         """Count an error, of a call or of what is no call, such as a connection."""
-        self._of_error(api, method, kind).inc()
-
-    def buffer_refused(self, cause: str) -> None:
-        """Count a message that was refused because no more bytes may be held."""
-        self._counters["buffer_refusals"].labels(cause).inc()
+        self._counter("errors", api, method, kind).inc()
 
     def spans_ended(self, outcome: TraceOutcome, count: int) -> None:
         """Count spans of traces that were exported, failed to be, were dropped (no room or time), or refused."""
-        self._counters["trace_spans"].labels(outcome).inc(count)
+        self.count("trace_spans", outcome, by=count)
 
     def replica_events(self, model: str) -> ReplicaEvents:
         """Return what counts hedges, retries and ejections of one of a model's routers."""
-        counters, ejected = self._counters, self._gauges["replicas_ejected"]
+        ejected = self._gauges["replicas_ejected"]
         return ReplicaEvents(
-            retried=lambda kind: counters["shard_retries"].labels(model, kind).inc(),
-            denied=lambda kind: counters["shard_retries_denied"].labels(model, kind).inc(),
-            ejected=lambda shard, reason: counters["replica_ejections"].labels(model, str(shard), reason).inc(),
+            retried=partial(self.count, "shard_retries", model),
+            denied=partial(self.count, "shard_retries_denied", model),
+            ejected=partial(self.count, "replica_ejections", model),
             ejected_change=lambda shard, more: ejected.labels(model, str(shard)).inc(more),
         )
 
     def count(self, name: str, *labels: object, by: float = 1) -> None:
         """Count by one of the names of `_COUNTERS`, and its labels."""
-        self._counters[name].labels(*map(str, labels)).inc(by)
+        self._counters[name].labels(*labels).inc(by)
 
     def set_version(self, name: str, model: str, version: int, value: float) -> None:
         """Set one of the gauges that have a value for each version."""
-        self._gauges[name].labels(model, str(version)).set(value)
+        self._gauges[name].labels(model, version).set(value)
 
     def hot_rows(self, status: HotStatus) -> None:
-        """Say what a version's tier of hot rows holds, and count what it counted since it told last."""
+        """Set what a version's tier of hot rows holds, and count what it counted since the last status."""
         values = {"hot_rows": status.rows, "hot_bytes": status.size_bytes, "hot_sequence": status.sequence}
         for name, value in values.items():
             self.set_version(name, status.model, status.version, value)
         for table, lookups, hits in zip(status.tables, status.lookups.tolist(), status.hits.tolist(), strict=True):
             if lookups:
-                self._counters["hot_lookups"].labels(status.model, table).inc(lookups)
-                self._counters["hot_hits"].labels(status.model, table).inc(hits)
+                self.count("hot_lookups", status.model, table, by=lookups)
+                self.count("hot_hits", status.model, table, by=hits)
 
     def recorded(self, outcome: str, requests: int, size_bytes: int) -> None:
         """Count requests that were chosen to be recorded: `written`, with their bytes on disk, or `dropped`."""
-        self._counters["recorded_requests"].labels(outcome).inc(requests)
+        self.count("recorded_requests", outcome, by=requests)
         self._counters["recorded_bytes"].inc(size_bytes)
 
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""
         if MULTIPROCESS_VARIABLE in os.environ:
             return
-        self._of_outcome.cache_clear()
+        self._counter.cache_clear()
         for outcome in get_args(Outcome):
             self._counters["version_requests"].remove(model, str(version), outcome)
         for metric in (*self._counters.values(), *self._gauges.values()):
@@ -273,14 +260,13 @@ class ServingMetrics:
 def make_observations(kept: Kept) -> None:
     """Put what is kept, values for as many histograms each, into these; `kept` may be added to meanwhile."""
     by_histogram: defaultdict[Histogram, list[float]] = defaultdict(list)
-    try:
+    # Another thread may pop the last.
+    with suppress(IndexError):
         while True:
-            histograms, values = kept.popleft()
-            for histogram, value in zip(histograms, values, strict=True):
+            for histogram, value in zip(*kept.popleft(), strict=True):
                 by_histogram[histogram].append(value)
-    except IndexError:
-        for histogram, own in by_histogram.items():
-            observe_all(histogram, own)
+    for histogram, values in by_histogram.items():
+        observe_all(histogram, values)
 
 
 def observe_all(histogram: Histogram, values: list[float]) -> None:

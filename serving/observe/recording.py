@@ -173,7 +173,7 @@ class RequestRecorder:
         self._folder_lock = _locked(config.folder)
         # The file that is written, unbuffered; its bytes, when it was begun, and the number of each schema in it.
         self._file: FileIO | None = None
-        self._size, self._began_at = 0, 0.0
+        self._size, self._started_at = 0, 0.0
         self._schemas: dict[_Key, int] = {}
         self._described: dict[_Key, bytes] = {}
         self._queue = queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankResponse, float, int] | None]()
@@ -181,8 +181,8 @@ class RequestRecorder:
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
-    def offer(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, began: float) -> None:
-        """Queue a request that began at a time of the clock, if it is drawn and there is room. Its arrays are kept."""
+    def offer(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, arrived_at: float) -> None:
+        """Queue a request that came at a time of the clock, if it is drawn and there is room. Its arrays are kept."""
         if self._draw() >= self._share:
             return
         bags, weights = request.bags, request.bags.weights
@@ -192,7 +192,7 @@ class RequestRecorder:
             has_room = self._queued_bytes + size <= MAX_QUEUED_BYTES
             self._queued_bytes += size if has_room else 0
         if has_room:
-            self._queue.put((schema, request, answer, began, size))
+            self._queue.put((schema, request, answer, arrived_at, size))
         else:
             self._count("dropped", 1, 0)
 
@@ -205,11 +205,11 @@ class RequestRecorder:
         failed_at = -inf
         with contextlib.closing(self._folder_lock):
             while (queued := self._queue.get()) is not None:
-                schema, request, answer, began, size = queued
+                schema, request, answer, arrived_at, size = queued
                 written = 0
                 try:
                     if self._clock() - failed_at >= RETRY_S:
-                        written = self._add(schema, request, answer, began)
+                        written = self._add(schema, request, answer, arrived_at)
                         failed_at = -inf
                 except Exception as error:
                     # A full disk is logged once, and what is not an OSError is a bug, which must not end the thread.
@@ -222,7 +222,7 @@ class RequestRecorder:
                 self._count("written" if written else "dropped", 1, written)
             self._end()
 
-    def _add(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, began: float) -> int:
+    def _add(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, arrived_at: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
         features = schema.features
         key = features.spec.model, features.digest, tuple(features.spec.dense_model.outputs)
@@ -234,12 +234,12 @@ class RequestRecorder:
         if size - _FRAME.size > MAX_FRAME_BYTES or size + len(described) + 1024 > self._file_bytes:
             return 0
         if self._file is None or self._size + needed + size > self._file_bytes:
-            self._begin()
+            self._start_file()
         if key not in self._schemas:
             self._write(described)
             self._schemas[key] = len(self._schemas)
         stamps = answer.version, answer.delta_sequence, answer.dense_step
-        head = _HEAD.pack(_REQUEST, self._schemas[key], began - self._began_at, *stamps, *counts)
+        head = _HEAD.pack(_REQUEST, self._schemas[key], arrived_at - self._started_at, *stamps, *counts)
         self._write(_framed(head, content))
         return size
 
@@ -253,7 +253,7 @@ class RequestRecorder:
                 if not (path := Path(os.fsdecode(file.name))).stat().st_size:
                     path.unlink()
 
-    def _begin(self) -> None:
+    def _start_file(self) -> None:
         self._end()
         sizes = {path: path.stat().st_size for path in sorted(self._folder.glob(f"*{SUFFIX}"))}
         total = sum(sizes.values())
@@ -262,12 +262,12 @@ class RequestRecorder:
                 break
             path.unlink(missing_ok=True)
             total -= size
-        began_at, self._began_at = self._wall_clock(), self._clock()
+        now, self._started_at = self._wall_clock(), self._clock()
         # Names are in the order of time, also where a clock is set back; of names that are not ours, none is later.
-        stamp = max([int(began_at * 1e6), *(int(path.stem) + 1 for path in sizes if path.stem.isdecimal())])
+        stamp = max([int(now * 1e6), *(int(path.stem) + 1 for path in sizes if path.stem.isdecimal())])
         self._file = _open_private(self._folder / f"{stamp:017d}{SUFFIX}", "x")
         self._size, self._schemas = 0, {}
-        self._write(_framed(bytes([_BEGIN]), _Begin(began_at=began_at).model_dump_json().encode()))
+        self._write(_framed(bytes([_BEGIN]), _Begin(began_at=now).model_dump_json().encode()))
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None
@@ -385,7 +385,7 @@ def _parsed(schema: type[Record], payload: bytearray, where: str) -> Record:
         raise RecordingDamagedError(f"{where}: {error.errors(include_url=False)[0]['msg']}") from error
 
 
-def _decode(payload: bytearray, schema: RecordedSchema, began_at: float, where: str) -> Recorded:
+def _decode(payload: bytearray, schema: RecordedSchema, started_at: float, where: str) -> Recorded:
     """Decode a request, once its counts have been compared with the bytes that there are."""
     _, _, arrived_s, version, sequence, step, count, num_ids, flags, num_texts, text_bytes = _HEAD.unpack_from(payload)
     if not 1 <= count <= MAX_CANDIDATES or flags & ~(_HAS_WEIGHTS | _HAS_LENGTHS):
@@ -429,7 +429,7 @@ def _decode(payload: bytearray, schema: RecordedSchema, began_at: float, where: 
         raise RecordingDamagedError(f"{where}: a text is not UTF-8") from error
     matrix = candidate_dense.reshape(count, dense.candidate)
     request = RankRequest(bags, count, context_dense, matrix, timeout_s=0.0, texts=texts)
-    return Recorded(schema, began_at + arrived_s, version, sequence, step, request, scores)
+    return Recorded(schema, started_at + arrived_s, version, sequence, step, request, scores)
 
 
 def last_requests(folder: Path, schema: RequestSchema, count: int, max_bytes: int) -> list[RankRequest]:

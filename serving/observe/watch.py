@@ -59,7 +59,7 @@ NODE_FAMILIES = (
 """What a shard node tells at a port of its own, by the names under which serving processes tell it too."""
 
 
-class _Told(NamedTuple):
+class _Report(NamedTuple):
     """What one model's shards last said: their nodes by address, else what is wrong; how often in turn cards failed."""
 
     nodes: Sequence[tuple[str, NodeInfo]] = ()
@@ -79,15 +79,15 @@ class Readiness:
         self.versions = versions
         self.wall_clock = wall_clock
         self._max_staleness_s = dict(max_staleness_s or {})
-        # By model, once that was asked. Replaced as a whole: metrics read it on another thread.
-        self._told: dict[str, _Told] = {}
+        # By model, once its shards were asked. Replaced by another dict: metrics read it on another thread.
+        self._reports: dict[str, _Report] = {}
         self._shutting_down = False
         self._card_error: CardError | None = None
         self._cards_failed = asyncio.Event()
 
     def nodes(self) -> list[tuple[str, str, NodeInfo]]:
         """List what nodes of all shards last reported: a model, the address (`local` in this process), the info."""
-        return [(model, address, info) for model, told in self._told.items() for address, info in told.nodes]
+        return [(model, *node) for model, report in self._reports.items() for node in report.nodes]
 
     def problems(self) -> dict[str, str]:
         """Say why the process is not ready, by model ("" for the process itself); empty if it is ready."""
@@ -98,27 +98,33 @@ class Readiness:
         expected = self.versions.expected
         if expected is None:
             return {"": "it is not known yet which models are wanted"}
-        live, told = self.versions.generations.models(), self._told
-        missing = {model: "no live version" for model in expected if model not in live}
+        live, reports = self.versions.generations.models(), self._reports
         # A model that comes later has had its golden requests answered by its shards; it does not make what serves
         # already not ready.
-        awaited = (model for model in expected if model in live and model not in told)
-        unasked = dict.fromkeys(awaited, "its shards were not asked yet")
-        return missing | unasked | {model: one.problem for model, one in told.items() if one.problem}
+        unready = {
+            model: "its shards were not asked yet" if model in live else "no live version"
+            for model in expected
+            if model not in live or model not in reports
+        }
+        return unready | {model: report.problem for model, report in reports.items() if report.problem}
 
     def degraded(self) -> dict[str, str]:
         """Return why rows are older than `max_staleness_s` allows, by model; such a process is ready."""
         live, reasons, now = self.versions.generations.live_versions(), dict[str, str](), self.wall_clock()
         for model, limit_s in self._max_staleness_s.items():
-            versions = [one for _, info in self._told.get(model, _Told()).nodes for one in info.versions]
-            told = [one for one in versions if (one.model, one.version) == (model, live.get(model))]
-            ages = [age for one in told if (age := staleness_s(one, now)) is not None]
-            if len(ages) < len(told):
-                lacking = f"{len(told) - len(ages)} of {len(told)} nodes with version {live[model]}"
+            served = [
+                staleness_s(version, now)
+                for _, info in self._reports.get(model, _Report()).nodes
+                for version in info.versions
+                if (version.model, version.version) == (model, live.get(model))
+            ]
+            ages = [age for age in served if age is not None]
+            if len(ages) < len(served):
+                lacking = f"{len(served) - len(ages)} of {len(served)} nodes with version {live[model]}"
                 reasons[model] = f"{lacking} have not looked for deltas"
-            elif late := sum(age > limit_s for age in ages):
+            elif stale := sum(age > limit_s for age in ages):
                 reasons[model] = (
-                    f"rows of version {live[model]} are {max(ages):.1f} s behind on {late} of {len(ages)} nodes; "
+                    f"rows of version {live[model]} are {max(ages):.1f} s behind on {stale} of {len(ages)} nodes; "
                     f"max_staleness_s = {limit_s:g}"
                 )
         return reasons
@@ -131,7 +137,7 @@ class Readiness:
         """Ask the shards of every live model once."""
         models = self.versions.generations.models()
         await asyncio.gather(*map(self._refresh, models))
-        self._told = {model: told for model, told in self._told.items() if model in models}
+        self._reports = {model: report for model, report in self._reports.items() if model in models}
 
     async def cards_failed(self) -> NoReturn:
         """Wait until cards of this process have failed, and raise their CardError. It takes a new process."""
@@ -158,38 +164,38 @@ class Readiness:
                 yield "canary_share", (model, str(choice.version)), choice.share
 
     async def _refresh(self, model: str) -> None:
-        told = self._told.get(model, _Told())
+        before = self._reports.get(model, _Report())
         try:
             with self.versions.generations.lease(model) as lease:
-                now = _Told(await lease.payload.nodes())
+                report = _Report(await lease.payload.nodes())
         except GenerationNotFoundError:
             return
         except ShardrankError as error:
             # Only cards of this process: of those of shard nodes a router makes other errors.
-            faults = told.faults + 1 if isinstance(error, CardError) else 0
-            now = _Told(told.nodes, f"{error.kind}: {error}", faults)
-            if not told.problem:
+            faults = before.faults + 1 if isinstance(error, CardError) else 0
+            report = _Report(before.nodes, f"{error.kind}: {error}", faults)
+            if not before.problem:
                 logger.warning("model %r is not ready: %s", model, error)
             if isinstance(error, CardError) and faults >= ENOUGH_FAULTS and self._card_error is None:
                 logger.critical("the cards of this process have failed: %s", error)
                 self._card_error = error
                 self._cards_failed.set()
         except Exception as error:
-            # A defect of one model must neither stop the watch over the others, nor pass for readiness.
+            # A bug with one model must neither stop the watch over the others, nor pass for readiness.
             logger.exception("asking the shards of model %r failed", model)
-            now = told._replace(problem=f"internal: asking its shards failed with {type(error).__name__}")
-        if told.problem and not now.problem:
+            report = before._replace(problem=f"internal: asking its shards failed with {type(error).__name__}")
+        if before.problem and not report.problem:
             logger.info("model %r is ready again", model)
-        self._told = {**self._told, model: now}
+        self._reports = {**self._reports, model: report}
 
 
-def staleness_s(told: ServedVersion, now: float) -> float | None:
-    """Tell how old the newest change may be that a node lacks, in seconds; None while it does not know.
+def staleness_s(served: ServedVersion, now: float) -> float | None:
+    """Return how old the newest change may be that a node lacks, in seconds; None while it does not know.
 
     It is 0 at the moment at which a node finds everything applied, and grows until it looks again. So it stays small
     while nothing is published, and grows while the registry can't be reached.
     """
-    return None if told.delta_fresh_at is None else max(0.0, now - told.delta_fresh_at)
+    return None if served.delta_fresh_at is None else max(0.0, now - served.delta_fresh_at)
 
 
 class StateCollector(Collector):
@@ -213,36 +219,32 @@ class StateCollector(Collector):
 
 
 def version_samples(generations: Iterable[Generation[Any]]) -> Iterator[Sample]:
-    """Tell the state of each version that is here."""
-    for one in generations:
-        labels = (one.model, str(one.version))
-        yield "version_state", (*labels, one.state), 1.0
-        yield "version_leases", labels, one.leases
+    """Yield the state of each version that is loaded."""
+    for generation in generations:
+        labels = (generation.model, str(generation.version))
+        yield "version_state", (*labels, generation.state), 1.0
+        yield "version_leases", labels, generation.leases
 
 
 def node_samples(model: str, replica: str, info: NodeInfo, now: float) -> Iterator[Sample]:
-    """Tell what a node said of one model, at a time in seconds since the epoch; `replica` is its address."""
+    """Yield what a node said of one model, at a time in seconds since the epoch; `replica` is its address."""
     shard = str(info.identity.shard_index)
-    for use in info.memory:
-        if use.model == model:
-            labels = (model, str(use.version), shard, replica, str(use.card), use.tier)
-            yield "memory_bytes", labels, use.size_bytes
-    for count in info.lookups:
-        if count.model == model:
-            labels = (model, str(count.version), shard, replica, count.table, count.tier)
-            yield "rows_looked_up", labels, count.rows
-    for cards in info.cards:
-        if cards.model == model:
-            node = (model, str(cards.version), shard, replica)
-            yield "cards_failed", node, 0.0
-            yield "cards_peer_access", node, float(cards.peer_access)
-            yield "card_bad_values", (*node, "outside_table"), cards.outside_table
-            yield "card_bad_values", (*node, "not_here"), cards.not_here
-    for one in info.versions:
-        is_following = one.delta_fresh_at is not None or one.delta_sequence > 0
-        if one.model == model and is_following:
-            node = (model, str(one.version), shard, replica)
-            yield "delta_sequence", node, one.delta_sequence
-            yield "delta_lag", node, one.delta_lag
-            if (seconds := staleness_s(one, now)) is not None:
+
+    def of_model(reports: Iterable[Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        return ((of, (model, str(of.version), shard, replica)) for of in reports if of.model == model)
+
+    for use, node in of_model(info.memory):
+        yield "memory_bytes", (*node, str(use.card), use.tier), use.size_bytes
+    for count, node in of_model(info.lookups):
+        yield "rows_looked_up", (*node, count.table, count.tier), count.rows
+    for cards, node in of_model(info.cards):
+        yield "cards_failed", node, 0.0
+        yield "cards_peer_access", node, float(cards.peer_access)
+        yield "card_bad_values", (*node, "outside_table"), cards.outside_table
+        yield "card_bad_values", (*node, "not_here"), cards.not_here
+    for served, node in of_model(info.versions):
+        if served.delta_fresh_at is not None or served.delta_sequence > 0:
+            yield "delta_sequence", node, served.delta_sequence
+            yield "delta_lag", node, served.delta_lag
+            if (seconds := staleness_s(served, now)) is not None:
                 yield "delta_staleness_seconds", node, seconds

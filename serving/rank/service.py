@@ -78,7 +78,7 @@ class RankingService(VersionChoice):
         self.metrics = ServingMetrics(StateCollector(self.watch.samples))
         self.tracer: Tracer | None = None
         self.untaken = LookupMemoryLimit(self.limits.max_untaken_floats)
-        self.buffers = ByteBudget(self.limits.max_buffered_bytes, self.metrics.buffer_refused)
+        self.buffers = ByteBudget(self.limits.max_buffered_bytes, partial(self.metrics.count, "buffer_refusals"))
         self.metrics.buffered_bytes = lambda: self.buffers.buffered
         self.metrics.num_in_flight = lambda: self.in_flight
         self.expanding = asyncio.Semaphore(MAX_EXPANDING)

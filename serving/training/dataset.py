@@ -8,11 +8,11 @@ history then tells its label. At test time they come from the whole training par
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ PAIRS_PER_RATING = 4
 # Some two hundred times the real files: a folder with something else is refused before it is read.
 MAX_FILE_BYTES = 512 * 1024 * 1024
 MAX_RATING = 5
+_NUMBER = r"\d{1,18}"
 
 HISTORY_LIMIT = 50
 YEARS_PER_AGE_BUCKET = 5
@@ -60,9 +61,6 @@ CROSSES: dict[str, tuple[str, str]] = {
     "zip_film": ("zip_code", "film_id"),
 }
 """Features of a candidate that are pairs of others: one of the user, one of the film."""
-
-Fields: TypeAlias = Mapping[str, Callable[[str], Any]]
-"""How each field of a line is read, by the name that an error calls it."""
 
 
 class TrainingError(ShardrankError, kind="bad_training", http_status=400, grpc_status="INVALID_ARGUMENT"):
@@ -141,7 +139,7 @@ def positions_in(offsets: Int64Array, chosen: Int64Array) -> tuple[Int64Array, I
 def generate_interactions(
     num_ratings: int = 40_000, *, num_users: int | None = None, num_films: int = 800, seed: int = 0
 ) -> Interactions:
-    """Draws users, films and ratings; no user rates a film twice.
+    """Draw users, films and ratings; no user rates a film twice.
 
     A user's opinion of a film is quality + generosity + taste . character + noise; taste and character are latent
     vectors, and a film's character is mostly that of its genres. The rating, 1 to 5, is where the opinion
@@ -151,10 +149,10 @@ def generate_interactions(
     Raises TrainingError for more ratings than a quarter of all pairs of a user and a film.
     """
     num_users = num_users or max(600, num_ratings // 64)
-    most = num_users * num_films // PAIRS_PER_RATING
-    if num_ratings > most:
-        pairs = f"all pairs of {num_users} users and {num_films} films"
-        raise TrainingError(f"num_ratings {num_ratings} is more than {most}, a quarter of {pairs}")
+    max_ratings = num_users * num_films // PAIRS_PER_RATING
+    if num_ratings > max_ratings:
+        allowed = f"{max_ratings}, a quarter of all pairs of {num_users} users and {num_films} films"
+        raise TrainingError(f"num_ratings {num_ratings} is more than {allowed}")
     draw = np.random.default_rng(seed)
     users = Users(
         ids=np.arange(1, num_users + 1, dtype=np.int64),
@@ -179,7 +177,15 @@ def generate_interactions(
     character += 0.5 * draw.normal(size=character.shape)
     taste = draw.normal(size=(num_users, NUM_TASTES)) / np.sqrt(NUM_TASTES)
     quality, generosity = draw.normal(size=num_films), 0.7 * draw.normal(size=num_users)
-    user_index, film_index = _pairs(num_ratings, num_users, num_films, draw)
+    activity, popularity = draw.gamma(1.5, size=num_users), 1.0 / (10.0 + draw.permutation(num_films))
+    pairs = np.zeros(0, np.int64)
+    # Few pairs are drawn twice at this density, so each round brings new ones.
+    while pairs.size < num_ratings:
+        user = draw.choice(num_users, size=2 * num_ratings, p=activity / activity.sum())
+        film = draw.choice(num_films, size=2 * num_ratings, p=popularity / popularity.sum())
+        pairs = np.concatenate([pairs, user.astype(np.int64) * num_films + film])
+        pairs = pairs[np.sort(np.unique(pairs, return_index=True)[1])]
+    user_index, film_index = np.divmod(pairs[:num_ratings], num_films)
     opinion = quality[film_index] + generosity[user_index]
     opinion += 1.2 * np.einsum("nk,nk->n", taste[user_index], character[film_index])
     opinion += draw.normal(size=opinion.size)
@@ -195,115 +201,69 @@ def generate_interactions(
     )
 
 
-def _pairs(num_ratings: int, num_users: int, num_films: int, draw: np.random.Generator) -> tuple[Int64Array, ...]:
-    activity = draw.gamma(1.5, size=num_users)
-    popularity = 1.0 / (10.0 + draw.permutation(num_films))
-    pairs = np.zeros(0, np.int64)
-    # Few pairs are taken at this density, so each round brings new ones.
-    while pairs.size < num_ratings:
-        user = draw.choice(num_users, size=2 * num_ratings, p=activity / activity.sum())
-        film = draw.choice(num_films, size=2 * num_ratings, p=popularity / popularity.sum())
-        pairs = np.concatenate([pairs, user.astype(np.int64) * num_films + film])
-        pairs = pairs[np.sort(np.unique(pairs, return_index=True)[1])]
-    return np.divmod(pairs[:num_ratings], num_films)
-
-
 def read_movielens(folder: str | Path) -> Interactions:
     """Read u.data, u.item, u.user and u.genre of MovieLens 100K (GroupLens) from a folder.
 
     Raises TrainingError for a file that is missing, too large, empty or malformed; the message names file and line.
     """
     folder = Path(folder)
-    genres, numbers = _columns(folder / "u.genre", "|", {"genre": str, "genre number": _whole})
-    for expected, number in enumerate(numbers):
+    genres, numbers = _columns(folder / "u.genre", rf"([^|]*)\|({_NUMBER})", "genre|number")
+    for expected, number in enumerate(map(int, numbers)):
         if number != expected:
             raise TrainingError(f"{folder / 'u.genre'}: genre number {number} is not {expected}, the next one")
-    words = dict.fromkeys(("title", "release date", "video release date", "URL"), str)
-    fields: Fields = {"film id": _whole, **words, **{f"genre {name}": _flag for name in genres}}
-    ids, titles, _, _, _, *flags = _columns(folder / "u.item", "|", fields)
-    order = _ascending(folder / "u.item", "film id", ids)
-    film_flags = np.array(flags, bool).T[order]
-    films = Films.of_flags(np.array(ids, np.int64)[order], [titles[i] for i in order], film_flags, genres)
-    fields = {"user id": _whole, "age": _whole, "gender": str, "occupation": str, "zip code": str}
-    people = list(zip(*_columns(folder / "u.user", "|", fields), strict=True))
-    order = _ascending(folder / "u.user", "user id", [person[0] for person in people])
-    ids, ages, genders, occupations, zip_codes = zip(*(people[i] for i in order), strict=True)
-    users = Users(np.array(ids, np.int64), np.array(ages, np.int64), genders, occupations, zip_codes)
-    path = folder / "u.data"
-    fields = {"user id": _whole, "film id": _whole, "rating": _rating, "timestamp": _whole}
-    table = np.array(_columns(path, "\t", fields), np.int64)
-    return Interactions(
-        source="movielens-100k",
-        users=users,
-        films=films,
-        user_index=_positions(path, "user id", table[0], users.ids, "u.user"),
-        film_index=_positions(path, "film id", table[1], films.ids, "u.item"),
-        ratings=table[2].astype(np.float32),
-        timestamps=table[3],
-    )
+    path, form = folder / "u.item", f"film id|title|date|date|URL, and |0 or |1 for each of {len(genres)} genres"
+    pattern = rf"({_NUMBER})\|([^|]*)\|[^|]*\|[^|]*\|[^|]*((?:\|[01]){{{len(genres)}}})"
+    ids, titles, flags = _columns(path, pattern, form)
+    order = _ascending(path, "film id", ids)
+    is_of_genre = np.array([list(text[1::2]) for text in flags])[order] == "1"
+    films = Films.of_flags(np.array(ids, np.int64)[order], [titles[i] for i in order], is_of_genre, genres)
+    path = folder / "u.user"
+    pattern, form = rf"({_NUMBER})\|({_NUMBER})" + r"\|([^|]*)" * 3, "user id|age|gender|occupation|zip code"
+    people = _columns(path, pattern, form)
+    order = _ascending(path, "user id", people[0])
+    numbers, ages, *words = (tuple(column[i] for i in order) for column in people)
+    users = Users(np.array(numbers, np.int64), np.array(ages, np.int64), *words)
+    path, form = folder / "u.data", f"user id, film id, rating in 1..{MAX_RATING} and timestamp, with tabs between them"
+    pattern = rf"({_NUMBER})\t({_NUMBER})\t([1-{MAX_RATING}])\t({_NUMBER})"
+    table = np.array(_columns(path, pattern, form), np.int64)
+    indices: list[Int64Array] = []
+    for name, given, known in (("user", table[0], users.ids), ("film", table[1], films.ids)):
+        positions = np.searchsorted(known, given)
+        unknown = np.flatnonzero(known[np.minimum(positions, known.size - 1)] != given)
+        if unknown.size:
+            row, listed_in = int(unknown[0]), "u.user" if name == "user" else "u.item"
+            raise TrainingError(f"{path}: rating {row + 1}: {name} id {given[row]} is not in {listed_in}")
+        indices.append(positions)
+    ratings = table[2].astype(np.float32)
+    return Interactions("movielens-100k", users, films, indices[0], indices[1], ratings, table[3])
 
 
-def _columns(path: Path, separator: str, fields: Fields) -> list[tuple[Any, ...]]:
-    """Read the columns of a file whose lines have these fields; empty lines are left out."""
+def _columns(path: Path, pattern: str, form: str) -> list[tuple[str, ...]]:
+    """Read the groups of a pattern that each line has, as columns; `form` says it in words. Empty lines are skipped."""
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise TrainingError(f"{path}: {size} bytes, allowed: {MAX_FILE_BYTES}")
         text = path.read_text(encoding="latin-1")
     except OSError as error:
         raise TrainingError(f"{path}: {error.strerror or error}") from error
-    rows: list[list[Any]] = []
-    # Not splitlines: latin-1 text may hold characters (such as U+0085) that it takes for line ends.
+    rows = []
+    # Not splitlines: latin-1 text may hold characters (such as U+0085) that it reads as line ends.
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        values = line.rstrip("\r").split(separator)
-        if len(values) != len(fields):
-            found = f"{len(values)} fields separated by {separator!r}, expected {len(fields)}"
-            raise TrainingError(f"{path}, line {number}: {found}")
-        rows.append([])
-        for (name, read), value in zip(fields.items(), values, strict=True):
-            try:
-                rows[-1].append(read(value))
-            except ValueError as error:
-                raise TrainingError(f"{path}, line {number}: {name} {value!r:.40} is not {error}") from error
+        if line.strip():
+            if (match := re.fullmatch(pattern, line.rstrip("\r"), re.ASCII)) is None:
+                raise TrainingError(f"{path}, line {number}: {line!r:.80} is not {form}")
+            rows.append(match.groups())
     if not rows:
         raise TrainingError(f"{path}: holds no line")
     return list(zip(*rows, strict=True))
 
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or len(text) > 18:
-        raise ValueError("a whole number below 10^18")
-    return int(text)
-
-
-def _rating(text: str) -> int:
-    if not 1 <= _whole(text) <= MAX_RATING:
-        raise ValueError(f"in 1..{MAX_RATING}")
-    return int(text)
-
-
-def _flag(text: str) -> bool:
-    if text not in {"0", "1"}:
-        raise ValueError("0 or 1")
-    return text == "1"
-
-
-def _ascending(path: Path, name: str, ids: Sequence[int]) -> list[int]:
-    order = sorted(range(len(ids)), key=ids.__getitem__)
-    for before, after in itertools.pairwise(order):
-        if ids[before] == ids[after]:
-            raise TrainingError(f"{path}: {name} {ids[after]} is there twice")
+def _ascending(path: Path, name: str, ids: Sequence[str]) -> npt.NDArray[np.intp]:
+    numbers = np.array(ids, np.int64)
+    order = np.argsort(numbers)
+    if (twice := np.flatnonzero(np.diff(numbers[order]) == 0)).size:
+        raise TrainingError(f"{path}: {name} {numbers[order][twice[0]]} is there twice")
     return order
-
-
-def _positions(path: Path, name: str, wanted: Int64Array, ids: Int64Array, listed_in: str) -> Int64Array:
-    positions = np.searchsorted(ids, wanted)
-    unknown = ids[np.minimum(positions, ids.size - 1)] != wanted
-    if unknown.any():
-        row = int(unknown.argmax())
-        raise TrainingError(f"{path}: rating {row + 1}: {name} {wanted[row]} is not in {listed_in}")
-    return positions.astype(np.int64)
 
 
 class FilmsOptions(Frozen):
@@ -363,7 +323,7 @@ def films_description(interactions: Interactions, options: FilmsOptions | None =
     }
     return ModelDescription(
         model=options.model,
-        tables=_described_tables(_film_tables(interactions, options), options),
+        tables=_described_tables(interactions, options),
         features=tuple(features),
         dense_inputs=DenseInputs(candidate=2 if options.profile else 0),
         dense_model=DenseModelSpec(kind=options.kind, config=dense[options.kind]),
@@ -373,49 +333,65 @@ def films_description(interactions: Interactions, options: FilmsOptions | None =
 def _film_tables(interactions: Interactions, options: FilmsOptions) -> dict[str, dict[str, Any]]:
     users, films = interactions.users, interactions.films
     count, words = users.ids.size, len(set(users.occupations))
-    integers, strings = {"kind": "vocabulary"}, {"kind": "vocabulary", "id_type": "string"}
-    found: dict[str, dict[str, Any]] = {
-        "users": {"num_embeddings": count + 1, "id_mapping": integers, "unknown_id": "default_row"},
-        "films": {"num_embeddings": int(films.ids[-1]) + 1, "feature_names": ("film_id", "history")},
-        "genres": {"num_embeddings": len(films.genre_names), "pooling": "mean", "unknown_id": "skip"},
+    vocabulary = {"id_mapping": {"kind": "vocabulary"}, "unknown_id": "default_row"}
+    tables: dict[str, dict[str, Any]] = {
+        "users": {"feature_names": ("user_id",), "num_embeddings": count + 1, "default_row": count, **vocabulary},
+        "films": {"feature_names": ("film_id", "history"), "num_embeddings": int(films.ids[-1]) + 1},
+        "genres": {
+            "feature_names": ("genre",),
+            "num_embeddings": len(films.genre_names),
+            "pooling": "mean",
+            "unknown_id": "skip",
+        },
     }
-    found["users"] |= {"feature_names": ("user_id",), "default_row": count}
-    found["genres"] |= {"feature_names": ("genre",)}
     if options.profile:
-        found["ages"] = {"num_embeddings": NUM_AGE_BUCKETS, "feature_names": ("age",)}
-        found["occupations"] = {"num_embeddings": words + 1, "id_mapping": strings, "unknown_id": "default_row"}
-        found["occupations"] |= {"feature_names": ("occupation",), "default_row": words}
-        found["zip_codes"] = {"num_embeddings": NUM_ZIP_ROWS, "id_mapping": {"kind": "hash", "seed": 1}}
-        found["zip_codes"] |= {"feature_names": ("zip_code",)}
+        strings = vocabulary | {"id_mapping": {"kind": "vocabulary", "id_type": "string"}}
+        hashed = {"id_mapping": {"kind": "hash", "seed": 1}}
+        tables |= {
+            "ages": {"feature_names": ("age",), "num_embeddings": NUM_AGE_BUCKETS},
+            "occupations": {
+                "feature_names": ("occupation",),
+                "num_embeddings": words + 1,
+                "default_row": words,
+                **strings,
+            },
+            "zip_codes": {"feature_names": ("zip_code",), "num_embeddings": NUM_ZIP_ROWS, **hashed},
+        }
     if options.crosses:
+        hashed = {"id_mapping": {"kind": "hash", "salt": "per_feature"}}
         for name in CROSSES:
             ids, _ = _cross_ids(interactions, name, interactions.user_index, interactions.film_index)
-            found[name] = {"num_embeddings": np.unique(ids).size, "feature_names": (name,)}
-            found[name] |= {"id_mapping": {"kind": "hash", "salt": "per_feature"}}
-    return found
+            tables[name] = {"feature_names": (name,), "num_embeddings": np.unique(ids).size, **hashed}
+    return tables
 
 
-def _described_tables(tables: dict[str, dict[str, Any]], options: FilmsOptions) -> tuple[TableDescription, ...]:
-    every = {"embedding_dim": options.embedding_dim, "dtype": options.dtype}
+def _described_tables(interactions: Interactions, options: FilmsOptions) -> tuple[TableDescription, ...]:
+    tables = _film_tables(interactions, options)
+    shared = {"embedding_dim": options.embedding_dim, "dtype": options.dtype}
     described: dict[str, TableDescription] = {}
+    table_of = {feature: name for name, words in tables.items() for feature in words["feature_names"]}
+    known = sorted(table_of)
     for name in tables | options.tables:
-        words = {**every, **tables.get(name, {}), **options.tables.get(name, {}), "name": name}
+        changes = options.tables.get(name, {})
+        words = {**shared, **tables.get(name, {}), **changes, "name": name}
         try:
-            described[name] = TableDescription.model_validate(words)
+            table = described[name] = TableDescription.model_validate(words)
         except ValidationError as error:
-            told = "; ".join(map(str, schema_errors(error, [TableDescription])))
-            raise TrainingError(f"table {name!r}: {told}") from error
-    known = {feature for words in tables.values() for feature in words["feature_names"]}
-    taken: dict[str, str] = {}
-    for name in (name for name, words in options.tables.items() if "feature_names" in words):
-        if unknown := sorted(set(described[name].feature_names) - known):
-            raise TrainingError(f"table {name!r}: feature_names: unknown {unknown}; the model has {sorted(known)}")
-        taken |= dict.fromkeys(described[name].feature_names, name)
-    found = []
-    for name, table in described.items():
-        own = tuple(one for one in table.feature_names if taken.get(one, name) == name)
-        found += [table.model_copy(update={"feature_names": own})] if own else []
-    return tuple(found)
+            problems = "; ".join(map(str, schema_errors(error, [TableDescription])))
+            raise TrainingError(f"table {name!r}: {problems}") from error
+        if "feature_names" in changes:
+            if unknown := sorted(set(table.feature_names) - table_of.keys()):
+                raise TrainingError(f"table {name!r}: feature_names: unknown {unknown}; the model has {known}")
+            table_of |= dict.fromkeys(table.feature_names, name)
+    features = {
+        name: tuple(feature for feature in table.feature_names if table_of[feature] == name)
+        for name, table in described.items()
+    }
+    return tuple(
+        table.model_copy(update={"feature_names": features[name]})
+        for name, table in described.items()
+        if features[name]
+    )
 
 
 def _cross_ids(
@@ -486,10 +462,10 @@ class FilmsDataset:
         fold[train] = draw.integers(NUM_FOLDS, size=train.size)
         return cls(interactions, labels, train, test, fold)
 
-    def histories(self, user_index: Int64Array, left_out: Int64Array, limit: int) -> tuple[Int64Array, Int64Array]:
+    def histories(self, user_index: Int64Array, excluded: Int64Array, limit: int) -> tuple[Int64Array, Int64Array]:
         """Find the films that users, int64 [R], liked in the training part, latest first, at most `limit` each.
 
-        `left_out` is the fold of each that may not be looked at, or `NO_FOLD`. Returns lengths int64 [R], and the
+        `excluded` is the fold of each that may not be looked at, or `NO_FOLD`. Returns lengths int64 [R], and the
         films' positions, history by history.
         """
         data = self.interactions
@@ -498,24 +474,24 @@ class FilmsDataset:
         offsets = offsets_of(np.bincount(data.user_index[liked], minlength=data.users.ids.size))
         lengths, positions = positions_in(offsets, user_index)
         samples, request = liked[positions], np.repeat(np.arange(user_index.size), lengths)
-        seen = self.fold[samples] != left_out[request]
+        seen = self.fold[samples] != excluded[request]
         samples, request = samples[seen], request[seen]
         first = offsets_of(np.bincount(request, minlength=user_index.size))
         recent = np.arange(request.size) - first[request] < limit
         return np.minimum(np.diff(first), limit), data.film_index[samples[recent]]
 
-    def film_statistics(self, film_index: Int64Array, left_out: Int64Array) -> Float32Array:
+    def film_statistics(self, film_index: Int64Array, excluded: Int64Array) -> Float32Array:
         """Return float32 [n, 2] of films in training without a fold: log10(1 + ratings), mean label with a prior."""
         films, labels = self.interactions.film_index[self.train], self.labels[self.train]
         # Column NUM_FOLDS stands for "no fold left out".
         cell = films * (NUM_FOLDS + 1) + self.fold[self.train]
-        column = np.where(left_out == NO_FOLD, NUM_FOLDS, left_out)
+        column = np.where(excluded == NO_FOLD, NUM_FOLDS, excluded)
 
         def others(weights: Float32Array | None) -> npt.NDArray[np.float64]:
             size = self.interactions.films.ids.size * (NUM_FOLDS + 1)
             by_fold = np.bincount(cell, weights, size).reshape(-1, NUM_FOLDS + 1).astype(np.float64)
-            found: npt.NDArray[np.float64] = (by_fold.sum(axis=1, keepdims=True) - by_fold)[film_index, column]
-            return found
+            in_others: npt.NDArray[np.float64] = (by_fold.sum(axis=1, keepdims=True) - by_fold)[film_index, column]
+            return in_others
 
         count = others(None)
         mean = (others(labels) + PRIOR_RATINGS * float(labels.mean())) / (count + PRIOR_RATINGS)
@@ -533,7 +509,7 @@ class LabelledRequests:
 
 def training_requests(dataset: FilmsDataset, spec: ModelSpec | ModelDescription) -> LabelledRequests:
     """Make one request for each user and fold: the films rated in the fold, with a history from the others."""
-    return _grouped(dataset, spec, dataset.train, None)
+    return _grouped(dataset, spec, dataset.train)
 
 
 def evaluation_requests(dataset: FilmsDataset, spec: ModelSpec, limit: int | None = None) -> LabelledRequests:
@@ -542,7 +518,7 @@ def evaluation_requests(dataset: FilmsDataset, spec: ModelSpec, limit: int | Non
 
 
 def _grouped(
-    dataset: FilmsDataset, spec: ModelSpec | ModelDescription, samples: Int64Array, limit: int | None
+    dataset: FilmsDataset, spec: ModelSpec | ModelDescription, samples: Int64Array, limit: int | None = None
 ) -> LabelledRequests:
     data = dataset.interactions
     group = data.user_index[samples] * (NUM_FOLDS + 1) + (dataset.fold[samples] + 1)
@@ -550,8 +526,8 @@ def _grouped(
     _, first, counts = np.unique(np.sort(group), return_index=True, return_counts=True)
     first, counts = first[:limit], counts[:limit]
     samples = samples[: counts.sum()]
-    users, films, left_out = data.user_index[samples[first]], data.film_index[samples], dataset.fold[samples]
-    history_lengths, history = dataset.histories(users, left_out[first], HISTORY_LIMIT)
+    users, films, excluded = data.user_index[samples[first]], data.film_index[samples], dataset.fold[samples]
+    history_lengths, history = dataset.histories(users, excluded[first], HISTORY_LIMIT)
     genre_lengths, genres = positions_in(data.films.genre_offsets, films)
     values = {"user_id": data.users.ids[users]}
     if any(feature.name == "age" for feature in spec.features):
@@ -570,11 +546,11 @@ def _grouped(
     if any(feature.name in CROSSES for feature in spec.features):
         for name in CROSSES:
             values[name], lengths[name] = _cross_ids(data, name, data.user_index[samples], films)
-    statistics = dataset.film_statistics(films, left_out)[:, : spec.dense_inputs.candidate]
+    statistics = dataset.film_statistics(films, excluded)[:, : spec.dense_inputs.candidate]
     requests = GoldenRequests(
         num_candidates=counts.astype(np.int32),
         values=values,
-        lengths={name: one.astype(np.int32) for name, one in lengths.items()},
+        lengths={name: counts.astype(np.int32) for name, counts in lengths.items()},
         context_dense=np.zeros((users.size, 0), np.float32),
         candidate_dense=np.ascontiguousarray(statistics),
         scores=np.zeros(films.size, np.float32),

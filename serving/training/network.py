@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,12 @@ from loader.snapshot.tables import DividedTable, TableSpec, fingerprint_strings,
 from loader.snapshot.vocabularies_and_counts import Vocabulary
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
-from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import build_model
 from serving.training.dataset import TrainingError, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
-# Share of the pooled embeddings' elements, and of the sequences' rows, left out while training.
+# Share of the pooled embeddings' elements, and of the sequences' rows, dropped while training.
 DROPOUT = 0.1
 # Standard deviation of the rows at the beginning.
 INITIAL_SCALE = 0.05
@@ -51,8 +51,7 @@ class TrainedModel:
     access_counts: Mapping[str, npt.NDArray[np.integer[Any]]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowBatch:
+class RowBatch(NamedTuple):
     """R requests with N candidates; `candidates` are int64 [N], positions among those of all requests.
 
     `bags` are by feature rows int64 [nnz] and offsets int64 [R + 1], or [N + 1] for a candidate feature.
@@ -65,13 +64,13 @@ class RowBatch:
 
 
 def undivided(spec: ModelSpec) -> ModelSpec:
-    """Describe the same model with every table stored whole, as features see it."""
-    seen = TableSpec.model_fields.keys() & DividedTable.model_fields.keys()
-    whole = tuple(
-        TableSpec(**{name: getattr(table, name) for name in seen}) if isinstance(table, DividedTable) else table
+    """Describe the same model with every table stored undivided, as features see it."""
+    fields = TableSpec.model_fields.keys() & DividedTable.model_fields.keys()
+    tables = tuple(
+        TableSpec(**table.model_dump(include=fields)) if isinstance(table, DividedTable) else table
         for table in spec.logical_tables
     )
-    return spec.model_copy(update={"tables": whole, "divided": ()})
+    return spec.model_copy(update={"tables": tables, "divided": ()})
 
 
 class RequestBatches:
@@ -108,7 +107,7 @@ class RequestBatches:
         self._offsets = offsets_of(requests.num_candidates)
         self.num_requests = requests.num_requests
 
-    def take(self, chosen: Int64Array) -> RowBatch:
+    def select(self, chosen: Int64Array) -> RowBatch:
         """Return the chosen requests, int64 [C], as a batch."""
         counts, candidates = positions_in(self._offsets, chosen)
         bags = {}
@@ -124,11 +123,10 @@ class RequestBatches:
 
     def counts(self) -> dict[str, Int64Array]:
         """Count how often each row is looked up: int64 [num_embeddings], by table."""
-        found = {table.name: np.zeros(table.num_embeddings, np.int64) for table in self._spec.tables}
+        counts = {table.name: np.zeros(table.num_embeddings, np.int64) for table in self._spec.tables}
         for name, offsets in self._bag_offsets.items():
-            own = found[self._spec.table_of(name).name]
-            own += np.bincount(self._rows[offsets[0] : offsets[-1]], minlength=own.size)
-        return found
+            np.add.at(counts[self._spec.table_of(name).name], self._rows[offsets[0] : offsets[-1]], 1)
+        return counts
 
 
 class RankingNetwork(nn.Module):
@@ -146,7 +144,21 @@ class RankingNetwork(nn.Module):
             }
         )
         self._projected = spec.projections().keys()
-        self._places = {name: _places(spec, name, classes) for name, classes in (row_classes or {}).items()}
+        # Of each divided table by part, the row in it of each row of the table, or -1.
+        self._part_rows: dict[str, list[Tensor]] = {}
+        for table in spec.divided:
+            rows = np.arange(table.num_embeddings)
+            part_rows = [rows]
+            if table.buckets is not None:
+                part_rows = [rows // table.buckets, rows % table.buckets]
+            elif table.num_classes > 1:
+                part_of, row_in = (row_classes or {})[table.name].find(rows)
+                if table.pruned:
+                    is_pruned = part_of == len(table.parts)
+                    part_of[is_pruned] = len(table.parts) - 1
+                    row_in[is_pruned] = spec.parts(table)[-1].num_embeddings - 1
+                part_rows = [np.where(part_of == number, row_in, -1) for number in range(len(table.parts))]
+            self._part_rows[table.name] = [torch.from_numpy(rows_in_part) for rows_in_part in part_rows]
 
     @classmethod
     def of(cls, trained: TrainedModel) -> Self:
@@ -177,39 +189,33 @@ class RankingNetwork(nn.Module):
     def inputs(self, batch: RowBatch) -> RankingInputs:
         """Make the ranking model's inputs."""
         sequences = {name: self._sequence(name, *batch.bags[name]) for name in self.shapes.sequence_dims}
-        # Context features have a bag a request; without any of them nobody reads more rows than this.
-        shared = [batch.bags[name][1].numel() - 1 for name in (*self.shapes.context.features, *sequences)]
-        num_requests = max(shared, default=int(batch.request_of_candidate.max()) + 1)
-        context = self._matrix(self.shapes.context, batch, torch.empty(num_requests, 0))
-        candidates = self._matrix(self.shapes.candidate, batch, batch.candidate_dense)
-        return RankingInputs(context, candidates, sequences, batch.request_of_candidate)
+        # Context features have a bag a request; without any of them no model reads more rows than this.
+        counts = [batch.bags[name][1].numel() - 1 for name in (*self.shapes.context.features, *sequences)]
+        num_requests = max(counts, default=int(batch.request_of_candidate.max()) + 1)
+        matrices = []
+        for side, dense in (
+            (self.shapes.context, torch.empty(num_requests, 0)),
+            (self.shapes.candidate, batch.candidate_dense),
+        ):
+            pooled = [self._pooled(name, *batch.bags[name]) for name in side.features]
+            embeddings = F.dropout(torch.cat([*pooled, dense[:, :0]], dim=1), DROPOUT, self.training)
+            matrix = torch.cat([embeddings, dense], dim=1)
+            matrices.append(F.pad(matrix, (0, side.padded_width - side.width)))
+        return RankingInputs(matrices[0], matrices[1], sequences, batch.request_of_candidate)
 
     def embeddings(self, feature: str, rows: Tensor) -> Tensor:
         """Return what a feature gets for rows int64 [n] of its table: [n, embedding_dim]."""
         table = self.spec.table_of(feature)
         if not isinstance(table, DividedTable):
             return F.embedding(rows, self.tables[_key(table.name)])
-        if table.buckets is not None:
-            places = rows // table.buckets, rows % table.buckets
-            first, second = (self._part(part, place) for part, place in zip(table.parts, places, strict=True))
-            return first + second
-        if table.num_classes == 1:
-            return self._part(table.parts[0], rows)
-        part_of, place_in = self._places[table.name]
-        found = torch.zeros(rows.numel(), table.embedding_dim)
-        for number, part in enumerate(table.parts):
-            at = torch.nonzero(part_of[rows] == number).squeeze(1)
-            found = found.index_add(0, at, self._part(part, place_in[rows[at]]))
-        return found
-
-    def _part(self, part: str, places: Tensor) -> Tensor:
-        rows = F.embedding(places, self.tables[_key(part)])
-        return rows @ self.ranking.get_parameter(projection_name(part)) if part in self._projected else rows
-
-    def _matrix(self, side: SideShapes, batch: RowBatch, dense: Tensor) -> Tensor:
-        pooled = [self._pooled(name, *batch.bags[name]) for name in side.features]
-        embeddings = F.dropout(torch.cat([*pooled, dense[:, :0]], dim=1), DROPOUT, self.training)
-        return F.pad(torch.cat([embeddings, dense], dim=1), (0, side.padded_width - side.width))
+        embeddings = torch.zeros(rows.numel(), table.embedding_dim)
+        for part, part_rows in zip(table.parts, self._part_rows[table.name], strict=True):
+            at = part_rows[rows]
+            vectors = F.embedding(at.clamp(min=0), self.tables[_key(part)])
+            if part in self._projected:
+                vectors = vectors @ self.ranking.get_parameter(projection_name(part))
+            embeddings = embeddings + vectors.masked_fill((at < 0).unsqueeze(1), 0)
+        return embeddings
 
     def _pooled(self, feature: str, rows: Tensor, offsets: Tensor) -> Tensor:
         table, mode = self.spec.table_of(feature), self.spec.pooling_of(feature)
@@ -233,21 +239,10 @@ def _key(table: str) -> str:
     return table.replace(".", "/")
 
 
-def _places(spec: ModelSpec, name: str, classes: RowClasses) -> tuple[Tensor, Tensor]:
-    """Say of each row of a divided table in which part it lies, and as which row there: int64 tensors."""
-    table = next(one for one in spec.divided if one.name == name)
-    part_of, place_in = classes.find(np.arange(table.num_embeddings))
-    if table.pruned:
-        is_pruned = part_of == len(table.parts)
-        part_of[is_pruned] = len(table.parts) - 1
-        place_in[is_pruned] = spec.parts(table)[-1].num_embeddings - 1
-    return torch.from_numpy(part_of.astype(np.int64)), torch.from_numpy(place_in)
-
-
 def float32_scores(trained: TrainedModel, requests: GoldenRequests) -> Float32Array:
     """Score requests without engine or quantisation: float32 [N], within (0, 1). Raises as `RequestBatches`."""
     network = RankingNetwork.of(trained)
     batches = RequestBatches(trained.spec, trained.vocabularies, requests)
     with torch.inference_mode():
         parts = torch.split(torch.arange(batches.num_requests), _REQUESTS_PER_SCORING)
-        return torch.cat([torch.sigmoid(network(batches.take(part.numpy()))) for part in parts]).numpy()
+        return torch.cat([torch.sigmoid(network(batches.select(part.numpy()))) for part in parts]).numpy()

@@ -84,7 +84,7 @@ class TwoTasksModel:
         requests = evaluation_requests(self.dataset, self.spec, limit).requests
         batches = RequestBatches(self.spec, self.vocabularies, requests)
         with torch.inference_mode():
-            inputs = self.network.inputs(batches.take(np.arange(batches.num_requests)))
+            inputs = self.network.inputs(batches.select(np.arange(batches.num_requests)))
             context = inputs.context[:, : self.module.context.in_features]
             candidates = inputs.candidates[:, : self.module.candidates.in_features]
             logits = self.module(context, candidates, inputs.request_of_candidate)

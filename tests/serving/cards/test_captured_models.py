@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +41,7 @@ def test_a_models_work_is_of_the_device_alone(kind, dense, number_format):
         model.pack(number_format)
         for num_requests in (1, 4):
             inputs = converted(random_inputs(spec, [32 // num_requests] * num_requests), model.dtype)
-            inputs = dataclasses.replace(inputs, is_ordered=False).on(DEVICE)
+            inputs = inputs._replace(is_ordered=False).on(DEVICE)
             with OfTheHost() as mode:
                 logits = model(inputs)
             assert mode.found == []
@@ -55,9 +53,10 @@ def test_work_on_parts_is_of_the_device_alone(dtype):
     spec = shop_levers(shop_spec("target_attention"), SHOP_LEVERS | {"films": {"id_mapping": COMPOSED}}).compiled()
     layout, most = CardLayout(spec, FeatureSchema.of(spec), dtype), BatchClass.of(40, 3, 500)
     with torch.inference_mode():
-        projections = build_model(spec).to(DEVICE).projections_by_part
-        areas = [torch.zeros(one.count(most), one.width, dtype=dtype, device=DEVICE) for one in layout.areas]
+        model = build_model(spec).to(DEVICE)
+        model.pack("float32")
+        areas = [torch.zeros(most[one.rows], one.width, dtype=dtype, device=DEVICE) for one in layout.areas]
         with OfTheHost() as mode:
-            layout.combine(areas, projections)
+            layout.combine(areas, model.projections_by_part)
     assert mode.found == []
     assert len(layout.sums) > 3

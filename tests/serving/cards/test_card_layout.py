@@ -52,13 +52,13 @@ def test_every_column_of_the_inputs_comes_from_one_place(kind, levers, most):
         written[bag[:, None] + np.arange(schema.layout.tables[table].embedding_dim)] += 1
     assert written.max() == 1
     areas = [
-        written[first : first + area.count(most) * area.width].reshape(-1, area.width)
-        for first, area in zip(layout.output_places(most)[0], layout.areas, strict=True)
+        written[first : first + most[area.rows] * area.width].reshape(-1, area.width)
+        for first, area in zip(layout.area_starts(most)[0], layout.areas, strict=True)
     ]
     for run, source, column, target in layout.sums:
-        assert areas[source][:, column : column + run.count * run.dim].all()
+        assert areas[source][:, column : column + run.num_lookups * run.dim].all()
         assert areas[source].shape[0] == areas[target].shape[0]
-        areas[target][:, run.column : run.column + run.count * run.width] += not run.adds
+        areas[target][:, run.column : run.column + run.num_lookups * run.width] += not run.adds
     widths = [side.embedding_width for side in (layout.shapes.candidate, layout.shapes.context)]
     for matrix, width in zip(areas, [*widths, *(dim for _, _, dim in layout.sequences)], strict=False):
         assert (matrix[:, :width] == 1).all()
@@ -72,5 +72,9 @@ def test_vectors_are_aligned_whatever_the_dense_inputs(dense, dtype):
     layout = CardLayout(spec, FeatureSchema.of(spec), dtype)
     runs = layout.runs(BatchClass.of(40, 3, 200))
     size = dtype.itemsize
-    dims = [layout.shapes.dims[0] * size, *(np.array(runs.out_offsets) * size), *(np.array(runs.out_strides) * size)]
+    dims = [
+        layout.shapes.columns["user"].stop * size,
+        *(np.array(runs.out_offsets) * size),
+        *(np.array(runs.out_strides) * size),
+    ]
     assert all(one % ALIGNED_BYTES == 0 for one in dims)

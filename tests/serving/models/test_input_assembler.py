@@ -16,7 +16,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Embeddings, Router
-from serving.models.inputs import InputAssembler, RankingInputs, padded_sequence, rounded_rows
+from serving.models.inputs import InputAssembler, RankingInputs, padded_sequence
 from shard_node.bags import KeyedBags
 from shard_node.node import LoadedTables, LocalShard, ShardNode
 from shardrank_testing.reference import ReferenceEngine
@@ -65,7 +65,8 @@ def assemble(
     owner = np.repeat(np.arange(len(candidates)), candidates)
     context = rng.normal(size=(len(candidates), spec.dense_inputs.context)).astype(np.float32)
     candidate = rng.normal(size=(owner.size, spec.dense_inputs.candidate)).astype(np.float32)
-    inputs = InputAssembler(spec, embeddings.schema, dtype).assemble(embeddings, owner, context, candidate)
+    assembler = InputAssembler(spec, embeddings.schema, dtype)
+    inputs = assembler.assemble(embeddings, owner, context, candidate, assembler.buffer(), {})
     return inputs, owner, context, candidate
 
 
@@ -77,7 +78,7 @@ def test_a_shared_buffer_changes_no_batch():
         assembler = InputAssembler(spec, embeddings.schema, torch.float32)
         buffer = buffer or assembler.buffer()
         own, owner, context, candidate = assemble(spec, embeddings, candidates, rng, torch.float32)
-        shared = assembler.assemble(embeddings, owner, context, candidate, buffer)
+        shared = assembler.assemble(embeddings, owner, context, candidate, buffer, {})
         for side, found, expected in (
             (assembler.shapes.context, shared.context, own.context),
             (assembler.shapes.candidate, shared.candidates, own.candidates),
@@ -127,7 +128,7 @@ def test_every_column_holds_its_own_feature_of_its_own_request(features, candida
         assert not matrix[:, carried:].any()
         assert not matrix[rows:].any()
     assert len(inputs.context) == len(candidates)
-    assert len(inputs.candidates) == rounded_rows(len(owner)) == 8 * -(-len(owner) // 8)
+    assert len(inputs.candidates) == 8 * -(-len(owner) // 8)
     last = len(candidates) - 1
     assert inputs.request_of_candidate.tolist() == owner.tolist() + [last] * (len(inputs.candidates) - len(owner))
     assert set(inputs.sequences) == {f"f{i}" for i, (_, pooling, _) in enumerate(features) if pooling == "none"}

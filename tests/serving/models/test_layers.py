@@ -16,7 +16,6 @@ from serving.models.layers import (
     PlainProduct,
     Shared,
     bfloat16_is_native,
-    gains_by_int8,
     input_dtype,
     int8_is_faster,
 )
@@ -43,7 +42,7 @@ def ready(layers: torch.nn.Module, number_format: str) -> torch.nn.Module:
 def test_packed_layers_give_what_plain_ones_give(number_format, shape, relu_at_end):
     torch.manual_seed(4)
     dtype = input_dtype(number_format)
-    layers = Mlp(13, [8, 5], relu_at_end=relu_at_end).to(dtype)
+    layers = Mlp(13, [8, 5], "relu" if relu_at_end else "linear").to(dtype)
     # A part of wider rows, as the dense inputs are.
     x = torch.randn(*shape, 40).to(dtype)[..., :13]
     with torch.inference_mode():
@@ -62,10 +61,9 @@ def test_int8_counts_as_faster_with_vnni_alone(monkeypatch, vnni, amx, faster) -
     assert int8_is_faster() is faster
 
 
-def test_only_wide_layers_gain_by_int8() -> None:
-    assert gains_by_int8(1677, 256)
-    assert not gains_by_int8(1677, 64)
-    assert not gains_by_int8(416, 256)
+@pytest.mark.parametrize(("inputs", "outputs", "gains"), [(1677, 256, True), (1677, 64, False), (416, 256, False)])
+def test_only_wide_layers_gain_by_int8(inputs, outputs, gains) -> None:
+    assert Linear(inputs, outputs).requires_grad_(False).pack("int8") is gains
 
 
 @given(st.integers(0, 20), st.integers(2, 70), st.integers(1, 40), st.integers(0, 10_000), st.booleans(), st.booleans())
@@ -92,7 +90,7 @@ def test_a_product_adds_what_each_row_has_besides(product, relu):
     weight, x, more = torch.randn(5, 9), torch.randn(7, 9), torch.randn(7, 5)
     made = product(weight)
     expected = made(x, None, False) + more
-    found = made.plus(x, more.clone(), relu)
+    found = made(x, more.clone(), relu)
     torch.testing.assert_close(found, expected.clamp(min=0) if relu else expected)
 
 
@@ -107,7 +105,7 @@ def test_columns_read_once_a_request_are_those_of_each_row(widths, counts, is_pa
     # A side without columns has no padding either.
     columns = [one if width else one[:0] for one, width in zip(columns, widths, strict=True)]
     outputs = rng.permutation(5)[:4]
-    layer = Linear(sum(widths), 5, context=columns[0], rows=columns[1], outputs=outputs)
+    layer = Linear(sum(widths), 5, relu=True, context=columns[0], rows=columns[1], outputs=outputs)
     owner = np.repeat(np.arange(len(counts)), counts)
     full = torch.randn(len(owner), sum(widths))
     per_request = torch.randn(len(counts), sum(widths))
@@ -119,5 +117,5 @@ def test_columns_read_once_a_request_are_those_of_each_row(widths, counts, is_pa
     with torch.inference_mode():
         if is_packed:
             layer.requires_grad_(False).pack("float32")
-        found = layer(rows, Shared(context, torch.from_numpy(owner)), True)
+        found = layer(rows, Shared(context, torch.from_numpy(owner)))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 
@@ -100,7 +99,7 @@ def attended_by_loops(tensors, inputs: RankingInputs, target: slice) -> np.ndarr
 def test_target_attention_is_a_softmax_over_the_history(lengths: list[int], max_pairs: int) -> None:
     spec = ranking_spec("target_attention")
     tensors, inputs = random_tensors(spec), random_inputs(spec, [4, 2], lengths)
-    film = InputShapes.of(spec).candidate.columns_of("film")
+    film = InputShapes.of(spec).columns["film"]
     attended = attended_by_loops(tensors, inputs, film)
     expected = numpy_mlp(tensors, "mlp", np.concatenate([side_by_side(spec, inputs), attended], axis=1))[:, 0]
     model = load_model(spec, tensors)
@@ -156,17 +155,16 @@ def test_shared_context_scores_like_each_candidates(kind, dtype, counts, dense, 
     model = load_model(spec, tensors, dtype)
     owner = inputs.request_of_candidate
     # A request for every candidate: nothing is shared, and nothing is in blocks.
-    whole = dataclasses.replace(
-        inputs,
+    whole = inputs._replace(
         context=inputs.context[owner],
         sequences={name: SequenceInput(one.rows[owner], one.mask[owner]) for name, one in inputs.sequences.items()},
         request_of_candidate=torch.arange(len(owner)),
         is_ordered=False,
     )
-    split = model.score(converted(inputs, model.dtype))
+    split = model.scores(converted(inputs, model.dtype))
     tolerance = SPLIT_TOLERANCES[dtype]
-    torch.testing.assert_close(split, model.score(converted(whole, model.dtype)), rtol=0, atol=tolerance)
-    exact = load_model(spec, tensors).score(whole)
+    torch.testing.assert_close(split, model.scores(converted(whole, model.dtype)), rtol=0, atol=tolerance)
+    exact = load_model(spec, tensors).scores(whole)
     torch.testing.assert_close(split, exact, rtol=0, atol=tolerance)
 
 
@@ -175,8 +173,8 @@ def test_shared_context_scores_like_each_candidates(kind, dtype, counts, dense, 
 def test_candidates_in_any_order_and_in_blocks_score_the_same(kind, counts):
     spec = ranking_spec(kind)
     model, inputs = load_model(spec, random_tensors(spec)), random_inputs(spec, counts)
-    unordered = dataclasses.replace(inputs, is_ordered=False)
-    torch.testing.assert_close(model.score(inputs), model.score(unordered), rtol=0, atol=1e-5)
+    unordered = inputs._replace(is_ordered=False)
+    torch.testing.assert_close(model.scores(inputs), model.scores(unordered), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "dcn_v2"])
@@ -185,8 +183,8 @@ def test_wide_layers_in_int8_are_close_to_float32(kind):
     spec = ranking_spec(kind, config, dense=(200, 600))
     tensors, inputs = random_tensors(spec), random_inputs(spec, [20, 30])
     narrow = load_model(spec, tensors, "int8")
-    assert any(isinstance(one._ready.rows, Int8Product) for one in narrow.modules() if isinstance(one, Linear))
-    difference = narrow.score(converted(inputs, narrow.dtype)) - load_model(spec, tensors).score(inputs)
+    assert any(isinstance(one.ready.rows, Int8Product) for one in narrow.modules() if isinstance(one, Linear))
+    difference = narrow.scores(converted(inputs, narrow.dtype)) - load_model(spec, tensors).scores(inputs)
     assert 0 < difference.abs().max() < 0.05
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,10 +83,8 @@ def as_trained(spec: ModelSpec, inputs: RankingInputs) -> tuple[np.ndarray, np.n
     context, candidates = inputs.context.double().numpy()[owner], inputs.candidates.double().numpy()
     dense = [context[:, shapes.context.dense_columns], candidates[:, shapes.candidate.dense_columns]]
     embeddings = [
-        context[:, shapes.context.columns_of(name)]
-        if name in shapes.context.offsets
-        else candidates[:, shapes.candidate.columns_of(name)]
-        for name in shapes.features
+        (context if name in shapes.context.features else candidates)[:, columns]
+        for name, columns in shapes.columns.items()
     ]
     return np.concatenate(dense, axis=1), np.concatenate(embeddings, axis=1)
 
@@ -105,8 +102,8 @@ def inputs_of(
     dense_parts = torch.split(dense, [shapes.context.dense_width, shapes.candidate.dense_width], dim=1)
     matrices = []
     sides = (shapes.context, shapes.candidate)
-    for side, order, floats in zip(sides, shapes.embedding_order(), dense_parts, strict=True):
-        matrix = torch.cat([embeddings[:, torch.from_numpy(order)], floats], dim=1)
+    for side, floats in zip(sides, dense_parts, strict=True):
+        matrix = torch.cat([embeddings[:, torch.from_numpy(side.embedding_order)], floats], dim=1)
         matrices.append(torch.nn.functional.pad(matrix, (0, side.padded_width - side.width)))
     return RankingInputs(matrices[0][first], matrices[1], sequences, owner, is_ordered=True)
 
@@ -137,4 +134,4 @@ def converted(inputs: RankingInputs, dtype: torch.dtype) -> RankingInputs:
     """The same inputs in another floating-point type."""
     sequences = {name: SequenceInput(one.rows.to(dtype), one.mask) for name, one in inputs.sequences.items()}
     context, candidates = inputs.context.to(dtype), inputs.candidates.to(dtype)
-    return dataclasses.replace(inputs, context=context, candidates=candidates, sequences=sequences)
+    return inputs._replace(context=context, candidates=candidates, sequences=sequences)

@@ -176,7 +176,8 @@ class ApiModel:
         )
         model = build_model(self.spec)
         model.load_state_dict(self.tensors)
-        return model.eval().score(inputs).numpy()
+        with torch.inference_mode():
+            return model.eval().scores(inputs)[0].numpy()
 
 
 def write_api_model(
