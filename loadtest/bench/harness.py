@@ -262,15 +262,20 @@ def make_router(snapshot: Snapshot, plan: Plan, shards: Sequence[Shard], hot: Ho
 
 
 @contextlib.contextmanager
-def node_process(snapshot: Snapshot, plan: Plan, shard: int = 0) -> Iterator[tuple[Shard, tuple[int, ...]]]:
-    """Run one shard's node, as users start it, behind a Unix socket; yield a connection to it and its process ids."""
+def node_process(snapshot: Snapshot, plan: Plan, shard: int = 0) -> Iterator[tuple[Address, tuple[int, ...]]]:
+    """Run one shard's node, as users start it, behind a Unix socket; yield its address and its process ids."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        socket = Path(folder, "node.sock")
-        address = f"unix:{socket}"
-        flags = {"snapshot": snapshot.path, "shard": f"{shard}/{plan.num_shards}", "listen": address}
-        given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-        line = shardrank_command("shard-node", "--no-verify", "--device", "cpu", *given)
+        address = Address(path=f"{folder}/node.sock")
+        where = ("--snapshot", str(snapshot.path), "--shard", f"{shard}/{plan.num_shards}", "--listen", str(address))
+        line = shardrank_command("shard-node", "--no-verify", "--device", "cpu", *where)
         command = ServerCommand(f"shard {shard}", line, Path(folder, "node.log"))
-        with running("nodes", [command], lambda: "" if socket.exists() else "it does not listen") as process_ids:
-            client = ShardClient(Address.parse(address))
-            yield ReplicatedShard(plan, shard, snapshot.identity, [client]), process_ids
+        listens = Path(address.path).exists
+        with running("nodes", [command], lambda: "" if listens() else "it does not listen") as process_ids:
+            yield address, process_ids
+
+
+def remote_shards(snapshot: Snapshot, plan: Plan, nodes: Sequence[Address]) -> list[Shard]:
+    """Return what asks each shard's node."""
+    return [
+        ReplicatedShard(plan, shard, snapshot.identity, [ShardClient(address)]) for shard, address in enumerate(nodes)
+    ]

@@ -22,6 +22,7 @@ from loadtest.bench.harness import (
     make_router,
     measure,
     node_process,
+    remote_shards,
 )
 from loadtest.load.loops import cpu_seconds
 from router.hot_keeper import learning_counter
@@ -166,7 +167,8 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
         snapshot = tables.export(bench.folder)
         plan = Plan.make(snapshot.spec, SHARDS)
         nodes = [stack.enter_context(node_process(snapshot, plan, shard)) for shard in range(SHARDS)]
-        shards, process_ids = [shard for shard, _ in nodes], [number for _, ids in nodes for number in ids]
+        shards = remote_shards(snapshot, plan, [address for address, _ in nodes])
+        process_ids = [number for _, numbers in nodes for number in numbers]
         routers = {
             name: make_router(snapshot, plan, shards, hot)
             for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))

@@ -27,6 +27,7 @@ from loadtest.bench.harness import (
     make_router,
     measure,
     node_process,
+    remote_shards,
 )
 from router.plan import Plan
 from router.router import Router
@@ -103,8 +104,8 @@ def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
         bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
         plan = Plan.make(snapshot.spec)
-        shard, _ = stack.enter_context(node_process(snapshot, plan))
-        remote = make_router(snapshot, plan, [shard])
+        address, _ = stack.enter_context(node_process(snapshot, plan))
+        remote = make_router(snapshot, plan, remote_shards(snapshot, plan, [address]))
         stack.callback(lambda: bench.runner.run(remote.close()))
         calls, cells = calls_of(snapshot, tables, remote), []
         for hotness, bags in itertools.product((1, 20), (1, 64, 512)):

@@ -28,7 +28,17 @@ import numpy as np
 from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, make_node, make_router, measure
+from loadtest.bench.harness import (
+    Bench,
+    BenchTable,
+    Subject,
+    Values,
+    bench_command,
+    make_node,
+    make_router,
+    measure,
+    node_process,
+)
 from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load
@@ -64,6 +74,7 @@ from serving.versions.loaded_version import ranking_parts
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
 from shard_node.node import LocalShard
+from shard_node.wire.address import Address
 
 DEADLINE_S = 600.0
 
@@ -262,9 +273,10 @@ def measure_server(model: ServedModel, hotness: Sequence[int], apis: Sequence[Ap
         model.bench.run([table for ids in hotness for table in tables_of(model, limit, server, ids, apis)])
 
 
-ROWS = 10_000
+CALLS_SHAPE = BenchShape.of(20_000, varied=True)
+"""Of the model whose calls are counted: so many rows that not every shard has them all."""
 WARM_UP_REQUESTS, COUNTED_REQUESTS = 300, 8
-SETTLE_S = 0.01
+QUIET_S = 0.01
 
 
 def _send(connection: HTTPConnection, request: Payload) -> None:
@@ -275,22 +287,21 @@ def _send(connection: HTTPConnection, request: Payload) -> None:
         raise RequestFailedError(body[:1000].decode(errors="replace"))
 
 
-async def count_calls(folder: Path) -> dict[str, Any]:
-    """Serve a small model in this process, warm it up over one kept connection, and count a few requests more.
+async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) -> dict[str, Any]:
+    """Serve a model of `CALLS_SHAPE`, warm it up over one kept connection, and count the calls of a few requests more.
 
-    The client's thread is not counted. The report is that of the request with the fewest calls, which had no periodic
-    work beside it. Raises RequestFailedError.
+    Rows are in this process, or on shard nodes, whose calls are not counted; nor are the client's. The report is that
+    of the request with the fewest calls, which had no periodic work beside it. Raises RequestFailedError.
     """
-    shape = BenchShape.of(ROWS, varied=True)
-    spec = bench_spec(shape, "mlp")
-    service = RankingService(None, expected_models=[spec.model])
+    service = RankingService(None, expected_models=["bench-mlp"])
     try:
-        # As `shardrank serve` does with all rows in its RAM: the event loop itself ranks.
-        source = ModelSource(snapshot=write_random_snapshot(spec, folder), dtype="float32", num_replicas=0)
+        # As `shardrank serve` does where no row comes from a disk or a card: the event loop itself ranks.
+        replicas = tuple((address,) for address in shards)
+        source = ModelSource(snapshot=snapshot, dtype="float32", num_replicas=0, shards=replicas)
         loop = asyncio.get_running_loop()
         service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
         async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
-            pool = bench_payloads(shape, "mlp", 1, "json", 32)
+            pool = bench_payloads(CALLS_SHAPE, "mlp", 1, api, 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):
                     await asyncio.to_thread(_send, connection, pool[number % len(pool)])
@@ -304,11 +315,11 @@ async def _counted(connection: HTTPConnection, request: Payload) -> dict[str, An
     profile, by_file = cProfile.Profile(builtins=False), dict[str, dict[str, int]]()
     packages = tuple(f"{THIS_CHECKOUT}/{package}/" for package in SERVED_PACKAGES)
     # A batch ends after its answers were sent; that end belongs to its request.
-    await asyncio.sleep(SETTLE_S)
+    await asyncio.sleep(QUIET_S)
     profile.enable()
     try:
         await asyncio.to_thread(_send, connection, request)
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(QUIET_S)
     finally:
         profile.disable()
     for entry in profile.getstats():
@@ -337,13 +348,26 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
             "stages_us": {stage: 1e6 * seconds[stage] / counts[stage] for stage in STAGES if stage in seconds},
             "busy_us": {stage: 1e6 * seconds[stage] / requests for stage in STAGES if stage in seconds},
         }
-    calls = bench.runner.run(count_calls(bench.folder / "calls"))
-    bench.results |= {"account": accounts, "calls": calls}
+    bench.results["account"] = accounts
     for api, account in accounts.items():
         bench.say(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage, and its mean")
         for stage, busy_us in account["busy_us"].items():
             bench.say(f"  {stage}: {busy_us:.1f}, {account['stages_us'][stage]:.1f}")
-    bench.say(f"a JSON request: {calls['count']} calls of {calls['functions']} functions in {calls['files']} files")
+    snapshot = Snapshot.open(write_random_snapshot(bench_spec(CALLS_SHAPE, "mlp"), bench.folder / "calls"))
+    plan = Plan.make(snapshot.spec, 2)
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(node_process(snapshot, plan, shard))[0] for shard in range(plan.num_shards)]
+        counted: dict[str, tuple[str, Api, Sequence[Address]]] = {
+            "calls": ("a JSON request", "json", ()),
+            "calls_oip_http": ("a request of oip-http", "oip-http", ()),
+            "calls_two_shards": ("a JSON request over two shards", "json", nodes),
+        }
+        for name, (title, api, shards) in counted.items():
+            if api in ("json", *apis):
+                calls = bench.runner.run(count_calls(snapshot.path, api, shards))
+                bench.results[name] = calls
+                counts = f"{calls['count']} calls of {calls['functions']} functions in {calls['files']} files"
+                bench.say(f"{title}: {counts}")
 
 
 @contextmanager
@@ -419,7 +443,8 @@ def serving(
     A real server on this machine, with a client in another process: processor time of the server's processes for each
     request under full load, to that of the same batches computed without a server; the median time of one request after
     the other, beyond that of a batch of one; requests that vary against requests that are alike. Then the stages of a
-    request in a server's histograms, and the Python calls of a JSON request.
+    request in a server's histograms, and the Python calls of a JSON request, of one over two shards, and, with
+    `--api oip-http`, of one of that API.
 
     With --against, processor time of a request, another commit's server and this checkout's in alternation.
 
