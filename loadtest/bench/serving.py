@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from http.client import HTTPConnection
 from pathlib import Path
 from types import CodeType
@@ -101,18 +101,17 @@ class Limit:
         # Once before the clock, so that every buffer is there.
         await self.scores(batches[small][0])
         started_at, cpu_s = time.perf_counter(), time.process_time()
-        ended_at = started_at
-        while ended_at - started_at < seconds:
+        now = started_at
+        while now - started_at < seconds:
             # Of the whole numbers below and above the mean, the one that keeps the sum closest to it.
             size = small + (requests + small < batch_requests * (len(times) + 1) - 0.5)
             await self.scores(batches[size][len(times) % len(batches[size])])
-            before, ended_at = ended_at, time.perf_counter()
-            times.append(ended_at - before)
+            before, now = now, time.perf_counter()
+            times.append(now - before)
             requests += size
-        cpu_s = time.process_time() - cpu_s
         return {
-            "CPU of a request": 1e3 * cpu_s / requests,
-            "requests": requests / (ended_at - started_at),
+            "CPU of a request": 1e3 * (time.process_time() - cpu_s) / requests,
+            "requests": requests / (now - started_at),
             "batch": requests / len(times),
             "time of a batch": 1e3 * float(np.median(times)),
         }
@@ -136,8 +135,8 @@ def requests_of(workload: BenchWorkload) -> list[RankRequest]:
 def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
     """Every request of the pool once or twice, in batches of `size`."""
     requests = requests_of(workload)
-    turns = np.arange(-(-len(requests) // size) * size) % len(requests)
-    return [merge([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
+    cycled = [requests[number % len(requests)] for number in range(-(-len(requests) // size) * size)]
+    return [merge(cycled[first : first + size]) for first in range(0, len(cycled), size)]
 
 
 CHECKED_REQUESTS = 2
@@ -223,38 +222,32 @@ def tables_of(model: ServedModel, limit: Limit, server: Server, hotness: int, ap
     """
     workload, sizes = model.workload(hotness), list[float]()
 
-    def loaded_limit(number: int) -> Values:
-        batch_requests = max(1.0, float(np.mean(sizes[-len(apis) :])))
+    def compute(batch_requests: float) -> Values:
         return model.bench.runner.run(limit.compute(workload, batch_requests, model.seconds))
 
-    def loaded(api: Api) -> Subject:
-        def run(number: int) -> Values:
-            values = model.load(server, workload, api)
-            sizes.append(values["batch"])
-            return values
-
-        return run
+    def loaded(api: Api, number: int) -> Values:
+        values = model.load(server, workload, api)
+        sizes.append(values["batch"])
+        return values
 
     @cache
     def limit_ms(number: int) -> float:
-        return model.bench.runner.run(limit.compute(workload, 1.0, model.seconds))["time of a batch"]
+        return compute(1.0)["time of a batch"]
 
-    def single(api: Api) -> Subject:
-        def run(number: int) -> Values:
-            p50_ms = model.load(server, workload, api, 1)[P50]
-            return {P50: p50_ms, "p50 beyond computing": p50_ms - limit_ms(number)}
+    def single(api: Api, number: int) -> Values:
+        p50_ms = model.load(server, workload, api, 1)[P50]
+        return {P50: p50_ms, "p50 beyond computing": p50_ms - limit_ms(number)}
 
-        return run
-
-    def changed(shape: Mapping[str, Any]) -> Subject:
-        return lambda number: model.load(server, model.workload(hotness, shape), apis[0])
+    def changed(shape: Mapping[str, Any], number: int) -> Values:
+        return model.load(server, model.workload(hotness, shape), apis[0])
 
     title, setup = f"{model.head}, {_ids(hotness)}", {"requests": model.shape.requests}
-    loads: dict[str, Subject] = {LIMIT: loaded_limit, **{api: loaded(api) for api in apis}}
+    loads: dict[str, Subject] = {LIMIT: lambda number: compute(max(1.0, float(np.mean(sizes[-len(apis) :]))))}
+    loads |= {api: partial(loaded, api) for api in apis}
     singles: dict[str, Subject] = {LIMIT: lambda number: {P50: limit_ms(number)}}
-    singles |= {api: single(api) for api in apis}
+    singles |= {api: partial(single, api) for api in apis}
     varied = {"candidates": "50-150:100", "varied": True}
-    forms = {"equal": changed(EQUAL_REQUESTS), "varied": changed(varied)}
+    forms: dict[str, Subject] = {"equal": partial(changed, EQUAL_REQUESTS), "varied": partial(changed, varied)}
     return [
         BenchTable(f"{title}, {FULL_LOAD} in flight", LOADED_MEASURES, loads, setup),
         BenchTable(f"{title}, one in flight", SINGLE_MEASURES, singles, setup),
@@ -335,24 +328,23 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
 
     `stages_us` are means of a request, or of a batch; `busy_us` shares a batch's time among its requests.
     """
-    bench, accounts = model.bench, dict[Api, dict[str, Any]]()
+    bench = model.bench
+    accounts = bench.results["account"] = dict[Api, dict[str, Any]]()
     for api in apis:
         with model.served(f"{api} by stage") as server:
             model.load(server, model.workload(hotness), api)
             text = server.metrics()
         seconds, counts = (summed(text, f"shardrank_stage_seconds_{part}", "stage") for part in ("sum", "count"))
-        requests = counts["encode"]
+        requests, stages = counts["encode"], [stage for stage in STAGES if stage in seconds]
         accounts[api] = {
             "requests": requests,
             "whole_us": 1e6 * seconds["total"] / requests,
-            "stages_us": {stage: 1e6 * seconds[stage] / counts[stage] for stage in STAGES if stage in seconds},
-            "busy_us": {stage: 1e6 * seconds[stage] / requests for stage in STAGES if stage in seconds},
+            "stages_us": {stage: 1e6 * seconds[stage] / counts[stage] for stage in stages},
+            "busy_us": {stage: 1e6 * seconds[stage] / requests for stage in stages},
         }
-    bench.results["account"] = accounts
-    for api, account in accounts.items():
         bench.say(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage, and its mean")
-        for stage, busy_us in account["busy_us"].items():
-            bench.say(f"  {stage}: {busy_us:.1f}, {account['stages_us'][stage]:.1f}")
+        for stage, busy_us in accounts[api]["busy_us"].items():
+            bench.say(f"  {stage}: {busy_us:.1f}, {accounts[api]['stages_us'][stage]:.1f}")
     snapshot = Snapshot.open(write_random_snapshot(bench_spec(CALLS_SHAPE, "mlp"), bench.folder / "calls"))
     plan = Plan.make(snapshot.spec, 2)
     with ExitStack() as stack:
@@ -366,8 +358,8 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
             if api in ("json", *apis):
                 calls = bench.runner.run(count_calls(snapshot.path, api, shards))
                 bench.results[name] = calls
-                counts = f"{calls['count']} calls of {calls['functions']} functions in {calls['files']} files"
-                bench.say(f"{title}: {counts}")
+                total, functions, files = calls["count"], calls["functions"], calls["files"]
+                bench.say(f"{title}: {total} calls of {functions} functions in {files} files")
 
 
 @contextmanager
@@ -408,12 +400,12 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
                 model.check(f"new, {api}", scores["new"], scores["old"])
             yield
 
-    def loaded(side: str, ids: int, api: Api) -> Subject:
-        return lambda number: model.load(servers[side], model.workload(ids), api)
+    def loaded(side: str, ids: int, api: Api, number: int) -> Values:
+        return model.load(servers[side], model.workload(ids), api)
 
     tables = []
     for ids, api in cells:
-        subjects = {side: loaded(side, ids, api) for side in checkouts}
+        subjects: dict[str, Subject] = {side: partial(loaded, side, ids, api) for side in checkouts}
         tables.append(BenchTable(f"{model.head}, {_ids(ids)}, {api}", LOADED_MEASURES, subjects, setup))
     model.bench.run(tables, both_served)
 
