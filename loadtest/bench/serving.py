@@ -301,7 +301,8 @@ async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) 
                 reports = [await _counted(connection, pool[number]) for number in range(COUNTED_REQUESTS)]
         return min(reports, key=lambda report: int(report["count"]))
     finally:
-        service.close()
+        # The loop closes connections to shards meanwhile.
+        await asyncio.to_thread(service.close)
 
 
 async def _counted(connection: HTTPConnection, request: Payload) -> dict[str, Any]:
