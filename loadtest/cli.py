@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from loadtest.workloads.catalog import SideSplit
 
 COMMANDS = ("run", "replay", "prepare", "report", "peers", "compare-cards", "bench")
-BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows", "levers")
+BENCHMARKS = ("lookup", "serving", "hot-rows", "levers")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
 TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
 PEER_NAMES = ("fastapi", "mosec", "triton")
@@ -246,14 +246,14 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
         raise click.UsageError("--json is for comparisons; it needs at least two files")
     named: list[tuple[str, Path]] = []
     for text in files:
-        name, equals, rest = text.partition("=")
+        name, equals, file = text.partition("=")
         if not equals or Path(text).exists():
-            name, rest = Path(text).stem, text
+            name, file = Path(text).stem, text
             if name in dict(named):
                 raise click.UsageError(f"{text!r}: there is another {name}; give each a name, as in {name}2={text}")
-        elif not name or not rest:
+        elif not name or not file:
             raise click.UsageError(f"{text!r}: expected FILE or NAME=FILE")
-        named.append((name, Path(rest)))
+        named.append((name, Path(file)))
     if len(named) == 1:
         write_files(read_reported(named[0][1]), None, html_file)
     else:

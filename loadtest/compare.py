@@ -12,13 +12,11 @@ import contextlib
 import itertools
 import socket
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import methodcaller
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -33,21 +31,11 @@ from loadtest.documents import check_writable, line
 from loadtest.errors import LoadError
 from loadtest.load.config import MAX_RATE, MAX_RUN_S, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
-from loadtest.load.loops import LATE_KINDS, Weighed, not_busy_because
+from loadtest.load.loops import TIMEOUT_KINDS, Weighed, not_busy_because
 from loadtest.load.result import LoadResult
 from loadtest.load.run import checked, finish, offered
-from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Better, Comparison, Measure, compare_rounds, in_turn
-from loadtest.servers import (
-    HOST,
-    LOG_TAIL_BYTES,
-    Server,
-    ServerCommand,
-    check_scores,
-    ports_in,
-    running,
-    stopping_on_signals,
-    summed,
-)
+from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Better, Comparison, Measure, compare_rounds, rotated
+from loadtest.servers import HOST, Server, ServerCommand, check_scores, running_server, stopping_on_signals, summed
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload
@@ -79,7 +67,7 @@ bfloat16, a sum whose last bit differs may become the next number, 0.4% away, at
 random models, whose scores spread by 0.03 to 0.05: up to 3e-7 between arms in float32 and 0.0016 in bfloat16."""
 HALVES_TOLERANCE = 1e-3
 """Where shards are told to send float16 sums: these differ by one part in 2048. Measured: up to 3e-5 in float32."""
-ASKED = "asked"
+TO_SHARDS = "to shards"
 """Key of the bytes sent to shards in `wire_bytes`; the other keys are the forms of their replies."""
 
 
@@ -221,16 +209,12 @@ def node_addresses(arm: ServedArm, folder: Path) -> tuple[str, ...]:
         return tuple(f"{HOST}:{listening.getsockname()[1]}" for listening in sockets)
 
 
-class ArmScores(NamedTuple):
-    """What an arm's server answered: the dtype of its dense model, and scores, float32 [candidates]."""
-
-    dtype: Dtype
-    scores: tuple[Float32Array, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class ArmRound:
-    """What was measured of an arm in a round, in this order; `wire` is of `busy`, see `wire_bytes`."""
+    """What was measured of an arm in a round, in this order; `wire` is of `busy`, see `wire_bytes`.
+
+    Of the first round also the dtype of the dense model, and scores of some requests, float32 [candidates] each.
+    """
 
     cold: LoadResult
     warm: LoadResult
@@ -238,37 +222,33 @@ class ArmRound:
     shares: tuple[LoadResult, ...]
     busy: Weighed
     wire: Mapping[str, float]
+    dtype: Dtype = "float32"
+    scores: tuple[Float32Array, ...] = ()
 
 
 @dataclass(slots=True)
 class Measurements:
-    """What was measured of each arm: rounds, answers a second in the rehearsal, and scores in the first round."""
+    """What was measured of each arm: rounds, and answers a second in the rehearsal."""
 
     rounds: dict[ServedArm, list[ArmRound]] = field(default_factory=dict)
     capacity: dict[ServedArm, float] = field(default_factory=dict)
-    scores: dict[ServedArm, ArmScores] = field(default_factory=dict)
 
-    def check_agreement(self, arm: ServedArm, tolerance: float) -> None:
+    def check_agreement(self, arm: ServedArm, config: CompareConfig) -> None:
         """Compare an arm's scores with the first one's. Raises LoadError: arm, request and difference."""
-        first, (dtype, expected) = next(iter(self.scores.items()))
-        arm_dtype, arm_scores = self.scores[arm]
-        if arm_dtype != dtype:
+        first = config.arms[0]
+        expected, measured = self.rounds[first][0], self.rounds[arm][0]
+        dtype, tolerance = expected.dtype, config.tolerance(expected.dtype)
+        if measured.dtype != dtype:
             raise LoadError(
-                f"{arm.name}: its dense model is computed in {arm_dtype}, that of {first.name} in {dtype}; "
+                f"{arm.name}: its dense model is computed in {measured.dtype}, that of {first.name} in {dtype}; "
                 "choose one with --dtype"
             )
-        for number, (scores, other) in enumerate(zip(arm_scores, expected, strict=True)):
-            check_scores(f"{arm.name} against {first.name} in {dtype}, request {number}", scores, other, tolerance)
+        for number, (scores, right) in enumerate(zip(measured.scores, expected.scores, strict=True)):
+            check_scores(f"{arm.name} against {first.name} in {dtype}, request {number}", scores, right, tolerance)
 
     def rates(self, shares: Sequence[int]) -> tuple[float, ...]:
         """Return shares, in percent, of the smallest capacity, in requests a second of three digits."""
         return tuple(float(f"{share / 100 * min(self.capacity.values()):.3g}") for share in shares)
-
-    @property
-    def largest_difference(self) -> float:
-        """The largest difference between the first arm's scores and any other's."""
-        first, *others = (np.concatenate(answered.scores) for answered in self.scores.values())
-        return max((float(np.abs(scores - first).max()) for scores in others), default=0.0)
 
 
 def served_dtype(arm: ServedArm, http_port: int, model: str) -> Dtype:
@@ -284,7 +264,7 @@ def served_dtype(arm: ServedArm, http_port: int, model: str) -> Dtype:
 def wire_bytes(before: str, after: str) -> dict[str, float]:
     """Return the bytes to and from shards for each request answered between two metrics pages of a serving process.
 
-    Keys are the forms of replies (such as `float16`) and `ASKED`. Empty where no bytes were sent, as without shards.
+    Keys are the forms of replies (such as `float16`) and `TO_SHARDS`. Empty where no bytes were sent.
     """
 
     def grown(sample: str, label: str) -> dict[str, float]:
@@ -292,7 +272,7 @@ def wire_bytes(before: str, after: str) -> dict[str, float]:
         return {value: count - old.get(value, 0.0) for value, count in new.items()}
 
     sent = grown("shardrank_shard_answer_bytes_total", "form")
-    sent[ASKED] = sum(grown("shardrank_shard_request_bytes_total", "").values())
+    sent[TO_SHARDS] = sum(grown("shardrank_shard_request_bytes_total", "").values())
     answered = grown("shardrank_requests_total", "status").get("ok", 0.0)
     return {form: size / answered for form, size in sent.items() if size and answered}
 
@@ -315,11 +295,10 @@ class ArmMeasure:
             self._run(server, RunConfig(rate=config.rate, warmup_s=0, duration_s=seconds))
             return self._busy(server, config.in_flight, seconds, seconds).requests_per_s
 
-    def measure(self, arm: ServedArm, number: int, rates: Sequence[float]) -> tuple[ArmRound, ArmScores | None]:
-        """Measure an arm in a round, from 0, with the rates of its shares of capacity.
+    def measure(self, arm: ServedArm, number: int, rates: Sequence[float]) -> ArmRound:
+        """Measure an arm in a round, from 0, with the rates of its shares of capacity. Raises LoadError.
 
-        Scores are asked in the first round alone, and last, so that no measure of such a round has seen other requests
-        than those of the others. Raises LoadError.
+        Scores are requested last, so that no measure of the first round has seen other requests than the others have.
         """
         config = self.config
         seeds = itertools.count(config.seed + (2 + len(rates)) * number)
@@ -336,11 +315,12 @@ class ArmMeasure:
             wire = wire_bytes(before, server.metrics())
             arm_round = ArmRound(*runs, alone, shares, busy, wire)
             if number:
-                return arm_round, None
+                return arm_round
             load = self._load(server)
             ready = self.generators.prepare(load)[0]
-            scores = [self.generators.scores(load, asked) for asked in range(min(CHECKED_REQUESTS, ready.requests))]
-            return arm_round, ArmScores(served_dtype(arm, server.http_port, ready.model), tuple(scores))
+            checked_requests = range(min(CHECKED_REQUESTS, ready.requests))
+            scores = tuple(self.generators.scores(load, request) for request in checked_requests)
+            return replace(arm_round, dtype=served_dtype(arm, server.http_port, ready.model), scores=scores)
 
     def _load(self, server: Server) -> OfferedLoad:
         return self.load.model_copy(update={"target": server.target(self.load.spoken)})
@@ -351,28 +331,10 @@ class ArmMeasure:
     def _busy(self, server: Server, in_flight: int, warmup_s: float, seconds: float) -> Weighed:
         return self.generators.busy(self._load(server), in_flight, warmup_s, seconds, server.process_ids)
 
-    @contextlib.contextmanager
-    def serving(self, arm: ServedArm) -> Iterator[Server]:
+    def serving(self, arm: ServedArm) -> contextlib.AbstractContextManager[Server]:
         """Start an arm's server, and end it with the block."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        commands = server_commands(arm, self.config, self.snapshot, folder)
-        log = commands[-1].log
-
-        def why_not_ready() -> str:
-            if (ports := ports_in(log)) is None:
-                return "it has not said where it serves"
-            try:
-                urllib.request.urlopen(f"http://{HOST}:{ports[0]}/readyz", timeout=DESCRIBE_TIMEOUT_S).close()
-            except urllib.error.HTTPError as error:
-                return error.read(LOG_TAIL_BYTES).decode("utf-8", "replace") or str(error)
-            except OSError as error:
-                return str(error)
-            return ""
-
-        with running(arm.name, commands, why_not_ready) as process_ids:
-            ports = ports_in(log)
-            assert ports is not None
-            yield Server(*ports, process_ids)
+        return running_server(arm.name, server_commands(arm, self.config, self.snapshot, folder))
 
 
 def measure_rounds(
@@ -392,13 +354,11 @@ def measure_rounds(
             measurements.capacity[arm] = measure.rehearse(arm)
         rates = measurements.rates(config.shares)
         for number in range(config.rounds):
-            for arm in in_turn(config.arms, number):
+            for arm in rotated(config.arms, number):
                 line(console, f"round {number + 1} of {config.rounds}: {arm.name}")
-                arm_round, scores = measure.measure(arm, number, rates)
-                measurements.rounds[arm].append(arm_round)
-                if scores is not None:
-                    measurements.scores[arm] = scores
-                    measurements.check_agreement(arm, config.tolerance(scores.dtype))
+                measurements.rounds[arm].append(measure.measure(arm, number, rates))
+                if not number:
+                    measurements.check_agreement(arm, config)
     return measurements
 
 
@@ -427,8 +387,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
     spec = Snapshot.open(folder, verify=False).spec
     for what in ("tables", "features"):
         # Rows may be stored in another order: which is right depends on the sharding.
-        stored, wanted = (getattr(with_bucketing(model, "mixed"), what) for model in (spec, expected))
-        if stored != wanted:
+        if getattr(with_bucketing(spec, "mixed"), what) != getattr(with_bucketing(expected, "mixed"), what):
             raise ConfigError(
                 f"{folder}: its {what} are not those of the workload {load.workload!r}; name another --store, or "
                 "the workload and --context-features that it was prepared with"
@@ -445,12 +404,13 @@ def compared(config: CompareConfig, load: OfferedLoad, measurements: Measurement
     *first, last = (arm.name for arm in config.arms)
     arms, reasons = [], []
     for served, rounds in measurements.rounds.items():
-        runs, cold_runs = tuple(one.warm for one in rounds), tuple(one.cold for one in rounds)
-        arms.append((Arm(name=served.name, runs=runs, cold_runs=cold_runs), [_figures(config, one) for one in rounds]))
-        for number, arm_round in enumerate(rounds, 1):
-            reasons += [f"{served.name}, round {number}, {reason}" for reason in _reasons(config, arm_round)]
+        runs, cold_runs = tuple(measured.warm for measured in rounds), tuple(measured.cold for measured in rounds)
+        figures = [_figures(config, measured) for measured in rounds]
+        arms.append((Arm(name=served.name, runs=runs, cold_runs=cold_runs), figures))
+        for number, measured in enumerate(rounds, 1):
+            reasons += [f"{served.name}, round {number}, {reason}" for reason in _reasons(config, measured)]
     measures: list[Measure[Mapping[Row, float | None]]] = []
-    for name, unit in dict.fromkeys(row for _, rounds in arms for figures in rounds for row in figures):
+    for name, unit in dict.fromkeys(row for _, of_arm in arms for figures in of_arm for row in figures):
         # Bytes and processor time by role are of shards, and bytes of some forms alone.
         everywhere = not name.startswith(("bytes", "CPU of a request, serve", "CPU of a request, nodes"))
         better: Better = "higher" if unit == "/s" else "lower"
@@ -472,9 +432,8 @@ def _figures(config: CompareConfig, measured: ArmRound) -> dict[Row, float | Non
     figures: dict[Row, float | None] = {}
     busy = measured.busy
     for phase, run in (("warm", measured.warm), ("cold", measured.cold)):
-        figures[f"p50, {phase}", "ms"] = run.latency_of_due.p50_ms
-        figures[f"p99, {phase}", "ms"] = run.latency_of_due.p99_ms
-        figures[f"p99.9, {phase}", "ms"] = run.latency_of_due.p999_ms
+        for name, field_name in (("p50", "p50_ms"), ("p99", "p99_ms"), ("p99.9", "p999_ms")):
+            figures[f"{name}, {phase}", "ms"] = getattr(run.latency_of_due, field_name)
         figures[f"throughput at {config.rate:g}/s, {phase}", "/s"] = run.throughput
     figures["p50, 1 in flight", "ms"] = measured.alone.p50_ms
     figures["p99, 1 in flight", "ms"] = measured.alone.p99_ms
@@ -486,23 +445,22 @@ def _figures(config: CompareConfig, measured: ArmRound) -> dict[Row, float | Non
     for role, cpu in busy.server_cpu.items() if config.shards else ():
         figures[f"CPU of a request, {role}", "ms"] = sum(cpu) / busy.requests * 1e3
         figures[f"CPU of a request, {role}, kernel", "ms"] = cpu.kernel_s / busy.requests * 1e3
-    replies = {form: size for form, size in sorted(measured.wire.items()) if form != ASKED}
+    replies = {form: size for form, size in sorted(measured.wire.items()) if form != TO_SHARDS}
     if measured.wire:
         figures["bytes of a request, back", "B"] = sum(replies.values())
         figures |= {(f"bytes of a request, back as {form}", "B"): size for form, size in replies.items()}
-        figures["bytes of a request, to shards", "B"] = measured.wire.get(ASKED)
+        figures["bytes of a request, to shards", "B"] = measured.wire.get(TO_SHARDS)
     return figures
 
 
 def _reasons(config: CompareConfig, arm_round: ArmRound) -> Iterator[str]:
-    """Yield why a round's figures can't be believed."""
     names = ("cold", "warm", *(f"{share}% of capacity" for share in config.shares))
     for name, run in zip(names, (arm_round.cold, arm_round.warm, *arm_round.shares), strict=True):
         yield from (f"{name}: {reason}" for reason in run.invalid_because)
         if run.latency_of_due.p99_ms is None and run.errors:
             kinds = ", ".join(f"{kind} {count}" for kind, count in run.errors.items())
             advice = ""
-            if run.errors.keys() <= LATE_KINDS:
+            if run.errors.keys() <= TIMEOUT_KINDS:
                 advice = (
                     f": not answered within {run.timeout_ms:g} ms. Offer less (--rate, --shares), give requests longer "
                     "(--timeout-ms), or make them smaller (--candidates)"
@@ -512,13 +470,14 @@ def _reasons(config: CompareConfig, arm_round: ArmRound) -> Iterator[str]:
 
 
 def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements) -> dict[str, str]:
-    """Return what all arms have alike."""
-    scores = measurements.scores[config.arms[0]]
-    run = measurements.rounds[config.arms[0]][0].warm
+    rounds = measurements.rounds[config.arms[0]]
+    run, dtype = rounds[0].warm, rounds[0].dtype
+    first, *others = (np.concatenate(of_arm[0].scores) for of_arm in measurements.rounds.values())
+    difference = max(float(np.abs(scores - first).max()) for scores in others)
 
     def counted(phase: Literal["warm", "cold"]) -> str:
         # Arms have as many requests as each other in a round, rounds of Poisson arrivals differ.
-        due = {getattr(arm_round, phase).due for of_arm in measurements.rounds.values() for arm_round in of_arm}
+        due = {getattr(arm_round, phase).due for arm_round in rounds}
         return f"{min(due)} to {max(due)}" if len(due) > 1 else f"{min(due)}"
 
     def gigabytes(size: float | None) -> str | None:
@@ -547,9 +506,9 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
         "warm": f"{config.duration_s:g} s after {config.warmup_s:g} s of warm-up",
         "serving processes": config.workers,
         "sums of shards in": config.wire_dtype if config.shards else None,
-        "dense model in": scores.dtype if config.dtype == scores.dtype else f"{scores.dtype} ({config.dtype})",
-        "same scores": f"of {len(scores.scores)} requests, to {measurements.largest_difference:.2g}; "
-        f"allowed is {config.tolerance(scores.dtype):g}",
+        "dense model in": dtype if config.dtype == dtype else f"{dtype} ({config.dtype})",
+        "same scores": f"of {len(rounds[0].scores)} requests, to {difference:.2g}; "
+        f"allowed is {config.tolerance(dtype):g}",
         "rows": "in each serving process"
         + (f"; or in shard processes on this machine, asked over {transports}" if transports else ""),
         "sharding": config.sharding,

@@ -65,9 +65,14 @@ def check_writable(*files: Path | None) -> None:
 
 
 def write_document(document: BaseModel, file: Path) -> None:
-    """Write a document as JSON. Raises ConfigError if the file can't be written."""
+    """Write a document as JSON. Raises as `write_text`."""
+    write_text(document.model_dump_json(indent=1) + "\n", file)
+
+
+def write_text(text: str, file: Path) -> None:
+    """Write a file. Raises ConfigError if it can't be written."""
     try:
-        file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
 

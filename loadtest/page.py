@@ -89,7 +89,7 @@ def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: 
         raise ConfigError(f"arms: {sorted(arms)}; a comparison needs at least 2")
     runs = [run for of_arm in arms.values() for run in of_arm]
     values = {field: {getattr(run, field) for run in runs} for field in _ALIKE}
-    alike = {field: str(found.pop()) for field, found in values.items() if len(found) == 1 and None not in found}
+    alike = {field: str(*given) for field, given in values.items() if len(given) == 1 and None not in given}
     return compare_rounds(
         [(Arm(name=name, runs=tuple(of_arm)), of_arm) for name, of_arm in arms.items()],
         _MEASURES,
@@ -126,9 +126,9 @@ def to_svg(figure: Figure) -> Markup:
                     axis.set_major_formatter("{x:,.10g}")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    return Markup(out.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
+    svg = io.StringIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    return Markup(svg.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
 
 
 def draw_percentiles(axes: Axes, lines: Mapping[str, Sequence[Percentiles]], slo_ms: float) -> None:
@@ -211,12 +211,11 @@ def ratio_chart(comparison: Comparison) -> Markup:
     spacing = len(comparison.others) + 1
     figure, [axes] = new_figure(1 + 0.22 * spacing * len(measures))
     axes.set(xlabel=f"ratio to {arms[comparison.baseline].name}", xscale="log")
-    for place, arm in enumerate(comparison.others):
+    for number, arm in enumerate(comparison.others):
         ratios = [measure.ratios[arm] for measure in measures]
-        low, value, high = np.array(
-            [[each.low or each.value, each.value, each.high or each.value] for each in ratios]
-        ).T
-        rows = np.arange(len(ratios)) * spacing + place
+        value = np.array([ratio.value for ratio in ratios])
+        low, high = (np.array([getattr(ratio, end) or ratio.value for ratio in ratios]) for end in ("low", "high"))
+        rows = np.arange(len(ratios)) * spacing + number
         axes.errorbar(value, rows, xerr=[value - low, high - value], fmt="o", color=f"C{arm}", label=arms[arm].name)
     axes.axvline(1, color="gray")
     axes.set_yticks(np.arange(len(measures)) * spacing, [measure.name for measure in measures])
@@ -235,20 +234,10 @@ def arms_chart(comparison: Comparison) -> Markup:
 
 def html(result: Reported) -> str:
     """Write the page as text."""
-    environment = Environment(
-        loader=PackageLoader("loadtest", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
+    loader = PackageLoader("loadtest", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["text"] = value_text
     functions = run_chart, sweep_chart, ratio_chart, arms_chart, tables_of, outcome_of
     environment.globals |= {function.__name__: function for function in functions}
     with mpl.rc_context(STYLE):
         return environment.get_template("page.html").render(result=result).lstrip()
-
-
-def write_html(result: Reported, path: Path) -> None:
-    """Write the page to a file. Raises ConfigError: it can't be written."""
-    text = html(result)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error

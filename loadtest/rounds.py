@@ -170,7 +170,7 @@ class Measure(Generic[Round]):
     everywhere: bool = True
 
 
-def in_turn(items: Sequence[Item], number: int) -> list[Item]:
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
     """Return the order in which a round, from 0, measures: each item is first in turn."""
     first = number % len(items)
     return [*items[first:], *items[:first]]
@@ -197,12 +197,12 @@ def compare_rounds(
         raise ConfigError(f"arms: {counts} rounds; all must have as many, at least 1")
     compared, reasons = [], list(invalid_because)
     for measure in measures:
-        found = [[measure.value(each) for each in rounds] for _, rounds in arms]
-        values = [[value or 0.0 for value in of_arm] for of_arm in found]
+        given = [[measure.value(each) for each in rounds] for _, rounds in arms]
+        values = [[value or 0.0 for value in of_arm] for of_arm in given]
         if measure.everywhere:
             is_shown = all(0 < value < math.inf for of_arm in values for value in of_arm)
         else:
-            is_shown = any(value is not None for of_arm in found for value in of_arm)
+            is_shown = any(value is not None for of_arm in given for value in of_arm)
         if is_shown:
             compared.append(ComparedMeasure.from_values(measure.name, measure.unit, measure.better, values, seed=seed))
         elif measure.everywhere:

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 import numpy as np
@@ -32,6 +32,7 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 METRICS_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 5.0
 POLL_S = 0.05
 LOG_TAIL_BYTES = 2000
 INTERRUPTED = 130
@@ -66,9 +67,9 @@ def summed(metrics: str, sample: str, label: str = "") -> dict[str, float]:
     """Add up the samples of a name in Prometheus' text by the value of a label, `""` for those that don't have it."""
     total: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(metrics):
-        for found in family.samples:
-            if found.name == sample:
-                total[found.labels.get(label, "")] += found.value
+        for counted in family.samples:
+            if counted.name == sample:
+                total[counted.labels.get(label, "")] += counted.value
     return dict(total)
 
 
@@ -87,28 +88,25 @@ class ServerCommand:
         return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
 
 
-class _Started(NamedTuple):
-    command: ServerCommand
-    process: psutil.Popen
-    children: list[psutil.Process]
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
 
-    def note_children(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.children.extend(self.process.children(recursive=True))
 
-    def stop(self) -> None:
-        """End it by SIGTERM, and what is left of it and its children after that by SIGKILL."""
-        self.note_children()
-        try:
-            with contextlib.suppress(psutil.Error):
-                self.process.terminate()
-                self.process.wait(STOP_TIMEOUT_S)
-        finally:
-            # psutil knows a process by its start time too, so a number that is in use again is no process of ours.
-            for left in (self.process, *self.children):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    left.kill()
-            psutil.wait_procs([self.process, *self.children], STOP_TIMEOUT_S)
+def _stop(process: psutil.Process, known: list[psutil.Process]) -> None:
+    """End a process by SIGTERM, and what is left of it and the known ones of its children after that by SIGKILL."""
+    known += _children(process)
+    try:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+            process.wait(STOP_TIMEOUT_S)
+    finally:
+        # psutil knows a process by its start time too, so a number that is in use again is no process of ours.
+        for left in (process, *known):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        psutil.wait_procs([process, *known], STOP_TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -119,13 +117,13 @@ def running(
 
     Yields the ids of its processes. Raises LoadError if one ends by itself, or the server is not ready in time.
     """
-    started: list[_Started] = []
+    started: list[tuple[ServerCommand, psutil.Popen, list[psutil.Process]]] = []
 
     def check(when: str) -> None:
         for command, process, _ in started:
             if (code := process.poll()) is not None:
-                ended = f"{title}: {command.name} has ended {when}: {describe_exit(code)}"
-                raise LoadError(f"{ended}\n{command.log_tail()}")
+                exited = f"{title}: {command.name} has ended {when}: {describe_exit(code)}"
+                raise LoadError(f"{exited}\n{command.log_tail()}")
 
     with contextlib.ExitStack() as stack:
         for command in commands:
@@ -147,8 +145,8 @@ def running(
                     )
             except OSError as error:
                 raise LoadError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
-            started.append(_Started(command, process, []))
-            stack.callback(started[-1].stop)
+            started.append((command, process, []))
+            stack.callback(_stop, *started[-1][1:])
         ends = time.monotonic() + START_TIMEOUT_S
         while why := why_not_ready():
             check("before it served")
@@ -156,9 +154,9 @@ def running(
                 logs = "\n".join(f"{command.name}: {command.log_tail()}" for command in commands)
                 raise LoadError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
             time.sleep(POLL_S)
-        for each in started:
-            each.note_children()
-        yield tuple(process.pid for each in started for process in (each.process, *each.children))
+        for _, process, children in started:
+            children.extend(_children(process))
+        yield tuple(each.pid for _, process, children in started for each in (process, *children))
         check("while it was asked")
 
 
@@ -179,12 +177,6 @@ def stopping_on_signals() -> Iterator[None]:
             signal.signal(number, former)
 
 
-def ports_in(log: Path) -> tuple[int, int] | None:
-    """Read the ports of HTTP and gRPC that a server of shardrank's says that it serves on."""
-    match = _PORTS.search(log.read_text(encoding="utf-8", errors="replace"))
-    return None if match is None else (int(match[1]), int(match[2]))
-
-
 @contextlib.contextmanager
 def serving(snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None) -> Iterator[Server]:
     """Serve a snapshot while the block runs, by the code of a checkout, if there is one, and this Python.
@@ -193,11 +185,35 @@ def serving(snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Pat
     """
     line = shardrank_command("serve", "--shutdown-delay-s", "0", "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
     environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
-    command = ServerCommand("serve", line, log, environment, checkout)
-    with running("shardrank", [command], lambda: "" if ports_in(log) else "it has not said where it serves") as ids:
+    with running_server("shardrank", [ServerCommand("serve", line, log, environment, checkout)]) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_server(title: str, commands: Sequence[ServerCommand]) -> Iterator[Server]:
+    """Run shard nodes, if there are any, and last what serves, until the end of the block. Raises as `running`."""
+    log = commands[-1].log
+
+    def why_not_ready() -> str:
+        if (ports := ports_in(log)) is None:
+            return "it has not said where it serves"
+        try:
+            urllib.request.urlopen(f"http://{HOST}:{ports[1]}/readyz", timeout=READY_TIMEOUT_S).close()
+        except urllib.error.HTTPError as error:
+            return error.read(LOG_TAIL_BYTES).decode("utf-8", "replace") or str(error)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    with running(title, commands, why_not_ready) as process_ids:
         ports = ports_in(log)
         assert ports is not None
-        yield Server(*ports, ids)
+        yield Server(int(ports[1]), int(ports[2]), process_ids)
+
+
+def ports_in(log: Path) -> re.Match[str] | None:
+    """Read the ports of HTTP and gRPC that a server of shardrank's says that it serves on."""
+    return _PORTS.search(log.read_text(encoding="utf-8", errors="replace"))
 
 
 def checked_checkout(folder: Path) -> Path:
@@ -217,15 +233,15 @@ def commit_of(checkout: Path) -> str:
         return f"{checkout.name}, not under git"
 
 
-def check_scores(who: str, found: Float32Array, expected: Float32Array, allowed: float) -> None:
+def check_scores(who: str, scores: Float32Array, expected: Float32Array, allowed: float) -> None:
     """Raise LoadError, with the candidate that differs most, if scores differ by more than is allowed."""
-    if found.shape != expected.shape:
-        raise LoadError(f"{who}: {found.size} scores, {expected.size} expected")
-    differences = np.abs(found - expected)
+    if scores.shape != expected.shape:
+        raise LoadError(f"{who}: {scores.size} scores, {expected.size} expected")
+    differences = np.abs(scores - expected)
     candidate = int(differences.argmax())
     # A NaN is not within any tolerance.
     if not differences[candidate] <= allowed:
         raise LoadError(
-            f"{who}, candidate {candidate}: its score is {found[candidate]:.6f}, expected {expected[candidate]:.6f}; "
+            f"{who}, candidate {candidate}: its score is {scores[candidate]:.6f}, expected {expected[candidate]:.6f}; "
             f"they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
         )

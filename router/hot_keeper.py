@@ -273,7 +273,7 @@ class HotRowsKeeper:
             await asyncio.sleep(RETRY_S)
         self._begun.set()
         while True:
-            began = time.monotonic()
+            started_at = time.monotonic()
             if learned is not None and learned.is_full:
                 keys = await asyncio.to_thread(
                     lambda: budget.fitting(learned.fold().most_frequent(budget.capacity).hottest_first())
@@ -281,7 +281,7 @@ class HotRowsKeeper:
                 is_new = ~np.isin(keys, self.rows.current.keys, assume_unique=True)
                 if np.count_nonzero(is_new) > MIN_CHANGE * keys.size:
                     await self._build(shards, keys)
-            await asyncio.sleep(max(LEARN_EVERY_S, (time.monotonic() - began) * (1 / LEARN_FRACTION - 1)))
+            await asyncio.sleep(max(LEARN_EVERY_S, (time.monotonic() - started_at) * (1 / LEARN_FRACTION - 1)))
 
     async def _build(self, shards: Sequence[ReplicatedShard], keys: Int64Array) -> bool:
         """Fill a set with these rows, ascending keys, and use it. False, and why in the log, if they can't be read."""
@@ -325,16 +325,16 @@ class HotRowsKeeper:
             owners = self._owners.of(bags, lambda: every, first)
             for part in split(bags, owners, range(every.size)):
                 for piece in self._cutter.cut(part):
-                    began = time.monotonic()
+                    started_at = time.monotonic()
                     # Deltas that are applied here from now on are kept: what is read need not have them.
                     answer, sequence = await shards[piece.owner].pool_at(
-                        self._model, self._version, piece.bags, began + FETCH_TIMEOUT_S, self.rows.deltas.sequence
+                        self._model, self._version, piece.bags, started_at + FETCH_TIMEOUT_S, self.rows.deltas.sequence
                     )
                     until = max(until, sequence)
                     if sum(map(len, answer.stored or ())) != piece.positions.size:
                         raise HotRowsError(f"{self._name}: a node sends sums in place of rows; it must be upgraded")
                     self.rows.fill(pending, numbers.take(piece.positions), answer.stored or ())
-                    await asyncio.sleep((time.monotonic() - began) * (1 / FETCH_FRACTION - 1))
+                    await asyncio.sleep((time.monotonic() - started_at) * (1 / FETCH_FRACTION - 1))
         return until
 
     def _warn(self, reason: str) -> None:

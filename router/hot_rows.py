@@ -66,33 +66,33 @@ class HotIndex:
         order = np.argsort(home, kind="stable")
         in_order, steps = home.take(order), np.arange(keys.size)
         # Each as near to its home as those before it allow.
-        place = np.maximum.accumulate(in_order - steps) + steps
-        self._longest = int((place - in_order).max(initial=0))
-        size = max(1 << bits, int(place.max(initial=-1)) + 1) + 1
+        at = np.maximum.accumulate(in_order - steps) + steps
+        self._longest = int((at - in_order).max(initial=0))
+        size = max(1 << bits, int(at.max(initial=-1)) + 1) + 1
         self._entries = np.full(size, _EMPTY, np.int64)
-        self._entries[place] = keys.take(order)
+        self._entries[at] = keys.take(order)
         self._numbers = np.zeros(size, np.int32)
-        self._numbers[place] = order
+        self._numbers[at] = order
         self.size_bytes = self._entries.nbytes + self._numbers.nbytes
 
     def find(self, keys: Int64Array) -> tuple[Int64Array, BoolArray]:
         """Find keys, int64 [n]: their places here, int64 [n], and whether each is here at all, bool [n]."""
         at = self._homes(keys)
-        held = self._entries.take(at)
-        is_here = held == keys
-        left = ((held != _EMPTY) & ~is_here).nonzero()[0]
+        entries = self._entries.take(at)
+        is_hit = entries == keys
+        left = ((entries != _EMPTY) & ~is_hit).nonzero()[0]
         sought, places = keys.take(left), at.take(left)
         for _ in range(self._longest):
             if not left.size:
                 break
             places += 1
-            held = self._entries.take(places)
-            found = held == sought
-            at[left[found]] = places[found]
-            is_here[left[found]] = True
-            go_on = ((held != _EMPTY) & ~found).nonzero()[0]
+            entries = self._entries.take(places)
+            is_match = entries == sought
+            at[left[is_match]] = places[is_match]
+            is_hit[left[is_match]] = True
+            go_on = ((entries != _EMPTY) & ~is_match).nonzero()[0]
             left, sought, places = left.take(go_on), sought.take(go_on), places.take(go_on)
-        return at, is_here
+        return at, is_hit
 
     def numbers(self, at: Int64Array) -> Int32Array:
         """Return the numbers of keys that are here, int32 [m], by their places."""
@@ -165,10 +165,10 @@ class HotSet:
         """Replace those rows that are here, of several tables together: tables, each with the rows as stored."""
         writes: list[tuple[int, Int64Array, StoredRows]] = []
         for table, stored in of_tables:
-            at, is_here = self._index.find(rows + (np.int64(table) << TABLE_SHIFT))
-            numbers = self._index.numbers(at[is_here]).astype(np.int64)
+            at, is_hit = self._index.find(rows + (np.int64(table) << TABLE_SHIFT))
+            numbers = self._index.numbers(at[is_hit]).astype(np.int64)
             self.is_filled[numbers] = True
-            writes.append((table, numbers - self._starts[table], stored[is_here]))
+            writes.append((table, numbers - self._starts[table], stored[is_hit]))
         return self._engine.write_together(writes) if any(rows.size for _, rows, _ in writes) else 0
 
     def read(self, numbers: Int64Array) -> list[StoredRows]:
@@ -252,7 +252,7 @@ class HotRows:
             with self._lock:
                 hot.users -= 1
 
-    def looked_up(self, bags: KeyedBags, found: HotLookup, hits: Part | None) -> None:
+    def looked_up(self, bags: KeyedBags, lookup: HotLookup, hits: Part | None) -> None:
         """Count a batch that was answered, and queue its keys to be learned from if there is room for them."""
         values_per_key = bags.values_per_key()
         with self._lock:
@@ -261,7 +261,7 @@ class HotRows:
                 self._counts[1, hits.bags.keys] += hits.bags.values_per_key()
         learned = self.learned  # a keeper that ends by itself sets it to None at any moment
         if learned is not None and not learned.is_full:
-            learned.add(found.keys)
+            learned.add(lookup.keys)
         if hits is not None:
             self.access.observe(hits.bags.keys, hits.bags.values_per_key(), hits.bags.values)
 

@@ -19,7 +19,7 @@ from loader.snapshot.tables import DividedTable, HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
 
-_WHOLE, _CLASS, _QUOTIENT, _REMAINDER = range(4)
+_UNDIVIDED, _CLASS, _QUOTIENT, _REMAINDER = range(4)
 _PART_SHIFT = 56
 _ROW_MASK = (1 << _PART_SHIFT) - 1
 UNKNOWN = -1
@@ -39,40 +39,39 @@ class PartRows:
 
     def __init__(self, schema: FeatureSchema, row_classes: Mapping[str, RowClasses]) -> None:
         spec = schema.spec
-        chained = {one.name: one for one in spec.divided if one.num_classes > 1}
+        chained = {table.name: table for table in spec.divided if table.num_classes > 1}
         if chained.keys() != row_classes.keys():
             raise ShardrankError(f"row classes of {sorted(row_classes)} were given; the model needs {sorted(chained)}")
-        bitmaps = [one for name in chained for one in row_classes[name].bitmaps]
-        words = [one.words for one in bitmaps]
+        bitmaps = [bitmap for name in chained for bitmap in row_classes[name].bitmaps]
+        words = [bitmap.words for bitmap in bitmaps]
         self._words = words[0] if len(words) == 1 else np.concatenate([*words, np.zeros((0, 8), np.uint64)])
-        self._ranks = np.concatenate([*(one.ranks for one in bitmaps), np.zeros(0, np.uint32)])
-        self._within = np.concatenate([*(one.within for one in bitmaps), np.zeros((0, 8), np.uint16)])
-        firsts = iter(np.cumsum([0, *(one.ranks.size for one in bitmaps)]).tolist())
-        # Of each chain, where the bits of its bitmaps begin: -1 behind the last.
-        depth = max((one.num_classes - 1 for one in chained.values()), default=0)
+        self._ranks = np.concatenate([*(bitmap.ranks for bitmap in bitmaps), np.zeros(0, np.uint32)])
+        self._within = np.concatenate([*(bitmap.within for bitmap in bitmaps), np.zeros((0, 8), np.uint16)])
+        firsts = iter(np.cumsum([0, *(bitmap.ranks.size for bitmap in bitmaps)]).tolist())
+        # Of each chain, where the bits of its bitmaps begin: -1 after the last.
+        depth = max((table.num_classes - 1 for table in chained.values()), default=0)
         self._first_bit = np.full((len(chained), depth), -1, np.int64)
         # The class that has no part, and the row that its ids read instead: the last of the last part.
         self._pruned_class = np.full(len(chained), -1, np.int64)
         self._default_row = np.zeros(len(chained), np.int64)
-        for number, one in enumerate(chained.values()):
-            parts = spec.parts(one)
-            for level in range(one.num_classes - 1):
+        for number, table in enumerate(chained.values()):
+            parts = spec.parts(table)
+            for level in range(table.num_classes - 1):
                 self._first_bit[number, level] = next(firsts) * BLOCK_BITS
-            if one.pruned:
+            if table.pruned:
                 self._pruned_class[number] = len(parts)
                 self._default_row[number] = parts[-1].num_embeddings - 1
         number_of = {name: number for number, name in enumerate(chained)}
-        names = [spec.table_of(feature.name).name for feature in schema.features]
-        self._chain = np.array([number_of.get(name, -1) for name in names], np.int64)
-        lookups = schema.lookups
-        kinds, divisors = [], []
+        tables = [spec.table_of(feature.name) for feature in schema.features]
+        self._chain = np.array([number_of.get(table.name, -1) for table in tables], np.int64)
+        lookups, kinds, divisors = schema.lookups, [], []
         for feature, part in zip(lookups.feature.tolist(), lookups.part.tolist(), strict=True):
-            table = schema.spec.table_of(schema.features[feature].name)
-            buckets = table.buckets if isinstance(table, DividedTable) else None
+            of_feature = tables[feature]
+            buckets = of_feature.buckets if isinstance(of_feature, DividedTable) else None
             if buckets is not None:
                 kinds.append(_REMAINDER if part else _QUOTIENT)
             else:
-                kinds.append(_CLASS if self._chain[feature] >= 0 else _WHOLE)
+                kinds.append(_CLASS if self._chain[feature] >= 0 else _UNDIVIDED)
             divisors.append(buckets or 1)
         self._kind, self._divisor = np.array(kinds, np.int8), np.array(divisors, np.int64)
         self._class = np.where(self._kind == _CLASS, lookups.part, 0)
@@ -121,15 +120,15 @@ class PartRows:
         if self._has_quotients:
             kind, values = np.repeat(self._kind[bags.keys], counts), values.copy()
             divisor = np.repeat(self._divisor[bags.keys], counts)
-            for wanted, operator in ((_QUOTIENT, np.floor_divide), (_REMAINDER, np.remainder)):
-                at = np.flatnonzero(kind == wanted)
+            for chosen, operator in ((_QUOTIENT, np.floor_divide), (_REMAINDER, np.remainder)):
+                at = np.flatnonzero(kind == chosen)
                 values[at] = operator(values[at], divisor[at])
         if not self._has_several:
             return bags.with_values(values, bags.weights)
         # Rows of features that have no classes have 0 above them.
-        is_own = values >> _PART_SHIFT == np.repeat(self._class[bags.keys], counts)
+        is_kept = values >> _PART_SHIFT == np.repeat(self._class[bags.keys], counts)
         bags = bags.with_values(values & _ROW_MASK, bags.weights)
-        return bags if is_own.all() else bags.kept(is_own)
+        return bags if is_kept.all() else bags.kept(is_kept)
 
 
 if TYPE_CHECKING:
@@ -195,10 +194,10 @@ class VocabularyIndex:
         pending = np.flatnonzero(position < end)
         while pending.size:
             at = position[pending]
-            found = (self._ids[at] == ids[pending]) & (self._table[at] == table[pending])
-            rows[pending[found]] = self._rows[at[found]]
+            is_match = (self._ids[at] == ids[pending]) & (self._table[at] == table[pending])
+            rows[pending[is_match]] = self._rows[at[is_match]]
             position[pending] += 1
-            pending = pending[~found & (at + 1 < end[pending])]
+            pending = pending[~is_match & (at + 1 < end[pending])]
         return rows
 
 
@@ -266,11 +265,11 @@ class IdMapper:
         self._common_size = sizes.pop() if len(sizes) == 1 else None
         self._default_row = np.array([table.default_row for table in tables], np.int64)
         mappings = [(feature.name, table.id_mapping) for feature, table in zip(schema.features, tables, strict=True)]
-        seeds = [one.seed_of(name) if isinstance(one, HashMapping) else 0 for name, one in mappings]
+        seeds = [mapping.seed_of(name) if isinstance(mapping, HashMapping) else 0 for name, mapping in mappings]
         self._seed = np.array(seeds, np.uint64)
         numbers = zip(tables, schema.table_index.tolist(), strict=True)
-        wanted = {number: table.name for table, number in numbers if isinstance(table.id_mapping, VocabularyMapping)}
-        self._vocabulary = VocabularyIndex({number: vocabularies[name] for number, name in wanted.items()})
+        names = {number: table.name for table, number in numbers if isinstance(table.id_mapping, VocabularyMapping)}
+        self._vocabulary = VocabularyIndex({number: vocabularies[name] for number, name in names.items()})
 
     @classmethod
     def of_snapshot(cls, snapshot: Snapshot, schema: FeatureSchema) -> Self:
@@ -278,8 +277,8 @@ class IdMapper:
         tables, divided = snapshot.spec.logical_tables, snapshot.spec.divided
         return cls(
             schema,
-            {one.name: snapshot.vocabulary(one.name) for one in tables if one.id_mapping.kind == "vocabulary"},
-            {one.name: snapshot.row_classes(one.name) for one in divided if one.num_classes > 1},
+            {each.name: snapshot.vocabulary(each.name) for each in tables if each.id_mapping.kind == "vocabulary"},
+            {each.name: snapshot.row_classes(each.name) for each in divided if each.num_classes > 1},
         )
 
     def map(self, bags: KeyedBags) -> MappedBags:
@@ -308,15 +307,11 @@ class IdMapper:
             rows = bags.values
             unknown = rows.view(np.uint64) >= np.repeat(limits, values_per_key)
         elif (kinds == _HASH).all():
-            rows = hashed_rows(
-                bags.values,
-                _spread(self._seed[keys], values_per_key),
-                _spread(self._num_embeddings[keys], values_per_key),
-            )
+            factors = (_spread(of_keys[keys], values_per_key) for of_keys in (self._seed, self._num_embeddings))
+            rows = hashed_rows(bags.values, *factors)
             return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
         else:
-            keys = bags.keys
-            kind = np.repeat(self._kind[keys], values_per_key)
+            kind = np.repeat(kinds, values_per_key)
             feature = np.repeat(keys, values_per_key)
             rows = bags.values.copy()
             hashed = np.flatnonzero(kind == _HASH)
@@ -341,13 +336,12 @@ class IdMapper:
         at, segment = positions[refused][first], segment[refused][first]
         bag = refused_bags - bags.bag_starts()[segment]
         rejected = RejectedIds(bags.keys[segment], bag, bags.values[at])
-        skipped = positions[policy == _SKIP]
-        found = bags.with_values(rows, bags.weights)
-        if not skipped.size:
-            return MappedBags(found, rejected)
-        keep = np.ones(rows.size, dtype=bool)
-        keep[skipped] = False
-        return MappedBags(found.kept(keep), rejected)
+        mapped, skipped = bags.with_values(rows, bags.weights), positions[policy == _SKIP]
+        if skipped.size:
+            keep = np.ones(rows.size, dtype=bool)
+            keep[skipped] = False
+            mapped = mapped.kept(keep)
+        return MappedBags(mapped, rejected)
 
 
 def _spread(by_key: npt.NDArray[np.uint64], values_per_key: Int64Array) -> npt.NDArray[np.uint64]:

@@ -126,19 +126,15 @@ class Plan:
 
         Raises PlanError for numbers out of range, or a table stored with another bucketing than `sharding` needs.
         """
-        for name, count, most in (
-            ("num_shards", num_shards, MAX_SHARDS),
-            ("cards_per_shard", cards_per_shard, MAX_CARDS_PER_SHARD),
-        ):
-            if not 1 <= count <= most:
-                raise PlanError(f"{name} is {count}, allowed is 1..{most}")
+        limits = {"num_shards": (num_shards, MAX_SHARDS), "cards_per_shard": (cards_per_shard, MAX_CARDS_PER_SHARD)}
+        for name, (count, limit) in limits.items():
+            if not 1 <= count <= limit:
+                raise PlanError(f"{name} is {count}, allowed is 1..{limit}")
         layout = TableLayout.of(spec)
         owners: list[npt.NDArray[np.int16]] = [np.zeros(0, np.int16)] * len(layout.tables)
-        small = [num_shards > 1 and table_bytes(table) <= replicate_bytes for table in layout.tables]
         loads = [0] * num_shards
-        for number in sorted(range(len(small)), key=lambda one: -table_bytes(layout.tables[one])):
-            table = layout.tables[number]
-            if small[number]:
+        for number, table in _largest_first(layout):
+            if num_shards > 1 and table_bytes(table) <= replicate_bytes:
                 owners[number] = _all_buckets(table, REPLICATED)
             elif sharding == "table":
                 shard = loads.index(min(loads))
@@ -193,25 +189,26 @@ class Plan:
             return Partition(self.cards_per_shard, tuple(planned))
         cards: list[npt.NDArray[np.int16]] = [np.zeros(0, np.int16)] * len(self.layout.tables)
         loads = [0] * self.cards_per_shard
-        tables = self.layout.tables
-        for number in sorted(range(len(tables)), key=lambda one: -table_bytes(tables[one])):
-            table, owners = tables[number], self.shard_of_bucket[number]
+        for number, table in _largest_first(self.layout):
+            owners = self.shard_of_bucket[number]
             mine = (owners == shard_index) | (owners == REPLICATED)
-            if self.sharding == "table" or owners[0] == REPLICATED:
-                card = 0
-                if mine.any():
-                    card = loads.index(min(loads))
-                    loads[card] += table_bytes(table)
-                cards[number] = np.where(mine, np.int16(card), np.int16(-1))
-            else:
-                cards[number] = np.full(owners.size, -1, np.int16)
+            cards[number] = np.full(owners.size, -1, np.int16)
+            if self.sharding != "table" and owners[0] != REPLICATED:
                 cards[number][mine] = _spread_over_cards(table, mine, self.cards_per_shard)
+            elif mine.any():
+                card = loads.index(min(loads))
+                loads[card] += table_bytes(table)
+                cards[number][mine] = card
         return Partition(self.cards_per_shard, tuple(cards))
 
 
 def table_bytes(table: TableSpec) -> int:
     """Count the bytes that a table's rows take as stored."""
     return table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes
+
+
+def _largest_first(layout: TableLayout) -> list[tuple[int, TableSpec]]:
+    return sorted(enumerate(layout.tables), key=lambda numbered: -table_bytes(numbered[1]))
 
 
 def _all_buckets(table: TableSpec, owner: int) -> npt.NDArray[np.int16]:
@@ -250,24 +247,25 @@ class BucketOwners:
 
     def __init__(self, plan: Plan) -> None:
         # What one shard has, or every shard, has one owner for all rows.
-        self._cells = BucketCells(plan.layout, np.array([bool((one == one[0]).all()) for one in plan.shard_of_bucket]))
+        by_table = plan.shard_of_bucket
+        self._cells = BucketCells(plan.layout, np.array([bool((owners == owners[0]).all()) for owners in by_table]))
         dtype = np.uint8 if plan.num_shards <= 255 else np.uint16
         self._replicated = np.iinfo(dtype).max
-        owners = [np.where(one == REPLICATED, self._replicated, one) for one in plan.shard_of_bucket]
-        self._owner = self._cells.spread(owners, 0, dtype)
-        self._has_replicated = any(one[0] == REPLICATED for one in plan.shard_of_bucket)
+        shards = [np.where(owners == REPLICATED, self._replicated, owners) for owners in by_table]
+        self._owner = self._cells.spread(shards, 0, dtype)
+        self._has_replicated = any(owners[0] == REPLICATED for owners in by_table)
 
-    def of(self, bags: KeyedBags, up: Callable[[], npt.NDArray[np.int16]], turn: int) -> Owners:
+    def of(self, bags: KeyedBags, up: Callable[[], npt.NDArray[np.int16]], counter: int) -> Owners:
         """Find the shard of each value, uint8 [n], or uint16 [n] if there are more than 255 shards.
 
         `up` gives the shards (int16, at least one) that may stand in as owners of what every shard has; it is not asked
-        if there is no such table. The tables of a batch take turns, beginning with `turn`.
+        if there is no such table. The tables of a batch take turns, beginning with `counter`.
         """
         values_per_key = bags.values_per_key()
         owner: Owners = self._owner.take(self._cells.of(bags, values_per_key))
         if self._has_replicated:
             # Turning from batch to batch spreads these rows evenly, a table at a time.
             shards = up()
-            stand_in = shards[(bags.keys + turn % shards.size) % shards.size].astype(owner.dtype)
+            stand_in = shards[(bags.keys + counter % shards.size) % shards.size].astype(owner.dtype)
             np.copyto(owner, np.repeat(stand_in, values_per_key), where=owner == self._replicated)
         return owner

@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -97,7 +98,7 @@ class RanksOfBuckets(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.ranks[0] < 0 or any(one >= after for one, after in zip(self.ranks, self.ranks[1:], strict=False)):
+        if self.ranks[0] < 0 or any(rank >= after for rank, after in pairwise(self.ranks)):
             raise ValueError("ranks must ascend from 0 on, none twice")
         return self
 
@@ -131,11 +132,6 @@ class TablePlan(Frozen):
                 "grid_shard, and one slice without column_dims of the others"
             )
         return self
-
-    @property
-    def num_buckets(self) -> int:
-        """Buckets of each of its slices."""
-        return NUM_BUCKETS[self.bucketing]
 
 
 class PlanFile(Frozen):
@@ -196,7 +192,7 @@ class PlanFile(Frozen):
     def to_json(self) -> str:
         """Return the text of the file, a line for each table."""
         document = self.model_dump(mode="json", exclude_defaults=True) | {"format_version": FORMAT_VERSION}
-        tables = ",\n  ".join(json.dumps(one, separators=(",", ":")) for one in document.pop("tables"))
+        tables = ",\n  ".join(json.dumps(table, separators=(",", ":")) for table in document.pop("tables"))
         head = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(document.items()))
         return f'{{{head},\n "tables": [\n  {tables}\n ]}}\n'
 
@@ -208,25 +204,23 @@ class PlanFile(Frozen):
         """Raise PlanError unless it is a plan of this model, sliced as the plan says."""
         if self.model != spec.model:
             raise PlanError(f"plan: model is {self.model!r}, allowed here is {spec.model!r}")
-        planned, names = [one.table for one in self.tables], [one.name for one in spec.tables]
+        planned, names = [plan.table for plan in self.tables], [table.name for table in spec.tables]
         if planned != names:
-            different = next(
-                ((one, name) for one, name in zip(planned, names, strict=False) if one != name),
-                (f"{len(planned)} tables", f"{len(names)} tables"),
-            )
-            raise PlanError(f"plan: tables has {different[0]!r}, allowed here is {different[1]!r}")
-        for one, table in zip(self.tables, spec.tables, strict=True):
+            pairs = [*zip(planned, names, strict=False), (f"{len(planned)} tables", f"{len(names)} tables")]
+            of_plan, of_model = next(pair for pair in pairs if pair[0] != pair[1])
+            raise PlanError(f"plan: tables has {of_plan!r}, allowed here is {of_model!r}")
+        for plan, table in zip(self.tables, spec.tables, strict=True):
             for field in ("num_embeddings", "bucketing", "column_dims"):
-                told, found = getattr(one, field), getattr(table, field)
-                if told != found:
-                    raise PlanError(f"plan: table {one.table!r}: {field} is {told!r}, allowed here is {found!r}")
+                given, allowed = getattr(plan, field), getattr(table, field)
+                if given != allowed:
+                    raise PlanError(f"plan: table {plan.table!r}: {field} is {given!r}, allowed here is {allowed!r}")
 
     def ranks_of(self, spec: ModelSpec) -> dict[str, RanksOfBuckets]:
         """Return who owns each stored table of the model that it fits, by name."""
         return {
             stored.name: ranks
-            for one, table in zip(self.tables, spec.tables, strict=True)
-            for stored, ranks in zip(table.slices, one.slices, strict=True)
+            for plan, table in zip(self.tables, spec.tables, strict=True)
+            for stored, ranks in zip(table.slices, plan.slices, strict=True)
         }
 
     @cached_property
@@ -241,24 +235,21 @@ class PlanFile(Frozen):
         return self.num_shards * self.cards_per_shard
 
     def _check_table(self, where: str, table: TablePlan) -> None:
-        for number, one in enumerate(table.slices):
+        for number, owners in enumerate(table.slices):
             name = f"{table.table}, slice {number}" if table.column_dims else table.table
-            if one.ranks[-1] >= self.num_ranks:
-                raise PlanError(f"{where}: table {name!r}: rank is {one.ranks[-1]}, allowed is 0..{self.num_ranks - 1}")
-            shards = np.unique(np.array(one.ranks) // self.cards_per_shard)
-            if table.sharding_type == "data_parallel":
-                if one.packed or len(one.ranks) != self.num_shards or shards.size != self.num_shards:
-                    raise PlanError(
-                        f"{where}: table {name!r}: ranks are {list(one.ranks[:8])}; data_parallel needs one card of "
-                        f"each of the {self.num_shards} shards"
-                    )
-                continue
-            if table.sharding_type in ("table_wise", "column_wise") and shards.size != 1:
-                raise PlanError(
-                    f"{where}: table {name!r}: ranks are of {shards.size} shards; {table.sharding_type} allows 1"
-                )
+            ranks, kind = owners.ranks, table.sharding_type
+            shards = {rank // self.cards_per_shard for rank in ranks}
             try:
-                one.rank_of_bucket(table.num_buckets)
+                if ranks[-1] >= self.num_ranks:
+                    raise PlanError(f"rank is {ranks[-1]}, allowed is 0..{self.num_ranks - 1}")
+                if kind == "data_parallel":
+                    if owners.packed or not len(ranks) == len(shards) == self.num_shards:
+                        needed = f"data_parallel needs one card of each of the {self.num_shards} shards"
+                        raise PlanError(f"ranks are {list(ranks[:8])}; {needed}")
+                    continue
+                if kind in ("table_wise", "column_wise") and len(shards) != 1:
+                    raise PlanError(f"ranks are of {len(shards)} shards; {kind} allows 1")
+                owners.rank_of_bucket(NUM_BUCKETS[table.bucketing])
             except PlanError as error:
                 raise PlanError(f"{where}: table {name!r}: {error}") from error
 

@@ -118,6 +118,11 @@ class LeveredTable:
         )
 
     @property
+    def is_indivisible(self) -> bool:
+        """Return whether its rows can't be divided by popularity."""
+        return bool(self.table.column_dims) or self.table.id_mapping.kind == "quotient_remainder"
+
+    @property
     def is_divided(self) -> bool:
         """Return whether its description stores it in several tables, pruning aside."""
         return len(self.stored[0]) > 1 or bool(self.table.column_dims or self.table.project_to)
@@ -161,8 +166,7 @@ class LeveredTable:
         if table.blocks:
             blocks = [{**dict(block), "dtype": cold if number else hot} for number, block in enumerate(table.blocks)]
             return self.updated(blocks=blocks, dtype=cold)
-        is_whole = table.column_dims or table.id_mapping.kind == "quotient_remainder"
-        if hot == cold or is_whole or self.kept_rows < _LEAST_ROWS:
+        if hot == cold or self.is_indivisible or self.kept_rows < _LEAST_ROWS:
             return self.updated(dtype=cold)
         return self.updated(dtype=DtypeByPopularity(hot=hot, cold=cold, hot_share=hot_share))
 
@@ -419,8 +423,8 @@ Round: TypeAlias = Callable[[LeveredTable, int], LeveredTable | None]
 
 
 def _pruned(keep_share: float, table: LeveredTable, _excess: int) -> LeveredTable | None:
-    is_whole = table.table.column_dims or table.table.id_mapping.kind == "quotient_remainder"
-    return None if is_whole or table.rows is None or not table.rows.total else replace(table, keep_share=keep_share)
+    is_counted = table.rows is not None and table.rows.total > 0
+    return replace(table, keep_share=keep_share) if is_counted and not table.is_indivisible else None
 
 
 def _composed(table: LeveredTable, excess: int) -> LeveredTable | None:
@@ -445,12 +449,6 @@ def _narrowed(shape: Sequence[tuple[float | None, int]], table: LeveredTable, _e
     return table.updated(blocks=tuple(narrow))
 
 
-def _coarsened(
-    hot: RowDtype, cold: RowDtype, hot_share: float, table: LeveredTable, _excess: int
-) -> LeveredTable | None:
-    parts = table.stored[0]
-    hot, cold = (
-        min(hot, parts[0].dtype, key=_NARROWEST_FIRST.index),
-        min(cold, parts[-1].dtype, key=_NARROWEST_FIRST.index),
-    )
-    return table.in_dtypes(hot, cold, hot_share)
+def _coarsened(hot: RowDtype, cold: RowDtype, hot_share: float, table: LeveredTable, _excess: int) -> LeveredTable:
+    parts, narrower = table.stored[0], partial(min, key=_NARROWEST_FIRST.index)
+    return table.in_dtypes(narrower(hot, parts[0].dtype), narrower(cold, parts[-1].dtype), hot_share)

@@ -61,12 +61,9 @@ class TableIds:
             return None
         mapping, where = table.id_mapping, f"table {table.name!r}"
         if isinstance(mapping, HashMapping) and mapping.salt == "per_feature":
+            ids, counts = [each.keys for each in traced.values()], [each.counts for each in traced.values()]
             seeds = np.array([mapping.seed_of(name) for name in traced], np.uint64)
-            return cls(
-                np.concatenate([counts.keys for counts in traced.values()]),
-                np.concatenate([counts.counts for counts in traced.values()]),
-                np.repeat(seeds, [counts.keys.size for counts in traced.values()]),
-            )
+            return cls(np.concatenate(ids), np.concatenate(counts), np.repeat(seeds, [keys.size for keys in ids]))
         merged = functools.reduce(AccessCounts.plus, traced.values())
         seed = mapping.seed if isinstance(mapping, HashMapping) else 0
         rows, is_row = table.num_embeddings, not isinstance(mapping, HashMapping | VocabularyMapping)
@@ -329,10 +326,8 @@ def fitted(description: ModelDescription, by_feature: Mapping[str, AccessCounts]
     for number, table in enumerate(tables):
         if table.num_embeddings == "auto":
             if (ids := TableIds.of(table, by_feature)) is None:
-                raise FittingError(
-                    f"table {table.name!r}: num_embeddings auto needs a trace of the ids of its features "
-                    f"{list(table.feature_names)}"
-                )
+                needed = f"a trace of the ids of its features {list(table.feature_names)}"
+                raise FittingError(f"table {table.name!r}: num_embeddings auto needs {needed}")
             size = {"num_embeddings": smallest_size(ids, table.max_collision_share), "default_row": 0}
             tables[number] = table.model_copy(update=size)
     return description.model_copy(update={"tables": tuple(tables)})

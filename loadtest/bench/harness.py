@@ -31,7 +31,7 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.documents import line, this_machine, versions
-from loadtest.rounds import Arm, Better, Comparison, Item, Measure, compare_rounds, in_turn, show_comparison
+from loadtest.rounds import Arm, Better, Comparison, Item, Measure, compare_rounds, rotated, show_comparison
 from loadtest.servers import THIS_CHECKOUT, ServerCommand, commit_of, running
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows
@@ -129,7 +129,7 @@ class Bench:
                 for table in tables:
                     self.say(f"round {number + 1} of {self.rounds}: {table.title}")
                     baseline, *others = table.subjects
-                    for name in in_turn([*others, baseline], number):
+                    for name in rotated([*others, baseline], number):
                         rounds[table.title, name].append(table.subjects[name](number))
         for table in tables:
             arms = [(Arm(name=name), rounds[table.title, name]) for name in table.subjects]
@@ -154,17 +154,15 @@ class Bench:
 
 
 def _table_document(comparison: Comparison) -> dict[str, Any]:
-    subjects: dict[str, dict[str, Any]] = {}
-    for number, arm in enumerate(comparison.arms):
-        subjects[arm.name] = {}
-        for compared in comparison.measures:
+    subjects: dict[str, dict[str, Any]] = {arm.name: {} for arm in comparison.arms}
+    for compared in comparison.measures:
+        for number, measures in enumerate(subjects.values()):
             ratio = compared.ratios[number] if compared.ratios else None
-            subjects[arm.name][compared.name] = {
-                "unit": compared.unit,
-                "better": compared.better,
+            measures[compared.name] = {
+                **compared.model_dump(include={"unit", "better"}),
                 "values": compared.values[number],
                 "median": compared.middle[number],
-                "ratio": None if ratio is None else ratio.value,
+                "ratio": ratio and ratio.value,
                 "interval": (ratio.low, ratio.high) if ratio is not None and ratio.low is not None else None,
             }
     baseline = comparison.arms[comparison.baseline].name
@@ -209,19 +207,6 @@ class UniformTables:
     rows: int
     embedding_dim: int
 
-    def spec(self) -> ModelSpec:
-        """Describe the model."""
-        names = [f"f{number:02d}" for number in range(self.count)]
-        return ModelSpec(
-            model=MODEL,
-            tables=tuple(
-                TableSpec(name=name, num_embeddings=self.rows, embedding_dim=self.embedding_dim, feature_names=(name,))
-                for name in names
-            ),
-            features=tuple(FeatureSpec(name=name, side="candidate") for name in names),
-            dense_model=DenseModelSpec(kind="mlp"),
-        )
-
     def all_rows(self) -> Float32Array:
         """Draw float32 [rows, embedding_dim], the same for every table."""
         drawn = np.random.default_rng(7).standard_normal((DISTINCT_ROWS, self.embedding_dim), dtype=np.float32)
@@ -229,28 +214,30 @@ class UniformTables:
 
     def export(self, store: Path) -> Snapshot:
         """Write and open the snapshot; takes some seconds for each gigabyte."""
-        spec = self.spec()
-        rows = dict.fromkeys((table.name for table in spec.tables), rows_of(self.all_rows()))
+        shape = {"num_embeddings": self.rows, "embedding_dim": self.embedding_dim}
+        names = [f"f{number:02d}" for number in range(self.count)]
+        tables = tuple(TableSpec(name=name, feature_names=(name,), **shape) for name in names)
+        features = tuple(FeatureSpec(name=name, side="candidate") for name in names)
+        spec = ModelSpec(model=MODEL, tables=tables, features=features, dense_model=DenseModelSpec(kind="mlp"))
+        rows = dict.fromkeys(names, rows_of(self.all_rows()))
         return Snapshot.open(export_snapshot(store, spec, rows=rows, dense={"unused": torch.zeros(1)}), verify=False)
 
-    def draw(self, rng: np.random.Generator, bags: int, hotness: int, rows: int | None = None) -> KeyedBags:
-        """Draw uniform ids, the worst case for caches, of the first `rows` rows, for so many bags of each table."""
+    def draw(self, rng: np.random.Generator, bags: int, hotness: int) -> KeyedBags:
+        """Draw uniform ids, the worst case for caches, for so many bags of each table."""
         num_bags = self.count * bags
         return KeyedBags.from_lengths(
             np.arange(self.count, dtype=np.int32),
             np.full(self.count, bags, np.int64),
             np.full(num_bags, hotness, np.int64),
-            rng.integers(0, rows or self.rows, num_bags * hotness),
+            rng.integers(0, self.rows, num_bags * hotness),
         )
 
 
 def make_node(snapshot: Snapshot, plan: Plan, shard: int = 0) -> ShardNode:
     """Load one shard of a model on a node."""
-    node = ShardNode(plan.identity(shard))
-    node.generations.stage(
-        snapshot.spec.model, snapshot.version, load_tables(snapshot, plan.partition(shard), plan.digest)
-    )
-    node.generations.flip(snapshot.spec.model, snapshot.version)
+    node, version = ShardNode(plan.identity(shard)), (snapshot.spec.model, snapshot.version)
+    node.generations.stage(*version, load_tables(snapshot, plan.partition(shard), plan.digest))
+    node.generations.flip(*version)
     return node
 
 
@@ -261,15 +248,20 @@ def make_router(snapshot: Snapshot, plan: Plan, shards: Sequence[Shard], hot: Ho
 
 
 @contextlib.contextmanager
-def node_process(snapshot: Snapshot, plan: Plan, shard: int = 0) -> Iterator[tuple[Shard, tuple[int, ...]]]:
-    """Run one shard's node, as users start it, behind a Unix socket; yield a connection to it and its process ids."""
+def node_process(snapshot: Snapshot, plan: Plan, shard: int = 0) -> Iterator[tuple[Address, tuple[int, ...]]]:
+    """Run one shard's node, as users start it, behind a Unix socket; yield its address and its process ids."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        socket = Path(folder, "node.sock")
-        address = f"unix:{socket}"
-        flags = {"snapshot": snapshot.path, "shard": f"{shard}/{plan.num_shards}", "listen": address}
-        given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-        line = shardrank_command("shard-node", "--no-verify", "--device", "cpu", *given)
+        address = Address(path=f"{folder}/node.sock")
+        where = ("--snapshot", str(snapshot.path), "--shard", f"{shard}/{plan.num_shards}", "--listen", str(address))
+        line = shardrank_command("shard-node", "--no-verify", "--device", "cpu", *where)
         command = ServerCommand(f"shard {shard}", line, Path(folder, "node.log"))
-        with running("nodes", [command], lambda: "" if socket.exists() else "it does not listen") as process_ids:
-            source = ReplicaSource.fixed([Address.parse(address)])
-            yield ReplicatedShard(plan, shard, snapshot, source), process_ids
+        listens = Path(address.path).exists
+        with running("nodes", [command], lambda: "" if listens() else "it does not listen") as process_ids:
+            yield address, process_ids
+
+
+def remote_shards(snapshot: Snapshot, plan: Plan, nodes: Sequence[Address]) -> list[Shard]:
+    """Return what asks each shard's node."""
+    return [
+        ReplicatedShard(plan, shard, snapshot, ReplicaSource.fixed([address])) for shard, address in enumerate(nodes)
+    ]

@@ -1,4 +1,4 @@
-"""`bench hot-rows`: which rows a tier of hot rows should hold, and what it saves."""
+"""`bench hot-rows`: what copies of hot rows at the router save."""
 
 from __future__ import annotations
 
@@ -22,98 +22,26 @@ from loadtest.bench.harness import (
     make_router,
     measure,
     node_process,
+    remote_shards,
 )
 from loadtest.load.loops import cpu_seconds
-from router.hot_keeper import learning_counter
 from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
 from router.router import Router
+from serving.cli import options as opts
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import EXACT
-from shard_node.bags import Int64Array, KeyedBags
+from shard_node.bags import KeyedBags
 
 TIMEOUT_S = 60.0
 SHARDS, BAGS, BATCHES = 2, 100, 10
-ZIPF = (1.1, 0.6)
 HIT_RATES = (0.0, 0.5, 0.9)
-LEARNED_FOR, SHIFTED_FOR = (200,), (5, 20, 50, 200)
-"""Lookups before and after all rows change places, in multiples of the rows held."""
-POLICY_MEASURES = (
-    measure("hit rate", "%", "higher"),
-    *(measure(f"hit rate, {count} × capacity after a shift", "%", "higher") for count in SHIFTED_FOR),
-)
 COST_MEASURES = (
     measure("time of a lookup", "ms"),
     measure("CPU of the router", "ms"),
     measure("CPU of the nodes", "ms"),
     measure("bytes on sockets", "kB"),
 )
-
-
-class Lru:
-    """The rows that were looked up last, as an LRU cache holds them."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._last = np.full(num_rows, -1, np.int64)
-        self._time = 0
-
-    def observe(self, rows: Int64Array) -> None:
-        """Look rows up, one after the other."""
-        # NumPy assigns the last value of a row that comes twice.
-        self._last[rows] = np.arange(self._time, self._time + rows.size)
-        self._time += rows.size
-
-    def top(self, count: int) -> Int64Array:
-        """Return the rows held."""
-        held = np.argpartition(self._last, self._last.size - count)[self._last.size - count :]
-        return held[self._last[held] >= 0]
-
-
-class Learning:
-    """The rows that a tier with policy `learning` holds."""
-
-    def __init__(self, capacity: int) -> None:
-        self._counter = learning_counter(capacity)
-
-    def observe(self, rows: Int64Array) -> None:
-        """Look rows up."""
-        self._counter.add(rows)
-        if self._counter.is_full:
-            self._counter.fold()
-
-    def top(self, count: int) -> Int64Array:
-        """Return the rows held."""
-        return self._counter.fold().most_frequent(count).keys
-
-
-def hit_rates(policy: Lru | Learning, seed: int, num_rows: int, exponent: float, capacity: int) -> Values:
-    """Return percents of lookups by Zipf's law that go to the rows that a policy holds.
-
-    They are computed from the law, not counted, so they have no noise of their own.
-    """
-    rng, values = np.random.default_rng([seed, capacity]), dict[str, float]()
-    law = np.cumsum(np.arange(1, num_rows + 1) ** -exponent)
-    law /= law[-1]
-    for counts, name in ((LEARNED_FOR, "hit rate"), (SHIFTED_FOR, "hit rate, {} × capacity after a shift")):
-        row_of_rank, share_of_row = rng.permutation(num_rows), np.empty(num_rows)
-        share_of_row[row_of_rank] = np.diff(law, prepend=0)
-        for count in range(1, counts[-1] + 1):
-            policy.observe(row_of_rank[np.searchsorted(law, rng.random(capacity))])
-            if count in counts:
-                values[name.format(count)] = 100 * float(share_of_row[policy.top(capacity)].sum())
-    return values
-
-
-def policy_table(num_rows: int, exponent: float, capacity: int) -> BenchTable:
-    """Compare policies with the rows that are looked up most, on the same lookups; a round is a seed."""
-    shares = np.arange(1, num_rows + 1) ** -exponent
-    best = 100 * float(shares[:capacity].sum() / shares.sum())
-    subjects: dict[str, Subject] = {
-        "top rows": lambda seed: {each.name: best for each in POLICY_MEASURES},
-        "LRU": lambda seed: hit_rates(Lru(num_rows), seed, num_rows, exponent, capacity),
-        "learning": lambda seed: hit_rates(Learning(capacity), seed, num_rows, exponent, capacity),
-    }
-    return BenchTable(f"policies, zipf {exponent:g}, {capacity} of {num_rows} rows", POLICY_MEASURES, subjects)
 
 
 def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
@@ -166,7 +94,8 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
         snapshot = tables.export(bench.folder)
         plan = Plan.make(snapshot.spec, SHARDS)
         nodes = [stack.enter_context(node_process(snapshot, plan, shard)) for shard in range(SHARDS)]
-        shards, process_ids = [shard for shard, _ in nodes], [number for _, ids in nodes for number in ids]
+        shards = remote_shards(snapshot, plan, [address for address, _ in nodes])
+        process_ids = [number for _, numbers in nodes for number in numbers]
         routers = {
             name: make_router(snapshot, plan, shards, hot)
             for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))
@@ -192,23 +121,15 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
 @click.option("--rows", type=click.IntRange(2), default=100_000, show_default=True, help="Of each of 26 tables.")
 @click.option("--hot-rows", type=click.IntRange(1), default=10_000, show_default=True, help="Of each table.")
 @click.option("--seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Of each measurement.")
-@click.option("--policy-rows", type=click.IntRange(100), default=1_000_000, show_default=True, help="For policies.")
-@click.option("--capacity", "capacities", type=click.IntRange(1), multiple=True, default=(1_000, 10_000, 100_000),
-              show_default=True, help="Rows that a policy holds. Repeatable.")  # fmt: skip
-def hot_rows(
-    bench: Bench, rows: int, hot_rows: int, seconds: float, policy_rows: int, capacities: tuple[int, ...]
-) -> None:
-    """Measure which rows a tier of hot rows should hold, and what it saves.
-
-    First, lookups over shard processes without copies of hot rows at the router and with them. Then hit rates of
-    policies, on lookups by Zipf's law and after all rows have changed places: the rows that are looked up most, LRU,
-    and the policy that learns.
+@opts.removed_option("--policy-rows", "policies are compared in docs/decisions/hot-rows.md.")
+@opts.removed_option("--capacity", "policies are compared in docs/decisions/hot-rows.md.")
+def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
+    """Measure what copies of hot rows at the router save: lookups over shard processes without them and with them.
 
     Examples:
-      shardrank loadtest bench hot-rows --quick --capacity 1000
+      shardrank loadtest bench hot-rows --quick
       shardrank loadtest bench hot-rows --json hot-rows.json
     """
-    if hot_rows >= rows or max(capacities) >= policy_rows:
-        raise click.UsageError("--hot-rows and --capacity: fewer than the rows of a table")
+    if hot_rows >= rows:
+        raise click.UsageError("--hot-rows: fewer than the rows of a table")
     measure_cost(bench, UniformTables(26, rows, 64), hot_rows, bench.seconds(seconds))
-    bench.run([policy_table(policy_rows, exponent, capacity) for exponent in ZIPF for capacity in capacities])

@@ -1,10 +1,9 @@
-"""`bench levers`: what each way to make tables smaller costs at lookup and in quality, and saves in bytes."""
+"""`bench levers`: what each way to make tables smaller costs at lookup, and saves in bytes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,28 +13,17 @@ import torch
 
 from loader.description import ModelDescription
 from loader.divided_rows import divide_rows, kept_rows
-from loader.snapshot.codecs import RowCodec
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowSource, rows_of
 from loader.snapshot.writer import export_snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, make_node, make_router, measure
+from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, make_node, make_router, measure
 from loadtest.workloads.workload import Zipf
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
+from serving.cli import options as opts
 from serving.models.inputs import InputAssembler
 from serving.models.ranking_models import build_model
-from serving.training.dataset import (
-    CROSSES,
-    FilmsDataset,
-    FilmsOptions,
-    Interactions,
-    evaluation_requests,
-    films_description,
-    read_movielens,
-)
-from serving.training.network import TrainedModel, float32_scores
-from serving.training.trainer import Pruning, auc, train_described
 from shard_node.bags import Int64Array, KeyedBags
 from shard_node.node import LocalShard
 
@@ -52,23 +40,19 @@ LOOKUP_MEASURES = (
     measure("time of a batch, 1 id a bag", "µs"),
     measure("time of a batch, 20 ids a bag", "µs"),
 )
-FILMS_DIM = 16
-MIN_DIVIDED_ROWS = 100
-FILMS_MEASURES = (measure("bytes of rows", "MB"), measure("pairs ranked wrongly", "%"))
-"""The pairs are 100 - AUC in percent."""
 PRUNED = "rows never asked for pruned"
 
 
-def levers_for(dim: int) -> dict[str, Words]:
-    """Return what is done to each table, by name; the first is the baseline."""
-    return {
-        **{dtype: {"dtype": dtype} for dtype in ("int8", "fp32", "fp16", "int4")},
-        "hot fp16, cold int4": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
-        "hot int8, cold int4": {"dtype": {"hot": "int8", "cold": "int4", "hot_share": 0.1}},
-        PRUNED: {},
-        "narrower by popularity": {"blocks": [{"share": 0.1}, {"share": 0.3, "dim": dim // 2}, {"dim": dim // 4}]},
-        "narrower, projected": {"embedding_dim": dim // 2, "project_to": dim},
-    }
+LEVERS: Mapping[str, Words] = {
+    **{dtype: {"dtype": dtype} for dtype in ("int8", "fp32", "fp16", "int4")},
+    "hot fp16, cold int4": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
+    "hot int8, cold int4": {"dtype": {"hot": "int8", "cold": "int4", "hot_share": 0.1}},
+    PRUNED: {},
+    "narrower by popularity": {"blocks": [{"share": 0.1}, {"share": 0.3, "dim": DIM // 2}, {"dim": DIM // 4}]},
+    "narrower, projected": {"embedding_dim": DIM // 2, "project_to": DIM},
+    "sums": {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000}},
+}
+"""What is done to each table, by name; the first is the baseline."""
 
 
 def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool) -> tuple[float, Call]:
@@ -102,7 +86,6 @@ def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool
     model.pack("float32")
 
     async def call(bags: KeyedBags) -> None:
-        """Look a batch up and lay out the model's input."""
         candidates = int(bags.bags_per_key[0])
         embeddings = await router.lookup(MODEL, 1, bags, time.monotonic() + 60)
         owner, nothing = np.zeros(candidates, np.int64), np.zeros((candidates, 0), np.float32)
@@ -135,90 +118,23 @@ def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
             "time of a batch, 20 ids a bag": bench.median_call_us(call, batches[20], seconds),
         }
 
-    levers, subjects = levers_for(DIM), {}
-    levers["sums"] = {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000}}
-    for name, words in levers.items():
+    subjects = {}
+    for name, words in LEVERS.items():
         bench.say(f"writing {FEATURES} tables of {rows} rows: {name}")
         subjects[name] = subject(*serve_tables(bench.folder / name, words, counts, pruned=name == PRUNED))
     bench.run([BenchTable("lookups", LOOKUP_MEASURES, subjects, {"rows of a table": f"{rows}"})])
 
 
-def describe_films(
-    interactions: Interactions, tables: Mapping[str, Words], *, crosses: bool = True
-) -> ModelDescription:
-    """Describe the films' model in int8 with words for some of its tables."""
-    options = FilmsOptions(
-        kind="dcn_v2", dtype="int8", embedding_dim=FILMS_DIM, profile=True, crosses=crosses, tables=tables
-    )
-    return films_description(interactions, options)
-
-
-def describe_levers(interactions: Interactions) -> dict[str, ModelDescription]:
-    """Describe the films' model with each lever, by name; the first is the baseline."""
-    spec = describe_films(interactions, {}).compiled()
-    rows = {table.name: table.num_embeddings for table in spec.tables}
-
-    def hashed(share: float) -> dict[str, Words]:
-        return {name: {"num_embeddings": max(1, round(share * rows[name]))} for name in CROSSES}
-
-    def divided(words: Words) -> dict[str, Words]:
-        return {name: words for name in rows if "blocks" not in words or rows[name] > MIN_DIVIDED_ROWS}
-
-    return {
-        **{name: describe_films(interactions, divided(words)) for name, words in levers_for(FILMS_DIM).items()},
-        **{f"crosses hashed to {x:.0%} of their ids": describe_films(interactions, hashed(x)) for x in (0.1, 0.01)},
-        "no crosses": describe_films(interactions, {}, crosses=False),
-    }
-
-
-def as_stored(model: TrainedModel) -> TrainedModel:
-    """Encode and decode a model's rows."""
-    tables = {}
-    for table in model.spec.tables:
-        codec = RowCodec(table.dtype, table.embedding_dim)
-        tables[table.name] = codec.decode(codec.encode(model.tables[table.name]))
-    return replace(model, tables=tables)
-
-
-def films_table(interactions: Interactions, epochs: int) -> BenchTable:
-    """Train and score a model with each lever; a round is a seed, of the split and of the training."""
-
-    def subject(description: ModelDescription, pruning: Pruning | None) -> Subject:
-        def run(seed: int) -> Values:
-            dataset = FilmsDataset.split(interactions, seed=seed)
-            model = train_described(dataset, description, pruning=pruning, seed=seed, epochs=epochs)
-            labelled = evaluation_requests(dataset, model.spec)
-            area = auc(labelled.labels, float32_scores(as_stored(model), labelled.requests))
-            return {"bytes of rows": rows_bytes_of(model.spec) / 1e6, "pairs ranked wrongly": 100 * (1 - area)}
-
-        return run
-
-    subjects = {
-        name: subject(description, Pruning() if name == PRUNED else None)
-        for name, description in describe_levers(interactions).items()
-    }
-    return BenchTable("films", FILMS_MEASURES, subjects, {"data": interactions.source, "epochs": f"{epochs}"})
-
-
 @bench_command
 @click.option("--rows", type=click.IntRange(100), default=100_000, show_default=True, help="Of each of the 26 tables.")
 @click.option("--seconds", type=click.FloatRange(0), default=0.5, show_default=True, help="Of each measurement.")
-@click.option(
-    "--movielens",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder with MovieLens 100K: trains a model with each lever, too, with another seed in each round.",
-)
-@click.option("--epochs", type=click.IntRange(1, 100), default=4, show_default=True, help="Of each training.")
-def levers(bench: Bench, rows: int, seconds: float, movielens: Path | None, epochs: int) -> None:
-    """Measure what each way to make tables smaller costs and saves.
-
-    Bytes of the tables; the time of a lookup; and on MovieLens with hashed crosses of its features the share of pairs,
-    a film that the user liked and one that they did not, that are ranked wrongly, of rows as they are stored.
+@opts.removed_option("--movielens", "`shardrank train` says what a lever costs in quality.")
+@opts.removed_option("--epochs", "`shardrank train` says what a lever costs in quality.")
+def levers(bench: Bench, rows: int, seconds: float) -> None:
+    """Measure what each way to make tables smaller saves in bytes, and costs in the time of a lookup.
 
     Examples:
       shardrank loadtest bench levers --quick
-      shardrank loadtest bench levers --movielens ml-100k --rounds 10 --json levers.json
+      shardrank loadtest bench levers --rounds 10 --json levers.json
     """
     measure_lookups(bench, rows, bench.seconds(seconds))
-    if movielens is not None:
-        bench.run([films_table(read_movielens(movielens), epochs)])

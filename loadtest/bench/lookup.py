@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -27,6 +26,7 @@ from loadtest.bench.harness import (
     make_router,
     measure,
     node_process,
+    remote_shards,
 )
 from router.plan import Plan
 from router.router import Router
@@ -40,14 +40,8 @@ BARE, FLOAT32 = "bare op", "nn.EmbeddingBag fp32"
 MEASURES = (measure("time of a batch", "µs"),)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Raw ids by feature, and the same rows as int64 [n] in the order of all tables one after the other."""
-
-    bags: KeyedBags
-    rows: Int64Array
-
-
+Batch: TypeAlias = tuple[KeyedBags, Int64Array]
+"""Raw ids by feature, and the same rows as int64 [n] in the order of all tables one after the other."""
 Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]
 
 
@@ -61,10 +55,12 @@ def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[
     module = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
 
     async def call_bare(batch: Batch) -> Float32Array:
-        return arena.pool(batch.rows, batch.bags.offsets, None)
+        bags, rows = batch
+        return arena.pool(rows, bags.offsets, None)
 
     async def call_float32(batch: Batch) -> Float32Array:
-        pooled: torch.Tensor = module(torch.from_numpy(batch.rows), torch.from_numpy(batch.bags.offsets))
+        bags, rows = batch
+        pooled: torch.Tensor = module(torch.from_numpy(rows), torch.from_numpy(bags.offsets))
         return pooled.numpy()
 
     def local(cards: int) -> Router:
@@ -73,7 +69,7 @@ def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[
 
     async def call_router(router: Router, batch: Batch) -> Float32Array:
         deadline = time.monotonic() + TIMEOUT_S
-        return (await router.lookup(MODEL, snapshot.version, batch.bags, deadline)).blocks[0]
+        return (await router.lookup(MODEL, snapshot.version, batch[0], deadline)).blocks[0]
 
     routers = {"local": local(1), "local, 2 cards": local(2), "Unix socket": remote}
     return {
@@ -86,7 +82,7 @@ def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[
 async def check_same(calls: Mapping[str, Call], batch: Batch) -> None:
     """Raise AssertionError unless all give the same; float32 differs by the rounding of each int8 row."""
     expected = await calls[BARE](batch)
-    largest = 10 * float(np.sqrt(batch.bags.num_values / batch.bags.num_bags))
+    largest = 10 * float(np.sqrt(batch[0].num_values / batch[0].num_bags))
     for name, call in calls.items():
         tolerance = 0.02 if name == FLOAT32 else 1e-5
         pooled = await call(batch)
@@ -103,19 +99,19 @@ def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
         bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
         plan = Plan.make(snapshot.spec)
-        shard, _ = stack.enter_context(node_process(snapshot, plan))
-        remote = make_router(snapshot, plan, [shard])
+        address, _ = stack.enter_context(node_process(snapshot, plan))
+        remote = make_router(snapshot, plan, remote_shards(snapshot, plan, [address]))
         stack.callback(lambda: bench.runner.run(remote.close()))
         calls, cells = calls_of(snapshot, tables, remote), []
-        for hotness, bags in itertools.product((1, 20), (1, 64, 512)):
-            rng = np.random.default_rng(bags * 1000 + hotness)
-            first = np.repeat(np.arange(tables.count) * tables.rows, bags * hotness)
-            drawn = [tables.draw(rng, bags, hotness) for _ in range(BATCHES)]
-            batches = [Batch(keyed, keyed.values + first) for keyed in drawn]
+        for hotness, size in itertools.product((1, 20), (1, 64, 512)):
+            rng = np.random.default_rng(size * 1000 + hotness)
+            first = np.repeat(np.arange(tables.count) * tables.rows, size * hotness)
+            drawn = [tables.draw(rng, size, hotness) for _ in range(BATCHES)]
+            batches = [(bags, bags.values + first) for bags in drawn]
             bench.runner.run(check_same(calls, batches[0]))
-            title = f"dim {tables.embedding_dim}, {hotness} id{'s' * (hotness > 1)} a bag, batch {bags}"
+            title = f"dim {tables.embedding_dim}, {hotness} id{'s' * (hotness > 1)} a bag, batch {size}"
             subjects = {name: subject(call, batches) for name, call in calls.items()}
-            cells.append(BenchTable(title, MEASURES, subjects, {"rows of a batch": f"{batches[0].rows.size}"}))
+            cells.append(BenchTable(title, MEASURES, subjects, {"rows of a batch": f"{first.size}"}))
         bench.run(cells)
 
 

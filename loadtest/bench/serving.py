@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from http.client import HTTPConnection
 from pathlib import Path
 from types import CodeType
@@ -28,7 +28,18 @@ import numpy as np
 from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, make_node, make_router, measure
+from loadtest.bench.harness import (
+    Bench,
+    BenchTable,
+    Subject,
+    Values,
+    bench_command,
+    make_node,
+    make_router,
+    measure,
+    node_process,
+    remote_shards,
+)
 from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load
@@ -60,10 +71,11 @@ from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
-from serving.versions.loaded_version import ranking_parts
+from serving.versions.loaded_version import LoadedVersion, LoadOptions, ranking_parts
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
 from shard_node.node import LocalShard
+from shard_node.wire.address import Address
 
 DEADLINE_S = 600.0
 
@@ -90,18 +102,17 @@ class Limit:
         # Once before the clock, so that every buffer is there.
         await self.scores(batches[small][0])
         started_at, cpu_s = time.perf_counter(), time.process_time()
-        ended_at = started_at
-        while ended_at - started_at < seconds:
+        now = started_at
+        while now - started_at < seconds:
             # Of the whole numbers below and above the mean, the one that keeps the sum closest to it.
             size = small + (requests + small < batch_requests * (len(times) + 1) - 0.5)
             await self.scores(batches[size][len(times) % len(batches[size])])
-            before, ended_at = ended_at, time.perf_counter()
-            times.append(ended_at - before)
+            before, now = now, time.perf_counter()
+            times.append(now - before)
             requests += size
-        cpu_s = time.process_time() - cpu_s
         return {
-            "CPU of a request": 1e3 * cpu_s / requests,
-            "requests": requests / (ended_at - started_at),
+            "CPU of a request": 1e3 * (time.process_time() - cpu_s) / requests,
+            "requests": requests / (now - started_at),
             "batch": requests / len(times),
             "time of a batch": 1e3 * float(np.median(times)),
         }
@@ -125,8 +136,8 @@ def requests_of(workload: BenchWorkload) -> list[RankRequest]:
 def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
     """Every request of the pool once or twice, in batches of `size`."""
     requests = requests_of(workload)
-    turns = np.arange(-(-len(requests) // size) * size) % len(requests)
-    return [merge([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
+    cycled = [requests[number % len(requests)] for number in range(-(-len(requests) // size) * size)]
+    return [merge(cycled[first : first + size]) for first in range(0, len(cycled), size)]
 
 
 CHECKED_REQUESTS = 2
@@ -212,38 +223,32 @@ def tables_of(model: ServedModel, limit: Limit, server: Server, hotness: int, ap
     """
     workload, sizes = model.workload(hotness), list[float]()
 
-    def loaded_limit(number: int) -> Values:
-        batch_requests = max(1.0, float(np.mean(sizes[-len(apis) :])))
+    def compute(batch_requests: float) -> Values:
         return model.bench.runner.run(limit.compute(workload, batch_requests, model.seconds))
 
-    def loaded(api: Api) -> Subject:
-        def run(number: int) -> Values:
-            values = model.load(server, workload, api)
-            sizes.append(values["batch"])
-            return values
-
-        return run
+    def loaded(api: Api, number: int) -> Values:
+        values = model.load(server, workload, api)
+        sizes.append(values["batch"])
+        return values
 
     @cache
     def limit_ms(number: int) -> float:
-        return model.bench.runner.run(limit.compute(workload, 1.0, model.seconds))["time of a batch"]
+        return compute(1.0)["time of a batch"]
 
-    def single(api: Api) -> Subject:
-        def run(number: int) -> Values:
-            p50_ms = model.load(server, workload, api, 1)[P50]
-            return {P50: p50_ms, "p50 beyond computing": p50_ms - limit_ms(number)}
+    def single(api: Api, number: int) -> Values:
+        p50_ms = model.load(server, workload, api, 1)[P50]
+        return {P50: p50_ms, "p50 beyond computing": p50_ms - limit_ms(number)}
 
-        return run
-
-    def changed(shape: Mapping[str, Any]) -> Subject:
-        return lambda number: model.load(server, model.workload(hotness, shape), apis[0])
+    def changed(shape: Mapping[str, Any], number: int) -> Values:
+        return model.load(server, model.workload(hotness, shape), apis[0])
 
     title, setup = f"{model.head}, {_ids(hotness)}", {"requests": model.shape.requests}
-    loads: dict[str, Subject] = {LIMIT: loaded_limit, **{api: loaded(api) for api in apis}}
+    loads: dict[str, Subject] = {LIMIT: lambda number: compute(max(1.0, float(np.mean(sizes[-len(apis) :]))))}
+    loads |= {api: partial(loaded, api) for api in apis}
     singles: dict[str, Subject] = {LIMIT: lambda number: {P50: limit_ms(number)}}
-    singles |= {api: single(api) for api in apis}
+    singles |= {api: partial(single, api) for api in apis}
     varied = {"candidates": "50-150:100", "varied": True}
-    forms = {"equal": changed(EQUAL_REQUESTS), "varied": changed(varied)}
+    forms: dict[str, Subject] = {"equal": partial(changed, EQUAL_REQUESTS), "varied": partial(changed, varied)}
     return [
         BenchTable(f"{title}, {FULL_LOAD} in flight", LOADED_MEASURES, loads, setup),
         BenchTable(f"{title}, one in flight", SINGLE_MEASURES, singles, setup),
@@ -262,9 +267,10 @@ def measure_server(model: ServedModel, hotness: Sequence[int], apis: Sequence[Ap
         model.bench.run([table for ids in hotness for table in tables_of(model, limit, server, ids, apis)])
 
 
-ROWS = 10_000
+CALLS_SHAPE = BenchShape.of(20_000, varied=True)
+"""Of the model whose calls are counted: so many rows that not every shard has them all."""
 WARM_UP_REQUESTS, COUNTED_REQUESTS = 300, 8
-SETTLE_S = 0.01
+QUIET_S = 0.01
 
 
 def _send(connection: HTTPConnection, request: Payload) -> None:
@@ -275,40 +281,64 @@ def _send(connection: HTTPConnection, request: Payload) -> None:
         raise RequestFailedError(body[:1000].decode(errors="replace"))
 
 
-async def count_calls(folder: Path) -> dict[str, Any]:
-    """Serve a small model in this process, warm it up over one kept connection, and count a few requests more.
+def load_local(
+    snapshot: Path, _: Sequence[Address], service: RankingService, loop: asyncio.AbstractEventLoop
+) -> LoadedVersion:
+    """Load a version with its rows, to be ranked on a loop that runs in another thread."""
+    source = ModelSource(snapshot=snapshot, dtype="float32", num_replicas=0)
+    return load_served_model(source, service, loop=loop)
 
-    The client's thread is not counted. The report is that of the request with the fewest calls, which had no periodic
-    work beside it. Raises RequestFailedError.
+
+def load_over_shards(
+    path: Path, nodes: Sequence[Address], service: RankingService, loop: asyncio.AbstractEventLoop
+) -> LoadedVersion:
+    """Load a version whose rows are on these nodes, one a shard, as `load_local`."""
+    snapshot = Snapshot.open(path, verify=False)
+    plan = Plan.make(snapshot.spec, len(nodes))
+    return LoadedVersion.load(
+        snapshot,
+        plan,
+        lambda events: remote_shards(snapshot, plan, nodes),
+        LoadOptions(dtype="float32", num_replicas=0),
+        limits=service.limits,
+        metrics=service.metrics,
+        clock=service.clock,
+        loop=loop,
+    )
+
+
+async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) -> dict[str, Any]:
+    """Serve a model of `CALLS_SHAPE`, warm it up over one kept connection, and count the calls of a few requests more.
+
+    Rows are in this process, or on shard nodes, whose calls are not counted; nor are the client's. The report is that
+    of the request with the fewest calls, which had no periodic work beside it. Raises RequestFailedError.
     """
-    shape = BenchShape.of(ROWS, varied=True)
-    spec = bench_spec(shape, "mlp")
-    service = RankingService(None, expected_models=[spec.model])
+    service = RankingService(None, expected_models=["bench-mlp"])
     try:
-        # As `shardrank serve` does with all rows in its RAM: the event loop itself ranks.
-        source = ModelSource(snapshot=write_random_snapshot(spec, folder), dtype="float32", num_replicas=0)
-        loop = asyncio.get_running_loop()
-        service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
+        # As `shardrank serve` does where no row comes from a disk or a card: the event loop itself ranks.
+        load, loop = load_over_shards if shards else load_local, asyncio.get_running_loop()
+        service.install(await asyncio.to_thread(load, snapshot, shards, service, loop))
         async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
-            pool = bench_payloads(shape, "mlp", 1, "json", 32)
+            pool = bench_payloads(CALLS_SHAPE, "mlp", 1, api, 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):
                     await asyncio.to_thread(_send, connection, pool[number % len(pool)])
                 reports = [await _counted(connection, pool[number]) for number in range(COUNTED_REQUESTS)]
         return min(reports, key=lambda report: int(report["count"]))
     finally:
-        service.close()
+        # The loop closes connections to shards meanwhile.
+        await asyncio.to_thread(service.close)
 
 
 async def _counted(connection: HTTPConnection, request: Payload) -> dict[str, Any]:
     profile, by_file = cProfile.Profile(builtins=False), dict[str, dict[str, int]]()
     packages = tuple(f"{THIS_CHECKOUT}/{package}/" for package in SERVED_PACKAGES)
     # A batch ends after its answers were sent; that end belongs to its request.
-    await asyncio.sleep(SETTLE_S)
+    await asyncio.sleep(QUIET_S)
     profile.enable()
     try:
         await asyncio.to_thread(_send, connection, request)
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(QUIET_S)
     finally:
         profile.disable()
     for entry in profile.getstats():
@@ -324,26 +354,38 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
 
     `stages_us` are means of a request, or of a batch; `busy_us` shares a batch's time among its requests.
     """
-    bench, accounts = model.bench, dict[Api, dict[str, Any]]()
+    bench = model.bench
+    accounts = bench.results["account"] = dict[Api, dict[str, Any]]()
     for api in apis:
         with model.served(f"{api} by stage") as server:
             model.load(server, model.workload(hotness), api)
             text = server.metrics()
         seconds, counts = (summed(text, f"shardrank_stage_seconds_{part}", "stage") for part in ("sum", "count"))
-        requests = counts["encode"]
+        requests, stages = counts["encode"], [stage for stage in STAGES if stage in seconds]
         accounts[api] = {
             "requests": requests,
             "whole_us": 1e6 * seconds["total"] / requests,
-            "stages_us": {stage: 1e6 * seconds[stage] / counts[stage] for stage in STAGES if stage in seconds},
-            "busy_us": {stage: 1e6 * seconds[stage] / requests for stage in STAGES if stage in seconds},
+            "stages_us": {stage: 1e6 * seconds[stage] / counts[stage] for stage in stages},
+            "busy_us": {stage: 1e6 * seconds[stage] / requests for stage in stages},
         }
-    calls = bench.runner.run(count_calls(bench.folder / "calls"))
-    bench.results |= {"account": accounts, "calls": calls}
-    for api, account in accounts.items():
         bench.say(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage, and its mean")
-        for stage, busy_us in account["busy_us"].items():
-            bench.say(f"  {stage}: {busy_us:.1f}, {account['stages_us'][stage]:.1f}")
-    bench.say(f"a JSON request: {calls['count']} calls of {calls['functions']} functions in {calls['files']} files")
+        for stage, busy_us in accounts[api]["busy_us"].items():
+            bench.say(f"  {stage}: {busy_us:.1f}, {accounts[api]['stages_us'][stage]:.1f}")
+    snapshot = Snapshot.open(write_random_snapshot(bench_spec(CALLS_SHAPE, "mlp"), bench.folder / "calls"))
+    plan = Plan.make(snapshot.spec, 2)
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(node_process(snapshot, plan, shard))[0] for shard in range(plan.num_shards)]
+        counted: dict[str, tuple[str, Api, Sequence[Address]]] = {
+            "calls": ("a JSON request", "json", ()),
+            "calls_oip_http": ("a request of oip-http", "oip-http", ()),
+            "calls_two_shards": ("a JSON request over two shards", "json", nodes),
+        }
+        for name, (title, api, shards) in counted.items():
+            if api in ("json", *apis):
+                calls = bench.runner.run(count_calls(snapshot.path, api, shards))
+                bench.results[name] = calls
+                total, functions, files = calls["count"], calls["functions"], calls["files"]
+                bench.say(f"{title}: {total} calls of {functions} functions in {files} files")
 
 
 @contextmanager
@@ -384,12 +426,12 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
                 model.check(f"new, {api}", scores["new"], scores["old"])
             yield
 
-    def loaded(side: str, ids: int, api: Api) -> Subject:
-        return lambda number: model.load(servers[side], model.workload(ids), api)
+    def loaded(side: str, ids: int, api: Api, number: int) -> Values:
+        return model.load(servers[side], model.workload(ids), api)
 
     tables = []
     for ids, api in cells:
-        subjects = {side: loaded(side, ids, api) for side in checkouts}
+        subjects: dict[str, Subject] = {side: partial(loaded, side, ids, api) for side in checkouts}
         tables.append(BenchTable(f"{model.head}, {_ids(ids)}, {api}", LOADED_MEASURES, subjects, setup))
     model.bench.run(tables, both_served)
 
@@ -419,7 +461,8 @@ def serving(
     A real server on this machine, with a client in another process: processor time of the server's processes for each
     request under full load, to that of the same batches computed without a server; the median time of one request after
     the other, beyond that of a batch of one; requests that vary against requests that are alike. Then the stages of a
-    request in a server's histograms, and the Python calls of a JSON request.
+    request in a server's histograms, and the Python calls of a JSON request, of one over two shards, and, with
+    `--api oip-http`, of one of that API.
 
     With --against, processor time of a request, another commit's server and this checkout's in alternation.
 

@@ -111,7 +111,7 @@ async def _attempt(fleet: OracleFleet, group: str, when: When, break_: Break) ->
         await fleet.registry.drop_version(record.model, record.version)
         await fleet.registry.put_spec(record.model, record.version, fleet.spec.model_dump_json())
         await fleet.registry.put_version(record.model_copy(update={"identity": identity}))
-    rollout = await fleet.roll_out(fleet.exported)
+    rollout = await fleet.run_rollout(fleet.exported)
     if rollout.state == "done":
         return Attempt(group, what, "none", "")
     return Attempt(group, what, "rollout", f"{rollout.state}: {rollout.reason}")
@@ -228,6 +228,8 @@ def publish_with_little_room(snapshot: Path, registry: str, store: Path, max_fil
     # A limit of the process needs no privilege, as mounting a small disk does.
     shell = ("bash", "-c", f'ulimit -f {max_file_kb}; exec "$@"', "bash")
     publish = (sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(store))
+    # Python would leave compiled modules cut off at the limit, which every later process fails to read.
+    environment = {**os.environ, "SHARDRANK_REGISTRY": registry, "PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run(
         (*shell, *publish),
         check=False,
@@ -235,12 +237,11 @@ def publish_with_little_room(snapshot: Path, registry: str, store: Path, max_fil
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Python would leave compiled modules cut off at the limit, which every later process fails to read.
-        env={**os.environ, "SHARDRANK_REGISTRY": registry, "PYTHONDONTWRITEBYTECODE": "1"},
+        env=environment,
         timeout=PUBLISH_TIMEOUT_S,
     )
-    message, left_behind = result.stdout.strip(), [path.name for path in store.glob("*/[0-9]*")]
+    message, remains = result.stdout.strip(), [path.name for path in store.glob("*/[0-9]*")]
     says_why = os.strerror(errno.EFBIG) in message and "Traceback" not in message
-    is_refused = result.returncode != 0 and says_why and not left_behind
-    reason = f"exit code {result.returncode}: {message[-500:]}; left behind: {left_behind}"
+    is_refused = result.returncode != 0 and says_why and not remains
+    reason = f"exit code {result.returncode}: {message[-500:]}; left behind: {remains}"
     return "publish" if is_refused else "none", reason

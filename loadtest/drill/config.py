@@ -235,15 +235,15 @@ def make_command(schema: type[Frozen], module: str = "") -> click.Command:
     name = schema.__name__.removesuffix("DrillConfig").lower()
     params: list[click.Parameter] = []
     for key, field in schema.model_fields.items():
-        kind, flag, text = field.annotation, f"--{key.replace('_', '-')}", field.description
+        if field.description is None:
+            continue
+        kind, flag, text, required = field.annotation, key.replace("_", "-"), field.description, field.is_required()
         if is_many := get_origin(kind) is tuple:
             kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Default: all. Repeatable."
-        elif not field.is_required():
+        elif not required:
             text = f"{text} Default: {field.default}."
         type_ = click.Choice(get_args(kind)) if get_origin(kind) is Literal else opts.FOLDER if kind is Path else kind
-        if field.description:
-            required = field.is_required()
-            params.append(click.Option([flag, key], type=type_, multiple=is_many, required=required, help=text))
+        params.append(click.Option([f"--{flag}", key], type=type_, multiple=is_many, required=required, help=text))
     keep = "Keep stores, logs and answers in this folder, which must be empty."
     params.append(click.Option(["--json", "json_file"], type=opts.FILE, metavar="FILE", help="Write the report."))
     params.append(click.Option(["--keep"], type=opts.FOLDER, metavar="FOLDER", help=keep))

@@ -24,9 +24,9 @@ from loadtest.errors import LoadError
 from loadtest.load.result import OK, Rows
 
 STEP_POLL_S = 0.01
-MAX_SETTLE_S = 10.0
+MAX_RECOVERY_S = 10.0
 # How long a fleet is waited for after a restart: longer than it may take, to tell how late it was.
-GIVE_UP_S = 4 * MAX_SETTLE_S
+GIVE_UP_S = 4 * MAX_RECOVERY_S
 RESTART_TIMEOUT_S = 30.0
 # How long answers are watched after a case has settled.
 WATCH_S = 0.5
@@ -160,9 +160,9 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
         stale = int((is_other & (seen["due"] >= settled_at)).sum())
         results.append({**case, **count_kinds(seen["code"]), "stale": stale})
         name, lag = CrashCase(*(case[key] for key in CrashCase._fields)), case["lag"]
-        limits.append(Limit(f"{name}: settled_s{lag and f' ({lag})'}", case["settled_s"], MAX_SETTLE_S))
+        limits.append(Limit(f"{name}: settled_s{lag and f' ({lag})'}", case["settled_s"], MAX_RECOVERY_S))
     settled = [result["settled_s"] for result in results if result["settled_s"] is not None]
-    ended = [result["ended_in"] for result in results]
+    outcomes = [result["ended_in"] for result in results]
 
     def lost_share(victims: Sequence[Victim], *courses: Course) -> float | None:
         chosen = [result for result in results if result["victim"] in victims and result["course"] in courses]
@@ -171,7 +171,7 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
 
     figures: dict[str, Any] = {
         "cases": len(results),
-        **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
+        **{f"ended_{which}": outcomes.count(which) for which in ("old", "new", "neither")},
         "settled_s_max": max(settled, default=None),
         **count_kinds(answers["code"]),
         "stale": sum(result["stale"] for result in results),
@@ -183,5 +183,5 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
     }
     limits += [Limit(name, figures[name], 0) for name in ("mixed", "wrong", "stale", "ended_neither")]
     allowed = {"answers_lost_share_shard_node": 0.001 if config.replicas > 1 else 1.0, "answers_lost_share_redis": 0.0}
-    limits += [Limit(name, figures[name], most) for name, most in allowed.items() if figures[name] is not None]
+    limits += [Limit(name, figures[name], limit) for name, limit in allowed.items() if figures[name] is not None]
     return figures, limits

@@ -152,7 +152,7 @@ def overlaps(answers: Rows, spans: Sequence[TimeSpan]) -> npt.NDArray[np.bool_]:
 
 
 class OracleRecorder(Recorder):
-    """Records as `ANSWER`; for loops whose begin is 0, so that all times are CLOCK_MONOTONIC's."""
+    """Records as `ANSWER`; its begin is 0, so that all times are CLOCK_MONOTONIC's."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
@@ -199,13 +199,12 @@ async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Re
     await open_loop(
         itertools.takewhile(lambda _: not stopped.is_set(), times),
         lambda request: senders[api_of(request.number) % 2].ask(request),
-        recorder.add,
-        begin=0.0,
+        recorder,
         timeout_s=TIMEOUT_MS / 1000,
         max_in_flight=MAX_IN_FLIGHT,
     )
     for sender in senders:
-        await sender.close()
+        await sender.aclose()
     records = recorder.records()
     np.save(file, records.rows)
     return records
@@ -291,7 +290,7 @@ class OracleFleet:
         """Request a rollout, as `loader.rollout.requests.start_rollout`."""
         await start_rollout(self.registry, self.spec.model, version, rollout_id=secrets.token_hex(16), **options)
 
-    async def roll_out(self, version: int, strategy: Strategy = "beside") -> Rollout:
+    async def run_rollout(self, version: int, strategy: Strategy = "beside") -> Rollout:
         """Roll a version out and wait for the end. Raises LoadError if there is none in time."""
         await self.start_rollout(version, strategy=strategy)
         rollout = await polled(self.rollout, lambda last: last is not None and not last.active, ROLLOUT_TIMEOUT_S)
@@ -301,7 +300,7 @@ class OracleFleet:
 
     async def swap_to(self, version: int, strategy: Strategy = "beside") -> None:
         """Roll a version out. Raises LoadError if that does not end as `done`."""
-        rollout = await self.roll_out(version, strategy)
+        rollout = await self.run_rollout(version, strategy)
         if rollout.state != "done":
             raise LoadError(f"the rollout of version {version} ended as {rollout.state}: {rollout.reason}")
 
@@ -312,34 +311,34 @@ class OracleFleet:
 
     async def live_version(self) -> int:
         """Return the desired live version; 0 if there is none. Raises RegistryError."""
-        wanted = await self.registry.wanted_model(self.spec.model)
-        return 0 if wanted is None or wanted.live is None else wanted.live
+        desired = await self.registry.wanted_model(self.spec.model)
+        return (desired.live or 0) if desired is not None else 0
 
     async def lag(self) -> str:
         """Return why the fleet is not exactly in one version now; empty if it is."""
         model, nodes = self.spec.model, {name: pid for name, pid in self.process_ids().items() if "-" in name}
         try:
-            wanted = await self.registry.wanted_model(model)
-            return unsettled(model, wanted, await self.rollout(), await self.registry.nodes(), nodes)
+            desired = await self.registry.wanted_model(model)
+            return unsettled(model, desired, await self.rollout(), await self.registry.nodes(), nodes)
         except RegistryUnavailableError as error:
             return str(error)
 
 
 def unsettled(
     model: str,
-    wanted: WantedModel | None,
+    desired: WantedModel | None,
     rollout: Rollout | None,
     nodes: Sequence[NodeRecord],
     process_ids: Mapping[str, int],
 ) -> str:
     """Return why a fleet, of nodes with these process ids, is not exactly in one version; empty if it is."""
-    if wanted is None or wanted.live is None:
+    if desired is None or desired.live is None:
         return "no version is wanted"
     if rollout is not None and rollout.active:
         return f"the rollout is {rollout.state} in step {rollout.step}"
-    live, only = wanted.live, (wanted.live,)
-    if (wanted.hold, wanted.serve, wanted.canary, wanted.node_hold) != (only, only, None, {}):
-        return f"more than version {live} is wanted: {wanted.model_dump_json()}"
+    live, only = desired.live, (desired.live,)
+    if (desired.hold, desired.serve, desired.canary, desired.node_hold) != (only, only, None, {}):
+        return f"more than version {live} is wanted: {desired.model_dump_json()}"
     by_id = {node.node_id: node for node in nodes}
     for node_id, process_id in process_ids.items():
         node = by_id.get(node_id)

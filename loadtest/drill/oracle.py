@@ -37,7 +37,6 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
-from loadtest.load.config import LoadTarget
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
 from loadtest.workloads.payloads import Payload
 from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
@@ -219,11 +218,11 @@ def judge(question: Question, version: int, values: Float32Array) -> Failure | N
         is_mixed = _is_mixed_rank(question, values, right)
     else:
         is_mixed = _is_mixed_lookup(question, letter, values)
-    place = int(np.argmin(right))
-    a, b = expected[:, place].tolist()
+    wrong = int(np.argmin(right))
+    a, b = expected[:, wrong].tolist()
     difference = (
-        f"{question.method}: names version {version} ({'AB'[letter]}), but value {place} of {values.size} is "
-        f"{values[place]!r}; A has {a!r}, B has {b!r}; {int((~right).sum())} values differ"
+        f"{question.method}: names version {version} ({'AB'[letter]}), but value {wrong} of {values.size} is "
+        f"{values[wrong]!r}; A has {a!r}, B has {b!r}; {int((~right).sum())} values differ"
     )
     return Failure("mixed" if is_mixed else "wrong", difference)
 
@@ -284,9 +283,8 @@ class OracleRequests:
 
     async def sender(self, url: str, connections: int = 4) -> Sender:
         """Make the sender of a server's URL."""
-        target = LoadTarget.parse(url)
         paths = {method: f"/shardrank.v1.RankingService/{method.title()}" for method in METHODS}
-        if is_http := target.scheme == "http":
+        if is_http := url.startswith("http:"):
             paths = {method: f"/v1/models/{self._model}:{method}" for method in METHODS}
         requests = zip(self._questions, self._bodies, strict=True)
         payloads = [Payload(paths[each.method], body, PROTOBUF if is_http else (), 0) for each, body in requests]
@@ -298,13 +296,13 @@ class OracleRequests:
                     ranked = read_rank(body)
                     request.verdict, values = ranked.version, ranked.scores
                 else:
-                    found = read_lookup(body)
-                    # Vectors that are not there are values too few, which is judged.
-                    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **found.embeddings}
+                    lookup = read_lookup(body)
+                    # Vectors that are missing are values too few, which is judged.
+                    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **lookup.embeddings}
+                    request.verdict = lookup.version
                     values = np.concatenate([vectors[name] for name in question.bags], axis=None)
-                    request.verdict = found.version
             except ShardrankError as error:
                 return Failure(error.kind, str(error))
             return judge(question, request.verdict, values)
 
-        return await make_sender(target, payloads, check, connections=connections, channels=connections)
+        return await make_sender(url, payloads, check, connections=connections, channels=connections)

@@ -88,11 +88,9 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
     workload = BenchWorkload(shape=shape.model_copy(update={"candidates": config.candidates}), head="dlrm", hotness=1)
     progress("phases", 0, 3)
     snapshot = await asyncio.to_thread(write_random_snapshot, bench_spec(workload.shape, "dlrm"), folder / "store")
-    server_limits = (
-        f"--limit=default_timeout_ms={config.deadline_ms}",
-        f"--limit=max_batch_candidates={config.batch_candidates}",
-    )
-    starting = serving(snapshot, ("--no-verify", "--dtype", "float32", *server_limits), folder / "server.log")
+    limits = {"default_timeout_ms": config.deadline_ms, "max_batch_candidates": config.batch_candidates}
+    flags = (f"--limit={name}={value}" for name, value in limits.items())
+    starting = serving(snapshot, ("--no-verify", "--dtype", "float32", *flags), folder / "server.log")
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(_on_core, cores[0], lambda: stack.enter_context(starting))
         generators = await asyncio.to_thread(_on_core, cores[1], lambda: stack.enter_context(Generators()))
@@ -106,10 +104,10 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         weighed = before, await asyncio.to_thread(generators.busy, *closed)
         progress("phases", 3, 3)
     np.save(folder / "records.npy", done.records.rows)
-    figures, limits = overload_figures(config, weighed, done, worked)
-    checks = {limit.name: {**limit._asdict(), "ok": limit.ok} for limit in limits}
+    figures, judged = overload_figures(config, weighed, done, worked)
+    checks = {limit.name: {**limit._asdict(), "ok": limit.ok} for limit in judged}
     problems = [f"capacity: {reason}" for closed_loop in weighed for reason in not_busy_because(closed_loop)]
-    return make_report({"began_with": config, "cores": cores, **figures, "checks": checks}, limits, (), problems)
+    return make_report({"began_with": config, "cores": cores, **figures, "checks": checks}, judged, (), problems)
 
 
 def _on_core(core: int, start: Callable[[], Result]) -> Result:
@@ -155,7 +153,7 @@ def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], do
     is_refused = np.isin(during["code"], [code for code, kind in enumerate(kinds) if kind in (SHED, UNAVAILABLE)])
     requests, refused, in_time = during.size, int(is_refused.sum()), int((is_ok & (seconds <= deadline_s)).sum())
     # What has no answer is later than all.
-    admitted = percentiles(seconds[is_ok], out_of=requests - refused)
+    admitted = percentiles(seconds[is_ok], requests - refused)
     figures: dict[str, Any] = {
         "capacities": [closed.requests_per_s for closed in weighed],
         "capacity": max(closed.requests_per_s for closed in weighed),

@@ -79,17 +79,12 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
             report = run_until_signalled(lambda: run(folder, bars))
         except StopRequestedError:
             return INTERRUPTED
-    show(report)
-    if json_file is not None:
-        write_document(report, json_file)
-    return 1 if report.problems else 0
-
-
-def show(report: Report) -> None:
-    """Print its figures and the verdict."""
     show_document(stdout_console(), report.model_dump(exclude={"problems", "details"}))
     for problem in report.problems:
         click.echo(f"problem: {problem}")
     for detail in report.details if report.problems else ():
         click.echo(f"  {detail}")
     click.echo("not passed" if report.problems else "passed")
+    if json_file is not None:
+        write_document(report, json_file)
+    return 1 if report.problems else 0

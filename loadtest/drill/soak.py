@@ -38,7 +38,7 @@ Z_95 = 1.96
 UPDATED_ROWS = 64
 SAMPLE_S = 1.0
 # After a rollout, for the old version's memory to be freed.
-SETTLE_S = 5.0
+QUIET_S = 5.0
 MEASURES = ("rss_mb", "anonymous_mb", "descriptors", "threads")
 """Of a `Sample`."""
 MAX_PROBLEMS = 10
@@ -83,7 +83,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
     async with oracle_fleet(config, folder, progress) as fleet:
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
         tasks = (
-            roll_out(config, fleet, course, ends),
+            run_rollouts(config, fleet, course, ends),
             update_rows(config, fleet, course),
             _call_as_strangers(config, fleet, course),
         )
@@ -101,7 +101,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
         return await fleet.report(partial(soak_figures, config, course), course.problems)
 
 
-async def roll_out(config: RollingDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
+async def run_rollouts(config: RollingDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
     """Swap A for B and back; the last one begins in time to be done. Raises LoadError."""
     live = FIRST_VERSION
     while time.monotonic() + config.rollout_every_s < ends:
@@ -109,7 +109,7 @@ async def roll_out(config: RollingDrillConfig, fleet: OracleFleet, course: SoakC
         begin = time.monotonic()
         live = await fleet.publish_next(differs_from=live)
         await fleet.swap_to(live)
-        course.excluded.append(TimeSpan(begin, time.monotonic() + SETTLE_S))
+        course.excluded.append(TimeSpan(begin, time.monotonic() + QUIET_S))
         course.counts["rollouts"] += 1
 
 
@@ -127,7 +127,6 @@ async def update_rows(config: UpdatingDrillConfig, fleet: OracleFleet, course: S
 
 
 async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
-    """Come over new connections, with a bad request and with a good one in turn."""
     local, draw = fleet.local, random.Random(config.seed)
     requests, ports = OracleRequests(config), {"http": local.http_port, "grpc": local.grpc_port}
     bad = itertools.cycle((scheme, request) for scheme, sent in BAD_REQUESTS.items() for request in sent)
@@ -145,7 +144,7 @@ async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course
         sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}", 1), time.monotonic()
         good = Outgoing(draw.randrange(1 << 20), 0.0, now, now + TIMEOUT_MS / 1000, now)
         failure = await sender.ask(good)
-        await sender.close()
+        await sender.aclose()
         course.counts["fresh_requests"] += 1
         if failure is not None:
             course.problems.append(f"a request over a new connection: {failure.kind}: {failure.message}")

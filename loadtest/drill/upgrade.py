@@ -27,7 +27,7 @@ from loadtest.drill.config import Order, RestartDrillConfig, UpgradeDrillConfig
 from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, OracleFleet, count_kinds, oracle_fleet, polled
 from loadtest.drill.oracle import QUESTIONS_EACH, make_questions, version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
-from loadtest.drill.soak import SoakCourse, roll_out, update_rows
+from loadtest.drill.soak import SoakCourse, run_rollouts, update_rows
 from loadtest.errors import LoadError
 from loadtest.load.result import Rows
 from loadtest.servers import THIS_CHECKOUT, checked_checkout, commit_of
@@ -60,7 +60,7 @@ async def run_drill(config: RestartDrillConfig | UpgradeDrillConfig, folder: Pat
     async with oracle_fleet(config, folder, progress, environments[0]) as fleet:
         children, works = fleet.local.supervisor.children, [update_rows(config, fleet, course)]
         if upgrade is not None:
-            works.append(roll_out(upgrade, fleet, course, ends=math.inf))
+            works.append(run_rollouts(upgrade, fleet, course, ends=math.inf))
         tasks = [fleet.load.tasks.create_task(work) for work in works]
         for name in list(children) if upgrade is None else upgrade_order(children, upgrade.order):
             progress("restarts", len(restarts), len(children))

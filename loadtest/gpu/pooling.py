@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,24 +45,23 @@ class Timing:
     high_us: float
 
 
-class HostEvent:
-    """A `torch.cuda.Event` by the host's clock, for emulated cards, which do their work at once."""
+class HostEvent(NamedTuple):
+    """A recorded `torch.cuda.Event` by the host's clock, for emulated cards, which do their work at once."""
 
-    def record(self) -> None:
-        """Keep the time."""
-        self.time = time.perf_counter()
+    at_s: float
 
     def synchronize(self) -> None:
         """Return: all work is done."""
 
     def elapsed_time(self, end: HostEvent) -> float:
         """Return the milliseconds until another event."""
-        return (end.time - self.time) * 1e3
+        return (end.at_s - self.at_s) * 1e3
 
 
 def _mark(card: Card) -> Any:
-    """Return an event that is recorded on torch's current stream."""
-    event = torch.cuda.Event(enable_timing=True) if card.torch_device.type == "cuda" else HostEvent()  # type: ignore[no-untyped-call]
+    if card.torch_device.type != "cuda":
+        return HostEvent(time.perf_counter())
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
@@ -202,7 +201,6 @@ def measure_pooling(results: Results, cards: Cards, size: BenchSize) -> None:
 
 
 def _embedding_bag(rows: RowsOnCard) -> Pool:
-    """Return `nn.EmbeddingBag` over the dequantised rows in fp16."""
     shape = (rows.count, rows.embedding_dim)
     weight = rows.card.tensor(rows.allocate(2 * rows.count * rows.embedding_dim), 0, shape, torch.float16)
     with rows.card.torch_stream(rows.stream):

@@ -72,7 +72,10 @@ def measure_ranking(results: Results, open_cards: Callable[[int], Cards], size: 
             )
             with closing(InProcess(source)) as served:
                 for candidates, scores in expected.items():
-                    difference = _difference(served, requests[candidates], scores)
+                    pairs = zip(requests[candidates], scores, strict=True)
+                    differences = np.concatenate([served.rank(request) - right for request, right in pairs])
+                    # Of a score, as a fraction of the standard deviation of all.
+                    difference = float(np.abs(differences).max() / np.concatenate(scores).std())
                     if not difference <= TOLERANCE[dtype]:
                         raise WrongAnswerError(f"{num_cards} cards: a score is {difference:.2e} deviations off")
                     row: Row = {"candidates": candidates, "logical_cards": num_cards, "graphs": graphs, "dtype": dtype}
@@ -104,12 +107,6 @@ class InProcess:
         """Return the seconds of each stage, and the batches on cards by how they were launched."""
         text = self._service.metrics.render().decode()
         return [summed(text, name, label) for name, label in METRICS]
-
-
-def _difference(served: InProcess, requests: Sequence[RankRequest], expected: Sequence[Float32Array]) -> float:
-    """Return the largest difference of a score, as a fraction of the standard deviation of all."""
-    differences = [served.rank(request) - scores for request, scores in zip(requests, expected, strict=True)]
-    return float(np.abs(np.concatenate(differences)).max() / np.concatenate(expected).std())
 
 
 def _times(served: InProcess, requests: Sequence[RankRequest], count: int) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -22,29 +22,15 @@ MAX_RATE = 200_000.0
 MAX_TIMEOUT_MS = 60_000.0
 
 
-class LoadTarget(Frozen):
-    """Where a server is: its scheme `http` or `grpc`, host and port."""
-
-    scheme: str
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> LoadTarget:
-        """Read `http://host[:port]` or `grpc://host:port`. Raises ValueError: it is something else, such as TLS."""
-        parts = urlsplit(text)
-        if parts.scheme not in APIS_BY_SCHEME:
-            raise ValueError(f"{text!r} is not http://HOST[:PORT] or grpc://HOST:PORT; TLS is not supported")
-        port = parts.port or (80 if parts.scheme == "http" else None)
-        others = parts.path.strip("/") or parts.query or parts.fragment or parts.username
-        if others or port is None or not parts.hostname:
-            raise ValueError(f"{text!r}: a host and a port are needed, and nothing else")
-        return cls(scheme=parts.scheme, host=parts.hostname, port=port)
-
-    @property
-    def address(self) -> str:
-        """Write `host:port`, an address of IPv6 in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+def parse_target(text: str) -> SplitResult:
+    """Read `http://host[:port]` or `grpc://host:port`. Raises ValueError: it is something else, such as TLS."""
+    parts = urlsplit(text)
+    if parts.scheme not in APIS_BY_SCHEME:
+        raise ValueError(f"{text!r} is not http://HOST[:PORT] or grpc://HOST:PORT; TLS is not supported")
+    others = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+    if others or not parts.hostname or (parts.port is None and parts.scheme == "grpc"):
+        raise ValueError(f"{text!r}: a host and a port are needed, and nothing else")
+    return parts
 
 
 class Sending(Frozen):
@@ -58,7 +44,7 @@ class Sending(Frozen):
         max_in_flight, max_connections, grpc_channels: of all processes together; connections are HTTP's.
     """
 
-    target: Annotated[str, AfterValidator(lambda text: LoadTarget.parse(text) and text)]
+    target: Annotated[str, AfterValidator(lambda text: parse_target(text) and text)]
     api: Encoding | None = None
     model: str | None = None
     varied: bool = False
@@ -71,7 +57,7 @@ class Sending(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        scheme = self.at.scheme
+        scheme = self.scheme
         if self.api not in (None, *APIS_BY_SCHEME[scheme], *OTHER_SERVERS_APIS):
             raise ValueError(f"api: {self.api!r} is not spoken at {scheme}://; {', '.join(APIS_BY_SCHEME[scheme])} are")
         for name in ("max_in_flight", "max_connections"):
@@ -85,14 +71,14 @@ class Sending(Frozen):
         return math.ceil(self.timeout_ms) if self.timeout_ms > RequestLimits().default_timeout_ms else None
 
     @property
-    def at(self) -> LoadTarget:
-        """The target."""
-        return LoadTarget.parse(self.target)
+    def scheme(self) -> str:
+        """The target's: `http` or `grpc`."""
+        return parse_target(self.target).scheme
 
     @property
     def spoken(self) -> Encoding:
         """The API that is used."""
-        return self.api or APIS_BY_SCHEME[self.at.scheme][0]
+        return self.api or APIS_BY_SCHEME[self.scheme][0]
 
 
 class OfferedLoad(Sending):

@@ -43,11 +43,6 @@ LEAD_S = 0.3
 Answer = TypeVar("Answer")
 
 
-def share_of(total: int, process: int, processes: int) -> int:
-    """Return a process's part of what all have together; the parts add up to the total."""
-    return total // processes + (process < total % processes)
-
-
 def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Payloads]:
     """Open a workload: its complete name, and the requests of a process, which are made once. Raises ShardrankError."""
     # Where servers listen changes, what is requested does not; requests of other servers bring no deadline.
@@ -87,12 +82,10 @@ async def offer(
     The run begins when the recorder does; this process's CPU time is measured between its seconds `cpu_s`. Answers are
     judged by `check_answer`, unless another judge is given. Raises OSError: no such target.
     """
-    part, at = partial(share_of, process=process, processes=load.processes), recorder.begin
-    limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
-    judge = judge or partial(check_answer, pool)
-    sender = await make_sender(load.at, pool, judge, changing_headers(load.varied), **limits)
-    if load.at.scheme == "grpc":
-        await sender.open(max(at - time.monotonic(), 0))
+
+    def part(total: int) -> int:
+        """Return this process's part of what all have together; the parts add up to the total."""
+        return total // load.processes + (process < total % load.processes)
 
     async def cpu_time() -> float:
         await asyncio.sleep(max(at + cpu_s[0] - time.monotonic(), 0))
@@ -100,20 +93,19 @@ async def offer(
         await asyncio.sleep(max(at + cpu_s[1] - time.monotonic(), 0))
         return time.process_time() - used_s
 
+    at, limits = recorder.begin, {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
+    judge = judge or partial(check_answer, pool)
+    sender = await make_sender(load.target, pool, judge, changing_headers(load.varied), **limits)
+    if load.scheme == "grpc":
+        await sender.open(max(at - time.monotonic(), 0))
     cpu = asyncio.create_task(cpu_time())
     try:
-        await open_loop(
-            times,
-            sender.ask,
-            recorder.add,
-            begin=at,
-            timeout_s=load.timeout_ms / 1000,
-            max_in_flight=part(load.max_in_flight),
-        )
+        max_in_flight = part(load.max_in_flight)
+        await open_loop(times, sender.ask, recorder, timeout_s=load.timeout_ms / 1000, max_in_flight=max_in_flight)
         used_s = await cpu
     finally:
         cpu.cancel()
-        await sender.close()
+        await sender.aclose()
     return Done(records=recorder.records(), cpu_s=used_s, connections=sender.opened)
 
 
@@ -131,17 +123,13 @@ def ask_scores(load: OfferedLoad, number: int = 0) -> Float32Array:
         return None if np.isfinite(scores).all() else Failure("bad_answer", "a score that is not finite")
 
     async def ask() -> Failure | None:
-        sender = await make_sender(load.at, pool, judge, connections=1, channels=1)
         try:
-            return await sender.ask(request)
-        finally:
-            await sender.close()
+            async with contextlib.aclosing(await make_sender(load.target, pool, judge, connections=1)) as sender:
+                return await sender.ask(request)
+        except (OSError, RequestFailedError) as error:
+            return Failure("bad_answer", str(error))
 
-    try:
-        failure = event_loop().run(ask())
-    except (OSError, RequestFailedError) as error:
-        failure = Failure("bad_answer", str(error))
-    if failure is not None:
+    if (failure := event_loop().run(ask())) is not None:
         raise RequestFailedError(f"{pool.api}: no scores of request {number}: {failure.kind}: {failure.message[:300]}")
     scores: Float32Array = request.verdict
     return scores
@@ -175,14 +163,13 @@ def _prepare(load: OfferedLoad, process: int) -> Ready:
     name, pool = open_payloads(load, process)
     # What is there by now stays: a collection that walks all requests would delay those that are due.
     settle_heap()
-    return Ready(requests=len(pool), model=pool.model, workload=name)
+    return Ready(len(pool), pool.model, name)
 
 
 def _offer(load: OfferedLoad, run: RunConfig, at: float, process: int) -> Done:
     _, pool = open_payloads(load, process)
-    times = arrival_times(
-        load.arrivals, run.rate, run.until_s, seed=run.seed, process=process, processes=load.processes
-    )
+    part = {"process": process, "processes": load.processes}
+    times = arrival_times(load.arrivals, run.rate, run.until_s, seed=run.seed, **part)
     return event_loop().run(offer(load, pool, times, Recorder(at), cpu_s=(run.warmup_s, run.until_s), process=process))
 
 
@@ -226,10 +213,10 @@ class Generators(AbstractContextManager["Generators"]):
     def offer(self, load: OfferedLoad, run: RunConfig) -> LoadResult:
         """Do a run."""
         ready = self.prepare(load)
-        at, began = time.monotonic() + LEAD_S, time.time() + LEAD_S
+        at, started_at = time.monotonic() + LEAD_S, time.time() + LEAD_S
         limit_s = LEAD_S + run.until_s + load.timeout_ms / 1000 + ANSWER_SLACK_S
         done = self.call(_offer, [(load, run, at, number) for number in range(load.processes)], limit_s)
-        return make_result(load, run, ready, began, done)
+        return make_result(load, run, ready, started_at, done)
 
     def busy(
         self, load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, process_ids: tuple[int, ...]
@@ -244,14 +231,10 @@ class Generators(AbstractContextManager["Generators"]):
         self.prepare(load)
         return self.call(ask_scores, [(load, request)], ANSWER_SLACK_S)[0]
 
-    def close(self) -> None:
-        """End them. Idempotent."""
+    def __exit__(self, *raised: object) -> None:
+        """End them."""
         for process_id in self.process_ids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
-        self.process_ids = []
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()

@@ -28,7 +28,7 @@ from loadtest.load.senders import Failure, Outgoing, check_answer, make_sender
 from loadtest.workloads.payloads import Pool, changing_headers
 
 ANSWER_TIMEOUT_S = 60.0
-LATE_KINDS = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
+TIMEOUT_KINDS = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
 """Kinds of failed requests that had too little time."""
 
 Role: TypeAlias = Literal["serve", "nodes"]
@@ -37,10 +37,6 @@ Role: TypeAlias = Literal["serve", "nodes"]
 MAX_SENDS_AT_ONCE = 64
 TIMES_PER_CHUNK = 4096
 _TFD_TIMER_ABSTIME = 1
-
-Ask: TypeAlias = Callable[[Outgoing], Coroutine[None, None, Failure | None]]
-Record: TypeAlias = Callable[[Outgoing, Failure | None], None]
-"""Called with a request that is over, and its failure; None for a right answer."""
 
 
 def arrival_times(
@@ -75,7 +71,9 @@ class PreciseTimer:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = self._checked(self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        self._fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
         self._loop = asyncio.get_running_loop()
         self._expired = asyncio.Event()
         self._loop.add_reader(self._fd, self._on_expiry)
@@ -85,7 +83,8 @@ class PreciseTimer:
         seconds, nanoseconds = divmod(int(when * 1e9), 1_000_000_000)
         # struct itimerspec: interval, then value; all zero would disarm it.
         setting = (ctypes.c_long * 4)(0, 0, seconds, max(nanoseconds, 1))
-        self._checked(self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, setting, None))
+        if self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, setting, None) < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
         self._expired.clear()
         await self._expired.wait()
 
@@ -100,34 +99,25 @@ class PreciseTimer:
             os.read(self._fd, 8)
             self._expired.set()
 
-    @staticmethod
-    def _checked(value: int) -> int:
-        if value < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"timerfd: {os.strerror(number)}")
-        return value
-
 
 async def open_loop(
     times: Iterable[float],
-    ask: Ask,
-    record: Record,
+    ask: Callable[[Outgoing], Coroutine[None, None, Failure | None]],
+    recorder: Recorder,
     *,
-    begin: float,
     timeout_s: float,
     max_in_flight: int,
 ) -> None:
-    """Send a request at each time, in seconds since `begin`, ascending, and wait until every one is over.
+    """Send a request at each time, in seconds since the recorder's begin, ascending, and wait until every one is over.
 
     Args:
         times: may be without end.
-        ask: sends a request and waits for its answer until its deadline.
-        record: is called with each that is over, and its failure.
-        begin: CLOCK_MONOTONIC seconds.
+        ask: sends a request and waits for its answer until its deadline; returns its failure, None for a right answer.
+        recorder: of each request that is over.
         timeout_s: from a request's intended time to its deadline.
         max_in_flight: one beyond fails as `too_many_in_flight` without being sent.
 
-    Raises ExceptionGroup: of what `record` or a judge raised.
+    Raises ExceptionGroup: of what the recorder or a judge raised.
     """
     timer, sends, in_flight = PreciseTimer(), 0, 0
 
@@ -135,12 +125,12 @@ async def open_loop(
         nonlocal in_flight
         failure = await ask(request)
         in_flight -= 1
-        record(request, failure)
+        recorder.add(request, failure)
 
     with contextlib.closing(timer):
         async with asyncio.TaskGroup() as group:
             for number, offset_s in enumerate(times):
-                intended, now, sends = begin + offset_s, time.monotonic(), sends + 1
+                intended, now, sends = recorder.begin + offset_s, time.monotonic(), sends + 1
                 if intended > now:
                     await timer.until(intended)
                     now, sends = time.monotonic(), 0
@@ -152,8 +142,8 @@ async def open_loop(
                     in_flight += 1
                     group.create_task(ask_and_record(request))
                 else:
-                    request.ended = now
-                    record(request, Failure("too_many_in_flight", f"{in_flight} are in flight"))
+                    request.finished_at = now
+                    recorder.add(request, Failure("too_many_in_flight", f"{in_flight} are in flight"))
 
 
 class CpuTime(NamedTuple):
@@ -219,44 +209,44 @@ async def keep_busy(
     """
     recorder, numbers, stopped = Recorder(time.monotonic()), itertools.count(), asyncio.Event()
     limits = {"connections": in_flight, "channels": min(load.grpc_channels, in_flight)}
-    sender = await make_sender(load.at, pool, partial(check_answer, pool), changing_headers(load.varied), **limits)
+    sender = await make_sender(load.target, pool, partial(check_answer, pool), changing_headers(load.varied), **limits)
 
-    async def keep_asking() -> None:
+    async def keep_sending() -> None:
         while not stopped.is_set():
             now = time.monotonic()
             request = Outgoing(next(numbers), now - recorder.begin, now, now + ANSWER_TIMEOUT_S, now)
             failure = await sender.ask(request)
             if failure is not None:
                 advice = f"; {in_flight} in flight may be too many (--in-flight), or --timeout-ms too short"
-                late = advice if failure.kind in LATE_KINDS else ""
-                raise RequestFailedError(f"{pool.api}: {failure.kind}: {failure.message[:300]}{late}")
+                advice = advice if failure.kind in TIMEOUT_KINDS else ""
+                raise RequestFailedError(f"{pool.api}: {failure.kind}: {failure.message[:300]}{advice}")
             recorder.add(request, None)
 
     try:
         await sender.open(ANSWER_TIMEOUT_S)
         async with asyncio.TaskGroup() as group:
             for _ in range(in_flight):
-                group.create_task(keep_asking())
+                group.create_task(keep_sending())
             await asyncio.sleep(warmup_s)
-            started_at, cpu, client_s = time.monotonic(), cpu_by_role(process_ids), time.process_time()
+            begin, cpu, client_s = time.monotonic(), cpu_by_role(process_ids), time.process_time()
             answered = len(recorder)
             await asyncio.sleep(seconds)
             while len(recorder) == answered:  # noqa: ASYNC110 - a slow server, which answers after the seconds
                 await asyncio.sleep(0.01)
             after, client_s = cpu_by_role(process_ids), time.process_time() - client_s
-            ended_at = time.monotonic()
+            end = time.monotonic()
             # The answers that are out are waited for.
             stopped.set()
     except* RequestFailedError as errors:
         raise errors.exceptions[0] from None
     finally:
-        await sender.close()
+        await sender.aclose()
     rows = recorder.records().rows
-    rows = rows[(rows["ended"] >= started_at - recorder.begin) & (rows["ended"] < ended_at - recorder.begin)]
+    rows = rows[(rows["ended"] >= begin - recorder.begin) & (rows["ended"] < end - recorder.begin)]
     p50, p99 = (np.percentile(rows["ended"] - rows["turn"], (50, 99)) * 1e3).tolist()
     return Weighed(
         requests=rows.size,
-        seconds=ended_at - started_at,
+        seconds=end - begin,
         server_cpu={role: CpuTime(*np.subtract(used, cpu[role]).tolist()) for role, used in after.items()},
         client_cpu_s=client_s,
         p50_ms=p50,

@@ -158,7 +158,7 @@ def prepare(config: ReplayConfig) -> Prepared:
         raise ConfigError(f"{config.folder}: no requests {of_model}are recorded")
     ((model, total),) = totals.items()
     in_order, api, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
-    encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)
+    encoded = (payload_of(recorded.schema, recorded.request, api, model, timeout_ms) for recorded in in_order)
     pool = Pool(api, model, encoded, MAX_BYTES)
     return Prepared(total, in_order[: len(pool)], pool)
 

@@ -229,11 +229,7 @@ class Records(NamedTuple):
 
 
 class Recorder:
-    """Keeps a row for each request that is over.
-
-    Args:
-        begin: of the run, CLOCK_MONOTONIC seconds.
-    """
+    """Keeps a row for each request that is over; `begin` is of the run, CLOCK_MONOTONIC seconds."""
 
     def __init__(self, begin: float) -> None:
         self.begin = begin
@@ -245,7 +241,7 @@ class Recorder:
         return len(self._raw) // len(COLUMNS)
 
     def add(self, request: Outgoing, failure: Failure | None) -> None:
-        """Record a request; what a loop calls."""
+        """Record a request, with its failure if it has no right answer."""
         code = OK
         if failure is not None:
             code = self._codes.setdefault(failure.kind, len(self._codes))
@@ -254,7 +250,7 @@ class Recorder:
                 examples.append(f"{failure.kind}: {failure.message[:MAX_EXAMPLE_CHARS]}")
         begin, sent = self.begin, request.sent if request.sent == NEVER else request.sent - self.begin
         # `offset_s` as it was drawn: `begin` plus it and minus `begin` again may be in the second before.
-        self._raw.extend((request.offset_s, request.turn - begin, sent, request.ended - begin, code))
+        self._raw.extend((request.offset_s, request.reached_at - begin, sent, request.finished_at - begin, code))
 
     def records(self) -> Records:
         """Return all so far."""
@@ -262,16 +258,14 @@ class Recorder:
         return Records(np.frombuffer(self._raw.tobytes(), ROW), tuple(self._codes), examples)
 
 
-def percentiles(seconds: npt.ArrayLike, out_of: int | None = None) -> Percentiles:
-    """Return the percentiles of times; the q-th is the time that at least q% of all are not above.
+def percentiles(seconds: npt.ArrayLike, total: int | None = None) -> Percentiles:
+    """Return the percentiles of times, float64 [n]; the q-th is the time that at least q% of all are not above.
 
-    Args:
-        seconds: float64 [n].
-        out_of: how many there are with those that never came, which count as later than all others; None for n.
+    `total` counts those that never came, too, which are later than all others; None for n.
     """
     times_ms = np.round(np.asarray(seconds, np.float64) * 1e3, 3)
-    if out_of is not None:
-        times_ms = np.append(times_ms, np.full(out_of - times_ms.size, np.inf))
+    if total is not None:
+        times_ms = np.append(times_ms, np.full(total - times_ms.size, np.inf))
     if not times_ms.size:
         return Percentiles.model_validate(dict.fromkeys(Percentiles.model_fields))
     least, *middle = np.quantile(times_ms, (0, 0.5, 0.9, 0.99, 0.999, 1), method="inverted_cdf").tolist()
@@ -308,7 +302,7 @@ def measured(parts: Sequence[Records]) -> dict[str, Any]:
         "errors": dict(sorted(errors.items())),
         "error_examples": tuple(text for part in parts for text in part.examples)[:MAX_EXAMPLES],
         "latency": percentiles(answered["ended"] - answered["due"]),
-        "latency_of_due": percentiles(answered["ended"] - answered["due"], out_of=rows.size),
+        "latency_of_due": percentiles(answered["ended"] - answered["due"], rows.size),
         "service": percentiles(answered["ended"] - answered["sent"]),
         "machine": this_machine(),
         "versions": versions(),
@@ -316,17 +310,13 @@ def measured(parts: Sequence[Records]) -> dict[str, Any]:
 
 
 def make_result(
-    load: OfferedLoad, run: RunConfig, ready: Sequence[Ready], began: float, done: Sequence[Done]
+    load: OfferedLoad, run: RunConfig, ready: Sequence[Ready], started_at: float, done: Sequence[Done]
 ) -> LoadResult:
-    """Add up what the processes of one run measured, which began at `began`, wall clock in seconds since 1970."""
-    parts = [
-        process.records._replace(rows=process.records.rows[process.records.rows["due"] >= run.warmup_s])
-        for process in done
-    ]
+    """Add up what the processes of one run measured; `started_at` is wall clock in seconds since 1970."""
+    parts = [each.records._replace(rows=each.records.rows[each.records.rows["due"] >= run.warmup_s]) for each in done]
     shared, rows = measured(parts), np.concatenate([records.rows for records in parts])
     answered = rows[rows["code"] == OK]
-    latency_s = answered["ended"] - answered["due"]
-    within_slo = int((latency_s <= load.slo_ms / 1000).sum())
+    within_slo = int((answered["ended"] - answered["due"] <= load.slo_ms / 1000).sum())
     lags = [percentiles(records.rows["turn"] - records.rows["due"]) for records in parts]
     generator = Generator(
         processes=tuple(
@@ -343,7 +333,7 @@ def make_result(
         max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (shared["latency"].p99_ms or 0.0)),
         max_cpu_share=MAX_CPU_SHARE,
         max_in_flight=load.max_in_flight,
-        max_connections=load.max_connections if load.at.scheme == "http" else load.grpc_channels,
+        max_connections=load.max_connections if load.scheme == "http" else load.grpc_channels,
     )
     reasons = invalid_because(generator, rows.size)
     offered = {"target", "ids", "candidates", "varied", "arrivals", "seed", "timeout_ms", "slo_ms"}
@@ -355,7 +345,7 @@ def make_result(
         model=ready[0].model,
         workload=ready[0].workload,
         requests=sum(process.requests for process in ready),
-        started_at=datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(),
+        started_at=datetime.datetime.fromtimestamp(started_at, datetime.UTC).isoformat(),
         due=rows.size,
         within_slo=within_slo,
         goodput=within_slo / run.duration_s,
@@ -393,18 +383,9 @@ def _time_line(run: RunConfig, rows: Rows) -> tuple[Second, ...]:
     for second, of_second in enumerate(np.split(by_due, np.searchsorted(by_due["due"], ends))[:-1]):
         answered = of_second[of_second["code"] == OK]
         latency = percentiles(answered["ended"] - answered["due"])
-        line.append(
-            Second(
-                at_s=second,
-                warmup=second < run.warmup_s,
-                due=of_second.size,
-                ok=answered.size,
-                errors=of_second.size - answered.size,
-                p50_ms=latency.p50_ms,
-                p99_ms=latency.p99_ms,
-                in_flight=int(in_flight[second]),
-            )
-        )
+        counts = {"due": of_second.size, "ok": answered.size, "errors": of_second.size - answered.size}
+        times = {"warmup": second < run.warmup_s, "p50_ms": latency.p50_ms, "p99_ms": latency.p99_ms}
+        line.append(Second(at_s=second, in_flight=int(in_flight[second]), **counts, **times))
     return tuple(line)
 
 

@@ -17,7 +17,7 @@ from rich.progress import Progress, TextColumn
 
 from loader.errors import ConfigError
 from loader.snapshot.tables import Frozen, schema_errors
-from loadtest.documents import check_writable, line, show_document, value_text, write_document
+from loadtest.documents import check_writable, line, show_document, value_text, write_document, write_text
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
@@ -71,12 +71,13 @@ def execute(
             line(console, f"marks are left out: {error}")
     if isinstance(result, LoadResult):
         result = with_marks(result, moments)
+        is_good = result.valid
     else:
         result = result.model_copy(update={"steps": tuple(with_marks(step, moments) for step in result.steps)})
+        is_good = result.highest_rate is not None
     write_files(result, json_file, html_file)
     show_result(stdout_console(), result)
-    good = result.valid if isinstance(result, LoadResult) else result.highest_rate is not None
-    return 0 if good else 1
+    return 0 if is_good else 1
 
 
 def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
@@ -85,8 +86,7 @@ def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
-        schemas: list[type[BaseModel]] = [schema]
-        raise click.UsageError("; ".join(map(str, schema_errors(error, schemas)))) from error
+        raise click.UsageError("; ".join(map(str, schema_errors(error, [schema])))) from error
 
 
 def write_files(document: BaseModel, json_file: Path | None, html_file: Path | None) -> None:
@@ -94,9 +94,9 @@ def write_files(document: BaseModel, json_file: Path | None, html_file: Path | N
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
-        from loadtest.page import write_html
+        from loadtest.page import html
 
-        write_html(document, html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
+        write_text(html(document), html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
 
 
 def finish(comparison: Comparison, json_file: Path | None, html_file: Path | None) -> int:
@@ -200,8 +200,8 @@ def read_marks(path: Path) -> list[Mark]:
 
 def with_marks(result: LoadResult, marks: Sequence[Mark]) -> LoadResult:
     """Add the marks, at seconds since 1970, that were set during a run."""
-    began = datetime.datetime.fromisoformat(result.started_at).timestamp()
-    moved = [mark.model_copy(update={"at_s": mark.at_s - began}) for mark in marks]
+    started_at = datetime.datetime.fromisoformat(result.started_at).timestamp()
+    moved = [Mark(at_s=mark.at_s - started_at, label=mark.label) for mark in marks]
     within = [mark for mark in moved if 0 <= mark.at_s <= result.warmup_s + result.duration_s]
     return result.model_copy(update={"marks": tuple(sorted(within, key=lambda mark: mark.at_s))})
 
@@ -216,9 +216,9 @@ def shown(result: Measured) -> dict[str, Any]:
 def show_result(console: Console, result: LoadResult | SweepResult) -> None:
     """Print it."""
     if isinstance(result, LoadResult):
-        varied, document = result.varied, shown(result)
+        steps, document = [result], shown(result)
     else:
-        varied, document = result.steps[0].varied, result.model_dump(exclude={"kind", "format_version"})
+        steps, document = list(result.steps), result.model_dump(exclude={"kind", "format_version"})
         document["steps"] = [
             {
                 "rate": step.rate,
@@ -227,7 +227,7 @@ def show_result(console: Console, result: LoadResult | SweepResult) -> None:
                 "generator_cpu_share": max(process.cpu_share for process in step.generator.processes),
                 "outcome": outcome_of(step, result.slo_ms),
             }
-            for step in result.steps
+            for step in steps
         ]
-    line(console, f"requests are {FORMS[varied]}")
+    line(console, f"requests are {FORMS[steps[0].varied]}")
     show_document(console, document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import itertools
 import socket
 import time
@@ -18,7 +19,7 @@ import grpc.aio
 import httptools
 
 from loader.errors import ShardrankError
-from loadtest.load.config import LoadTarget
+from loadtest.load.config import parse_target
 from loadtest.workloads.payloads import Headers, Payload, Pool
 
 NEVER = -1.0
@@ -52,7 +53,7 @@ class Outgoing:
     Attributes:
         number: of the request in its run, from 0; a sender sends its payload `number` modulo their count.
         offset_s: from the run's begin until `intended`, when it is due.
-        turn: when the generator came to it.
+        reached_at: when the generator came to it.
         sent: when it was written to a connection; `NEVER` until then.
         verdict: what a judge keeps of its answer.
     """
@@ -61,9 +62,9 @@ class Outgoing:
     offset_s: float
     intended: float
     deadline: float
-    turn: float
+    reached_at: float
     sent: float = NEVER
-    ended: float = NEVER
+    finished_at: float = NEVER
     verdict: Any = None
 
 
@@ -72,7 +73,7 @@ Judge: TypeAlias = Callable[[Outgoing, bytes], Failure | None]
 
 
 async def make_sender(
-    target: LoadTarget,
+    target: str,
     payloads: Iterable[Payload],
     judge: Judge,
     headers: Iterator[Headers] | None = None,
@@ -80,16 +81,17 @@ async def make_sender(
     connections: int = 512,
     channels: int = 4,
 ) -> Sender:
-    """Make the sender of a target: with at most so many connections of HTTP at a time, or channels of gRPC.
+    """Make the sender of a target's URL: with at most so many connections of HTTP at a time, or channels of gRPC.
 
     To each request the next of the `headers` is added. Raises OSError: no such host.
     """
-    headers = itertools.repeat(()) if headers is None else headers
-    if target.scheme == "grpc":
-        return GrpcSender(target, list(payloads), judge, headers, max(1, channels))
+    headers, parts = itertools.repeat(()) if headers is None else headers, parse_target(target)
+    if parts.scheme == "grpc":
+        return GrpcSender(parts.netloc, list(payloads), judge, headers, max(1, channels))
     # Resolved once, so that no connection waits for its name again.
-    addresses = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    return HttpSender(target, list(payloads), judge, headers, connections, str(addresses[0][4][0]))
+    port = parts.port or http.client.HTTP_PORT
+    addresses = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    return HttpSender(parts.netloc, list(payloads), judge, headers, connections, str(addresses[0][4][0]), port)
 
 
 def check_answer(pool: Pool, request: Outgoing, body: bytes) -> Failure | None:
@@ -106,12 +108,12 @@ def check_answer(pool: Pool, request: Outgoing, body: bytes) -> Failure | None:
 
 @dataclass(eq=False)
 class Sender(ABC):
-    """Sends requests to one target over at most so many connections, of which `opened` were made so far.
+    """Sends requests to one host and port over at most so many connections, of which `opened` were made so far.
 
     None is sent a second time.
     """
 
-    target: LoadTarget
+    host: str
     payloads: Sequence[Payload]
     judge: Judge
     headers: Iterator[Headers]
@@ -126,8 +128,8 @@ class Sender(ABC):
                 answer = await self._exchange(request, request.number % len(self.payloads))
         except TimeoutError:
             answer = Failure("timeout")
-        if request.ended == NEVER:
-            request.ended = time.monotonic()
+        if request.finished_at == NEVER:
+            request.finished_at = time.monotonic()
         return answer if isinstance(answer, Failure) else self.judge(request, answer)
 
     async def open(self, within_s: float) -> None:
@@ -137,7 +139,7 @@ class Sender(ABC):
                 await self._open()
 
     @abstractmethod
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all connections; no request may be in flight."""
 
     @abstractmethod
@@ -149,7 +151,7 @@ class Sender(ABC):
 
 
 class _Response:
-    """What httptools reads of one response; it calls `on_...`."""
+    """A response as httptools reads it; it calls `on_...`."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
@@ -184,11 +186,12 @@ class HttpSender(Sender):
     """
 
     ip: str
+    port: int
 
     def __post_init__(self) -> None:
         self._heads = []
         for payload in self.payloads:
-            lines = [f"POST {payload.path} HTTP/1.1", f"host: {self.target.address}"]
+            lines = [f"POST {payload.path} HTTP/1.1", f"host: {self.host}"]
             lines.append(f"content-length: {len(payload.body)}")
             lines += [f"{name}: {value}" for name, value in payload.headers]
             # Without the empty line, so that headers can be added.
@@ -196,7 +199,7 @@ class HttpSender(Sender):
         self._free = asyncio.Semaphore(self.connections)
         self._idle: deque[_Connection] = deque()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all connections."""
         while self._idle:
             self._idle.popleft().writer.close()
@@ -223,12 +226,12 @@ class HttpSender(Sender):
                     if not (data := await reader.read(READ_BYTES)):
                         raise ConnectionError("the connection ended before the answer")
                     response.parser.feed_data(data)
-                request.ended = time.monotonic()
+                request.finished_at = time.monotonic()
             except (OSError, httptools.HttpParserError) as error:
                 return Failure("connection", str(error))
             finally:
                 if response.is_complete and not response.is_last:
-                    self._idle.append(_Connection(reader, writer, request.ended))
+                    self._idle.append(_Connection(reader, writer, request.finished_at))
                 else:
                     writer.close()
         status, body = response.parser.get_status_code(), bytes(response.body)
@@ -246,7 +249,7 @@ class HttpSender(Sender):
         return await self._connect()
 
     async def _connect(self) -> _Connection:
-        connection = _Connection(*await asyncio.open_connection(self.ip, self.target.port), time.monotonic())
+        connection = _Connection(*await asyncio.open_connection(self.ip, self.port), time.monotonic())
         self.opened += 1
         return connection
 
@@ -260,14 +263,14 @@ class GrpcSender(Sender):
         self.opened = self.connections
         # With an option of its own, a channel has a connection of its own, and reaches another process of the port.
         self._channels = [
-            grpc.aio.insecure_channel(self.target.address, options=[*CHANNEL_OPTIONS, ("shardrank.channel", number)])
+            grpc.aio.insecure_channel(self.host, options=[*CHANNEL_OPTIONS, ("shardrank.channel", number)])
             for number in range(self.opened)
         ]
         paths = {payload.path for payload in self.payloads}
         calls = [{path: channel.unary_unary(path, None, None) for path in paths} for channel in self._channels]
         self._calls: Iterator[dict[str, Any]] = itertools.cycle(calls)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all channels."""
         for channel in self._channels:
             await channel.close(None)
@@ -287,5 +290,5 @@ class GrpcSender(Sender):
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return Failure("timeout", error.details() or "")
             return Failure(f"grpc_{error.code().name.lower()}", error.details() or "")
-        request.ended = time.monotonic()
+        request.finished_at = time.monotonic()
         return answer

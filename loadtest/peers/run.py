@@ -26,7 +26,7 @@ from loadtest.errors import RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
 from loadtest.load.loops import not_busy_because
-from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, in_turn
+from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, rotated
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec
 from loadtest.workloads.payloads import Encoding
@@ -185,7 +185,7 @@ def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callab
         say("comparing scores")
         check_subjects(config, generators, servers)
         for number in range(config.rounds):
-            for subject in in_turn(config.subjects, number):
+            for subject in rotated(config.subjects, number):
                 say(f"round {number + 1}: {subject.title}")
                 for hotness in config.hotness:
                     server = servers[subject.peer]

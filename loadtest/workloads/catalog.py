@@ -139,7 +139,7 @@ def open_workload(
     If not `varied`, bags and numbers of candidates are the published ones. Requests of films are always as they were.
     Raises ConfigError: naming what does not fit. TrainingError: the ratings of MovieLens can't be read or split.
     """
-    family, colon, rest = text.partition(":")
+    family, colon, suffix = text.partition(":")
     counts = None if candidates is None else parse_candidates(candidates)
     drawn_ids: IdDistribution = Uniform()
     if text in ("films", "films:profile"):
@@ -150,18 +150,18 @@ def open_workload(
         options = FilmsOptions(profile=bool(colon))
         return FilmsWorkload(read_movielens(movielens), options, candidates=counts, split_seed=split_seed)
     if family in ("dlrm-v2", "merlin-tiny"):
-        if colon and (not _SCALE.fullmatch(rest) or not 0 < float(rest) <= 1):
-            raise ConfigError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
-        scale = float(rest or 1)
+        if colon and (not _SCALE.fullmatch(suffix) or not 0 < float(suffix) <= 1):
+            raise ConfigError(f"workload: {text!r}: the scale {suffix!r} is not a number above 0 and at most 1")
+        scale = float(suffix or 1)
         spec, profile = catalog_model(family, scale=scale)
         text, hotness = f"{family}:{scale:.12g}", {name: int(ids) for name, ids in profile.hotness.items()}
         if profile.zipf:
             drawn_ids = Zipf(profile.zipf)
     elif family in ("bench-mlp", "bench-dlrm"):
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
-        if colon and not (rest.isascii() and rest.isdigit() and 1 <= int(rest[:5]) <= MAX_HOTNESS):
-            raise ConfigError(f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
-        hotness = dict.fromkeys((feature.name for feature in spec.features), int(rest or 1))
+        if colon and not (suffix.isascii() and suffix.isdigit() and 1 <= int(suffix[:5]) <= MAX_HOTNESS):
+            raise ConfigError(f"workload: {text!r}: {suffix!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
+        hotness = dict.fromkeys((feature.name for feature in spec.features), int(suffix or 1))
     else:
         raise ConfigError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)
@@ -169,12 +169,11 @@ def open_workload(
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
     if context_features:
         name += f", context features {context_features}"
-    most = len(spec.features) - 1
-    if not 0 <= context_features <= most:
-        problem = f"{context_features} is not in 0..{most}, so that one of {most + 1} features is a candidate's"
+    count = len(spec.features)
+    if not 0 <= context_features < count:
+        problem = f"{context_features} is not in 0..{count - 1}, so that one of {count} features is a candidate's"
         raise ConfigError(f"context_features: {problem}")
-    by_hotness = sorted(spec.features, key=lambda feature: -hotness[feature.name])
-    in_context = {feature.name for feature in by_hotness[:context_features]}
+    in_context = sorted(hotness, key=lambda name: -hotness[name])[:context_features]
     features = tuple(
         feature.model_copy(update={"side": "context"}) if feature.name in in_context else feature
         for feature in spec.features
@@ -226,8 +225,8 @@ class BenchShape(Frozen):
     def requests(self) -> str:
         """Say what results say of the requests."""
         context = f"{self.context_features} features and {self.context_dense} floats once a request"
-        rest = f"{self.features - self.context_features} and {self.dense - self.context_dense} a candidate"
-        return f"{self.candidates} candidates, {context}, {rest}, {FORMS[self.varied]}"
+        others = f"{self.features - self.context_features} and {self.dense - self.context_dense} a candidate"
+        return f"{self.candidates} candidates, {context}, {others}, {FORMS[self.varied]}"
 
 
 class BenchWorkload(Frozen):

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -93,8 +93,8 @@ class Pool(list[Payload]):
     def scores(self, answer: bytes) -> ScoreList:
         """Read the scores of an answer that came with success. Raises RequestFailedError: it is none of this API."""
         try:
-            return _FORMS[self.api].read(answer)
-        except (DecodeError, msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError) as error:
+            return _FORMS[self.api][2](answer)
+        except (DecodeError, msgspec.MsgspecError, ValueError, LookupError, TypeError, StopIteration) as error:
             raise RequestFailedError(f"the answer is not one to a rank request: {error!r}") from error
 
 
@@ -117,17 +117,10 @@ class Payloads(Pool):
         super().__init__(api, model, drawn, max_bytes)
 
 
-def payload_of(
-    schema: Described,
-    request: RankRequest,
-    api: Encoding,
-    model: str,
-    timeout_ms: int | None = None,
-) -> Payload:
+def payload_of(schema: Described, request: RankRequest, api: Encoding, model: str, timeout_ms: int | None) -> Payload:
     """Encode a request."""
-    form = _FORMS[api]
-    body, headers = form.encode(schema, request, model, timeout_ms)
-    return Payload(form.path.format(model), body, headers, request.num_candidates)
+    path, encode, _ = _FORMS[api]
+    return Payload(path.format(model), *encode(schema, request, model, timeout_ms), request.num_candidates)
 
 
 class _Answer(msgspec.Struct):
@@ -166,13 +159,13 @@ def _shortest(values: Float32Array) -> list[Any]:
 
 
 def _encode_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Write a RankRequest with features in maps by name, as the client does."""
     sides: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     weights: dict[str, Any] = {}
-    for one in features_of(schema, request):
-        sides[not one.is_context][one.name] = one.ids if one.is_context else Ragged(one.ids, one.lengths)
-        if one.weights is not None:
-            weights[one.name] = one.weights if one.is_context else Ragged(one.weights, one.lengths)
+    for feature in features_of(schema, request):
+        name, is_context, lengths = feature.name, feature.is_context, feature.lengths
+        sides[not is_context][name] = feature.ids if is_context else Ragged(feature.ids, lengths)
+        if feature.weights is not None:
+            weights[name] = feature.weights if is_context else Ragged(feature.weights, lengths)
     message = RankFeatures(*sides, weights, request.context_dense, request.candidate_dense).by_name()
     message.model, message.timeout_ms = model, timeout_ms or 0
     # The same request is the same bytes, whatever order a process keeps the features in.
@@ -180,7 +173,6 @@ def _encode_grpc(schema: Described, request: RankRequest, model: str, timeout_ms
 
 
 def _encode_packed(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Write a RankRequest with `PackedFeatures`: arrays in the order of the schema, under its digest."""
     bags, features = request.bags, list(features_of(schema, request))
     packed = ranking_pb2.PackedFeatures(
         schema_digest=schema.digest,
@@ -211,7 +203,7 @@ def _tensors(schema: Described, request: RankRequest) -> Iterator[Tensor]:
             yield feature.name, "INT64", shape, packed_bytes(feature.values, "<i8")
         else:
             texts = [text.encode() for text in feature.texts]
-            yield feature.name, "BYTES", shape, b"".join(struct.pack("<I", len(one)) + one for one in texts)
+            yield feature.name, "BYTES", shape, b"".join(struct.pack("<I", len(text)) + text for text in texts)
         if ragged:
             yield f"{feature.name}.lengths", "INT64", [count], packed_bytes(feature.lengths, "<i8")
         if feature.weights is not None:
@@ -222,7 +214,6 @@ def _tensors(schema: Described, request: RankRequest) -> Iterator[Tensor]:
 
 
 def _infer_body(given: Iterable[Tensor], timeout_ms: int | None) -> Encoded:
-    """Return an infer request with binary tensors that asks for binary scores."""
     tensors = list(given)
     document: dict[str, Any] = {
         "inputs": [
@@ -241,15 +232,14 @@ def _read_oip_http(answer: bytes) -> ScoreList:
     """Read scores from behind the JSON header, which says where they lie, so that its length is not needed."""
     # One character is one byte in Latin-1; header names and numbers are ASCII.
     header, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
-    found = [output for output in header["outputs"] if output["name"] == SCORES]
-    count, size = math.prod(map(int, found[0]["shape"])), int(found[0]["parameters"]["binary_data_size"])
+    scores = next(output for output in header["outputs"] if output["name"] == SCORES)
+    count, size = math.prod(map(int, scores["shape"])), int(scores["parameters"]["binary_data_size"])
     if size != count * 4 or len(answer) != end + size:
         raise ValueError(f"{SCORES}: {count} of shape and {size} bytes, {len(answer) - end} bytes behind the header")
     return np.frombuffer(answer, "<f4", count, end)
 
 
 def _encode_oip_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Return a ModelInferRequest with raw contents that asks for the scores."""
     message = open_inference_pb2.ModelInferRequest(model_name=model)
     for name, datatype, shape, data in _tensors(schema, request):
         message.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -310,33 +300,28 @@ def _read_flat(answer: bytes) -> ScoreList:
 
 
 def _encode_tensors(schema: Described, request: RankRequest, *_: object, once: bool) -> Encoded:
-    """Return an infer request with the same bytes as tensor `body`, uint8, a batch of one request."""
     body, _ = _encode_flat(schema, request, once=once)
     return _infer_body([("body", "UINT8", [1, len(body)], body)], None)
 
 
-class _Form(NamedTuple):
-    """How a request of an API is addressed and encoded, and how scores are read from its answer."""
-
-    path: str
-    encode: Callable[[Described, RankRequest, str, int | None], Encoded]
-    read: Callable[[bytes], ScoreList]
+def _read_grpc(answer: bytes) -> ScoreList:
+    return ranking_pb2.RankResponse.FromString(answer).scores
 
 
-_FORMS: dict[Encoding, _Form] = {
-    "json": _Form("/v1/models/{}:rank", _encode_json, lambda answer: msgspec.json.decode(answer, type=_Answer).scores),
-    "oip-http": _Form(
+Encode: TypeAlias = Callable[[Described, RankRequest, str, int | None], Encoded]
+_FORMS: dict[Encoding, tuple[str, Encode, Callable[[bytes], ScoreList]]] = {
+    "json": ("/v1/models/{}:rank", _encode_json, lambda answer: msgspec.json.decode(answer, type=_Answer).scores),
+    "oip-http": (
         "/v2/models/{}/infer",
         lambda schema, request, _, timeout_ms: _infer_body(_tensors(schema, request), timeout_ms),
         _read_oip_http,
     ),
-    "grpc": _Form(_RANK_METHOD, _encode_grpc, lambda answer: ranking_pb2.RankResponse.FromString(answer).scores),
-    "grpc-packed": _Form(
-        _RANK_METHOD, _encode_packed, lambda answer: ranking_pb2.RankResponse.FromString(answer).scores
-    ),
-    "oip-grpc": _Form("/inference.GRPCInferenceService/ModelInfer", _encode_oip_grpc, _read_oip_grpc),
-    "flat": _Form("/rank", partial(_encode_flat, once=False), _read_flat),
-    "flat-once": _Form("/rank", partial(_encode_flat, once=True), _read_flat),
-    "tensors": _Form("/v2/models/rank/infer", partial(_encode_tensors, once=False), _read_oip_http),
-    "tensors-once": _Form("/v2/models/rank/infer", partial(_encode_tensors, once=True), _read_oip_http),
+    "grpc": (_RANK_METHOD, _encode_grpc, _read_grpc),
+    "grpc-packed": (_RANK_METHOD, _encode_packed, _read_grpc),
+    "oip-grpc": ("/inference.GRPCInferenceService/ModelInfer", _encode_oip_grpc, _read_oip_grpc),
+    "flat": ("/rank", partial(_encode_flat, once=False), _read_flat),
+    "flat-once": ("/rank", partial(_encode_flat, once=True), _read_flat),
+    "tensors": ("/v2/models/rank/infer", partial(_encode_tensors, once=False), _read_oip_http),
+    "tensors-once": ("/v2/models/rank/infer", partial(_encode_tensors, once=True), _read_oip_http),
 }
+"""Of an API: a request's path, how it is encoded, and how scores are read from its answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,7 @@ from loader.snapshot.tables import Bucketing
 from loader.snapshot.writer import export_snapshot
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from serving.models.ranking_models import build_model
-from serving.training.dataset import (
-    with_bucketing,
-)
+from serving.training.dataset import with_bucketing
 from serving.training.trainer import train_version
 from shard_node.bags import Float32Array
 
@@ -69,16 +68,10 @@ def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progre
     Raises OSError: the store can't be written; the same export goes on with what it has written. ExportError.
     """
     store.mkdir(parents=True, exist_ok=True)
-    return export_snapshot(
-        store,
-        spec,
-        rows={
-            table.name: RandomRows(seed, table.name, table.num_embeddings, table.embedding_dim) for table in spec.tables
-        },
-        dense=random_dense(spec, seed),
-        metadata={"source": "random rows", "seed": str(seed)},
-        progress=progress,
-    )
+    tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in spec.tables}
+    rows = {name: RandomRows(seed, name, *shape) for name, shape in tables.items()}
+    dense, metadata = random_dense(spec, seed), {"source": "random rows", "seed": str(seed)}
+    return export_snapshot(store, spec, rows=rows, dense=dense, metadata=metadata, progress=progress)
 
 
 def prepare_workload(
@@ -99,15 +92,8 @@ def prepare_workload(
     """
     workload = open_workload(text, context_features=context_features, movielens=movielens, split_seed=seed)
     spec = with_bucketing(workload.spec, bucketing)
-    if isinstance(workload, FilmsWorkload):
-        trained = train_version(
-            workload.interactions,
-            store,
-            seed=seed,
-            epochs=epochs,
-            options=workload.options,
-            bucketing=bucketing,
-            progress=progress,
-        )
-        return trained.folder, spec
-    return write_random_snapshot(spec, store, seed=seed, progress=progress), spec
+    if not isinstance(workload, FilmsWorkload):
+        return write_random_snapshot(spec, store, seed=seed, progress=progress), spec
+    given, options = workload.interactions, workload.options
+    train = partial(train_version, given, store, seed=seed, epochs=epochs, options=options, bucketing=bucketing)
+    return train(progress=progress).folder, spec

@@ -100,33 +100,25 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def _cards(plan: CardPlan, card_bytes: int) -> list[dict[str, int]]:
-    return [
-        {
-            "card": card,
-            "hot_bytes": used.hot,
-            "own_bytes": used.card,
-            "places_bytes": used.places,
-            "free_bytes": card_bytes - used.total,
-        }
-        for card, used in enumerate(map(plan.bytes, range(plan.num_cards)))
-    ]
+    cards = []
+    for card in range(plan.num_cards):
+        used = plan.bytes(card)
+        sizes = {"hot_bytes": used.hot, "own_bytes": used.card, "places_bytes": used.places}
+        cards.append({"card": card, **sizes, "free_bytes": card_bytes - used.total})
+    return cards
 
 
 def _tables(plan: CardPlan, stored: StoredLookups) -> list[dict[str, Any]]:
     """Return how each table is split on this shard, and its lookups in a batch."""
-    sizes = (plan.tier_rows.sum(axis=(1, 2)) * plan.strides).tolist()
+    rows = plan.tier_rows.sum(axis=1)
     return [
         {
             **table.model_dump(include={"name", "num_embeddings", "embedding_dim", "dtype"}),
-            "on_cards_bytes": size_bytes,
-            "lookups": of_table.values,
-            "hot_rows": split.hot_rows,
-            "card_rows": split.card_rows,
-            "pinned_rows": split.host_rows,
+            "on_cards_bytes": int(rows[number].sum() * plan.strides[number]),
+            "lookups": stored.lookups[number].values,
+            **dict(zip(("hot_rows", "card_rows", "pinned_rows"), rows[number].tolist(), strict=True)),
         }
-        for table, size_bytes, of_table, split in zip(
-            stored.layout.tables, sizes, stored.lookups, plan.splits, strict=True
-        )
+        for number, table in enumerate(stored.layout.tables)
     ]
 
 

@@ -117,18 +117,17 @@ class PlacedModel:
     def tables(self) -> list[dict[str, Any]]:
         """Return where each table is."""
         is_used = np.sum([placed.tier_rows.sum(axis=1) for placed in self._placements], axis=0) > 0
-        placements = []
+        strides, placements = self._placements[0].strides, []
         for table, spec in zip(self._file.tables, self._spec.tables, strict=True):
-            tiers = np.any([is_used[self._plan.layout.index[stored.name]] for stored in spec.slices], axis=0)
-            rows = [(stored.num_embeddings, RowFormat.of(stored.dtype, stored.embedding_dim)) for stored in spec.slices]
+            slices = [self._plan.layout.index[stored.name] for stored in spec.slices]
+            tiers = is_used[slices].any(axis=0)
             placements.append(
                 {
-                    "table": table.table,
-                    "sharding_type": table.sharding_type,
+                    **table.model_dump(include={"table", "sharding_type"}),
                     "compute_kernel": "+".join(kernel for tier, kernel in KERNELS.items() if tiers[tier]),
                     "column_dims": table.column_dims,
                     "ranks": [of_slice.ranks for of_slice in table.slices],
-                    "size_bytes": sum(num_rows * row.stride for num_rows, row in rows),
+                    "size_bytes": int(table.num_embeddings * strides[slices].sum()),
                 }
             )
         return placements

@@ -171,19 +171,19 @@ class LookupProfile:
         """
         shares, lookups = self._part_shares(spec), []
         for table in layout.tables:
-            share = shares.get(table.name, 1.0)
-            bags, ids, longest = [], [], []
+            share, lengths, longest = shares.get(table.name, 1.0), [], []
             for name in table.feature_names:
-                times = requests if spec.feature(name).side == "context" else candidates
+                bags = requests if spec.feature(name).side == "context" else candidates
                 mean = self.hotness.get(name, 1.0)
-                # A bag of what is not pooled is one id.
-                is_single = spec.pooling_of(name) == "none"
-                bags.append(times * mean if is_single else times)
-                ids.append(share if is_single else mean * share)
-                longest.append(1.0 if is_single else self.longest.get(name, mean) * share)
-            values = sum(count * length for count, length in zip(bags, ids, strict=True))
-            lengths = tuple(zip(ids, bags, strict=True))
-            lookups.append(TableLookups(float(values), float(sum(bags)), max(longest), lengths))
+                if spec.pooling_of(name) == "none":
+                    # A bag of what is not pooled is one id.
+                    lengths.append((share, bags * mean))
+                    longest.append(1.0)
+                else:
+                    lengths.append((mean * share, bags))
+                    longest.append(self.longest.get(name, mean) * share)
+            values, all_bags = sum(bags * ids for ids, bags in lengths), sum(bags for _, bags in lengths)
+            lookups.append(TableLookups(float(values), float(all_bags), max(longest), tuple(lengths)))
         return tuple(lookups)
 
     def rows(self, spec: ModelSpec, layout: TableLayout, lookups: Sequence[TableLookups]) -> Hotness:

@@ -226,10 +226,10 @@ class NetworkTime:
     @classmethod
     def of(cls, sent: ShardLookups, network: Network) -> NetworkTime:
         """Return bytes / bandwidth + latency."""
-        out, back = (float(size.sum()) / (network.gb_per_s * BYTES_PER_US) for size in (sent.requests, sent.replies))
-        latency = network.latency_us if out else 0.0
-        bound = "bandwidth" if out + back > latency else "latency"
-        return cls(out, back, latency, out + back + latency, bound, max(out, back))
+        there, back = (float(size.sum()) / (network.gb_per_s * BYTES_PER_US) for size in (sent.requests, sent.replies))
+        latency = network.latency_us if there else 0.0
+        bound = "bandwidth" if there + back > latency else "latency"
+        return cls(there, back, latency, there + back + latency, bound, max(there, back))
 
 
 def crossover_hit_rate(sharded_us: Callable[[float], float], replicated_us: float) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -109,10 +109,8 @@ class BatchShapes:
         for group in layout.groups:
             chunks = RowFormat.of(group.dtype, group.embedding_dim).chunks
             lanes_log2 = min((chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
-            column_tiles = -(-chunks // (1 << lanes_log2))
-            arenas.append(
-                ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, column_tiles, THREADS_PER_BLOCK >> lanes_log2)
-            )
+            tiles, bags_per_block = -(-chunks // (1 << lanes_log2)), THREADS_PER_BLOCK >> lanes_log2
+            arenas.append(ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, tiles, bags_per_block))
         self.arenas = tuple(arenas)
         self.bags_per_block = np.array([arena.bags_per_block for arena in arenas], np.int64)
 
@@ -134,7 +132,7 @@ class Blocks:
     @property
     def counts(self) -> tuple[int, ...]:
         """Blocks of each arena."""
-        return tuple(end - first for first, end in zip(self.edges[:-1], self.edges[1:], strict=True))
+        return tuple(end - first for first, end in pairwise(self.edges))
 
 
 class RunTable:
@@ -148,7 +146,14 @@ class RunTable:
     def __init__(self, shapes: BatchShapes, runs: OutputRuns) -> None:
         self.shapes = shapes
         self.runs = runs
-        (_, self.tables), *self.further = _runs_in_rounds(runs)
+        self.tables, self.further = runs.tables, list[tuple[BoolArray, Int64Array]]()
+        if runs.keys is not None:
+            by_key, counts = np.argsort(runs.keys, kind="stable"), np.bincount(runs.keys)
+            first = np.cumsum(counts) - counts
+            self.tables = runs.tables[by_key[first]]
+            for number in range(1, int(counts.max(initial=1))):
+                has_run = counts > number
+                self.further.append((has_run, runs.tables[by_key[first[has_run] + number]]))
         self.arena = shapes.arena_of_table[runs.tables]
         is_none = runs.modes == MODES["none"]
         self.is_none = is_none if is_none.any() else None
@@ -163,18 +168,13 @@ class RunTable:
         self.constant["out_offset"] = runs.out_offsets
         self.constant["out_stride"] = runs.out_strides
 
-    def spans(self, bags: KeyedBags) -> tuple[Int64Array, Int64Array]:
-        """Each run's first bag and how many it has, int64 [S]; with mode `none`, values."""
+    def blocks(self, bags: KeyedBags) -> Blocks:
+        """Cut a batch's runs into thread blocks."""
         of_keys = self.runs.of_keys
         first, num = of_keys(bags.bag_starts()[:-1]), of_keys(bags.bags_per_key)
         if self.is_none is not None:
             first = np.where(self.is_none, of_keys(bags.value_starts()[:-1]), first)
             num = np.where(self.is_none, of_keys(bags.values_per_key()), num)
-        return first, num
-
-    def blocks(self, bags: KeyedBags) -> Blocks:
-        """Cuts a batch's runs into thread blocks."""
-        first, num = self.spans(bags)
         counts = (-(-num // self._per_block))[self._order]
         ends = np.zeros(counts.size + 1, np.int64)
         np.cumsum(counts, out=ends[1:])
@@ -183,24 +183,13 @@ class RunTable:
         within *= np.repeat(self._per_block_in_order, counts)
         return Blocks(first, num, np.repeat(self._order, counts), within, tuple(ends[self._arena_edges].tolist()))
 
-    def most_blocks(self, size: BatchSize) -> tuple[int, ...]:
+    def max_blocks(self, size: BatchSize) -> tuple[int, ...]:
         """For each arena, the blocks of the largest batch of a size."""
         counts = -(-self.runs.of_keys(size.bags_per_key) // self._per_block)
         if self.is_none is not None:
             # However the values are divided among these runs, each rounds up once.
             counts = np.where(self.is_none, -(-size.num_values // self._per_block), counts)
         return tuple(np.bincount(self.arena, counts, len(self.shapes.arenas)).astype(np.int64).tolist())
-
-
-def _runs_in_rounds(runs: OutputRuns) -> list[tuple[BoolArray, Int64Array]]:
-    """Return the keys, bool [keys], that have a first run, a second one and so on, and the tables of these runs."""
-    if runs.keys is None:
-        return [(np.ones(runs.tables.size, np.bool_), runs.tables)]
-    order = np.argsort(runs.keys, kind="stable")
-    counts = np.bincount(runs.keys)
-    first = np.cumsum(counts) - counts
-    chosen = [counts > number for number in range(int(counts.max(initial=1)))]
-    return [(one, runs.tables[order[first[one] + number]]) for number, one in enumerate(chosen)]
 
 
 class BatchLayout:
@@ -285,7 +274,7 @@ class BatchViews:
         # A run's first bag is where its offset lies, its first value, with mode `none`, is not.
         self.runs["first"] = blocks.first + first_offset * self._has_bags
         self.runs["num"] = blocks.num
-        for target, first, end in zip(self.blocks, blocks.edges[:-1], blocks.edges[1:], strict=True):
+        for target, (first, end) in zip(self.blocks, pairwise(blocks.edges), strict=True):
             target[: end - first, 0] = blocks.run[first:end]
             target[: end - first, 1] = blocks.first_bag[first:end]
             target[end - first :, 0] = NO_RUN
@@ -317,11 +306,11 @@ class RowChecks:
 
     def __init__(self, layout: TableLayout, partition: Partition) -> None:
         self.layout = layout
-        is_here = [cards >= 0 for cards in partition.card_of_bucket]
-        self._is_divided: BoolArray = np.array([not one.all() for one in is_here])
+        is_local = [cards >= 0 for cards in partition.card_of_bucket]
+        self._is_divided: BoolArray = np.array([not of_buckets.all() for of_buckets in is_local])
         self._any_divided = bool(self._is_divided.any())
         self._cells = BucketCells(layout, ~self._is_divided)
-        self._is_here: BoolArray = self._cells.spread(is_here, 0, np.bool_)
+        self._is_local: BoolArray = self._cells.spread(is_local, 0, np.bool_)
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
         """Check a batch as `TableLayout.check`, and that each row is on this node. Raises InvalidBagsError."""
@@ -334,15 +323,15 @@ class RowChecks:
             return
         values_per_key = bags.values_per_key()
         by_table = KeyedBags(tables.astype(np.int32), bags.bags_per_key, bags.offsets, bags.values)
-        here = self._is_here[self._cells.of(by_table, values_per_key)]
-        if not here.all():
-            wrong = int(here.argmin())
+        is_local = self._is_local[self._cells.of(by_table, values_per_key)]
+        if not is_local.all():
+            wrong = int(is_local.argmin())
             name = self.layout.tables[int(np.repeat(tables, values_per_key)[wrong])].name
             raise InvalidBagsError(f"row {int(bags.values[wrong])} of table {name!r} is not on this node")
 
-    def here(self, table: int, rows: Int64Array) -> BoolArray | None:
-        """Bool [n], which of a table's rows are on this node; None for all."""
+    def local(self, table: int, rows: Int64Array) -> BoolArray:
+        """Return which of a table's rows are on this node, bool [n]."""
         if not self._is_divided[table]:
-            return None
-        here: BoolArray = self._is_here[self._cells.of_rows(table, rows)]
-        return here
+            return np.ones(rows.size, np.bool_)
+        is_local: BoolArray = self._is_local[self._cells.of_rows(table, rows)]
+        return is_local

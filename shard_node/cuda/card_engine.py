@@ -134,23 +134,20 @@ class BatchBuffer:
         self._lane = lane
         self._runs = runs
         self._size = size
-        num_bags = int(size.bags_per_key.sum())
-        layout = BatchLayout(
-            size.num_values, num_bags, runs.runs.tables.size, runs.most_blocks(size), size.weighted, size.extra_bytes
-        )
+        num_runs, num_bags = runs.runs.tables.size, int(size.bags_per_key.sum())
+        blocks = runs.max_blocks(size)
+        layout = BatchLayout(size.num_values, num_bags, num_runs, blocks, size.weighted, size.extra_bytes)
         self._layout = layout
         self._used: tuple[tuple[int, int], ...] = ((0, layout.size_bytes),)
         self._graph: Graph | None = None
-        self._pinned = lane.rows.cards.allocate_pinned(layout.size_bytes)
-        memories: list[Memory] = []
-        try:
-            for size_bytes in (layout.size_bytes, max(CHUNK_BYTES, runs.runs.out_bytes)):
-                memories.append(lane.card.allocate(size_bytes))
-        except BaseException:
-            for memory in (*memories, self._pinned):
-                memory.free()
-            raise
-        self.batch, self.out = memories
+        with ExitStack() as memory:
+            self._pinned = lane.rows.cards.allocate_pinned(layout.size_bytes)
+            memory.callback(self._pinned.free)
+            self.batch = lane.card.allocate(layout.size_bytes)
+            memory.callback(self.batch.free)
+            self.out = lane.card.allocate(max(CHUNK_BYTES, runs.runs.out_bytes))
+            memory.callback(self.out.free)
+            self._memory = memory.pop_all()
         self.extra_at = layout.extra_at
         self._views = BatchViews(self._pinned.array, layout)
         self._views.write_constant(runs)
@@ -203,8 +200,7 @@ class BatchBuffer:
         self._lane.stream.synchronize()
         self._graph = None
         self._lane.forget(self)
-        for memory in (self.out, self.batch, self._pinned):
-            memory.free()
+        self._memory.close()
 
 
 class HostPool:
@@ -259,14 +255,13 @@ class HostPool:
         return self._out, self._down
 
     def _free_outputs(self) -> None:
-        out, down, self._out, self._down = self._out, self._down, None, None
-        if out is not None:
-            out.free()
-        if down is not None:
-            down.free()
+        for memory in (self._out, self._down):
+            if memory is not None:
+                memory.free()
+        self._out = self._down = None
 
     def close(self) -> None:
-        """Wait for the lane, and give everything back. Idempotent."""
+        """Wait for the lane, and free everything. Idempotent."""
         self._lane.close()
         self._upload.free()
         self._free_outputs()
@@ -378,10 +373,10 @@ class CardEngine:
         """Bytes held, by card and tier: rows and places of each card, its copies of hot rows, and, once, the host's."""
         uses = []
         for card in range(self.plan.num_cards):
-            held = self.plan.bytes(card)
-            uses.append(MemoryUse(card, "card", held.card + held.places))
-            if held.hot:
-                uses.append(MemoryUse(card, "hot", held.hot))
+            used = self.plan.bytes(card)
+            uses.append(MemoryUse(card, "card", used.card + used.places))
+            if used.hot:
+                uses.append(MemoryUse(card, "hot", used.hot))
         if self.plan.pinned_bytes:
             uses.append(MemoryUse(0, "pinned", self.plan.pinned_bytes))
         return tuple(uses)
@@ -440,7 +435,7 @@ class CardCounters:
                 card.zero(memories[-1].address, _COUNTER_BYTES, stream)
             for stream in self._streams:
                 stream.synchronize()
-            self._held = undo.pop_all()
+            self._memory = undo.pop_all()
         self.memories: tuple[Memory, ...] = tuple(memories)
 
     def read(self) -> tuple[int, int]:
@@ -452,12 +447,12 @@ class CardCounters:
                     card.copy_to_host(self._pinned, first, memory.address, _COUNTER_BYTES, stream)
                 for stream in self._streams:
                     stream.synchronize()
-                outside, not_here = self._pinned.array.view(np.uint64).reshape(-1, 2).sum(axis=0).tolist()
-                self._last = (outside, not_here)
+                outside, missing = self._pinned.array.view(np.uint64).reshape(-1, 2).sum(axis=0).tolist()
+                self._last = (outside, missing)
             return self._last
 
     def free(self) -> None:
         """Give the memory back. Idempotent."""
         with self._lock:
             self.memories = ()
-            self._held.close()
+            self._memory.close()

@@ -84,25 +84,23 @@ class CardTableLoad(TableLoad):
         hot_bytes = None if options.hot_gb is None else int(options.hot_gb * 1e9)
         budget = CardBudget(card_set.card_bytes, pinned_bytes, hot_bytes, card_set.cards.peer_access)
         self.plan = CardPlan.make(layout, partition, budget, _hotness(snapshot, layout, observed or {}))
-        # The plan counts the entries of buckets as places, which arenas have beside their tables.
-        beside = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in layout.groups)
-        beside -= sum(one.buckets for one in self.plan.places) * BUCKET_BYTES
-        self.card_bytes = tuple(self.plan.bytes(card).total + beside for card in range(partition.num_cards))
+        # The plan counts the entries of buckets as places, which arenas have with their tables.
+        extra = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in layout.groups)
+        extra -= sum(places.buckets for places in self.plan.places) * BUCKET_BYTES
+        self.card_bytes = tuple(self.plan.bytes(card).total + extra for card in range(partition.num_cards))
         self.pinned_bytes = self.plan.pinned_bytes
 
     def take(self, memory: RowMemory) -> Sequence[Claim]:
         """As `TableLoad.take`."""
-        claims: list[Claim] = []
-        try:
-            claims.append(self._card_set.memory.take(self.card_bytes))
-            upload_bytes = [NUM_UPLOADS * self._upload_bytes] * len(self.card_bytes)
-            claims.append(self._card_set.memory.take(upload_bytes, is_temporary=True))
-            claims.append(memory.take(self.pinned_bytes))
-        except BaseException:
-            for claim in claims:
-                claim.give_back()
-            raise
-        return claims
+        upload_bytes = [NUM_UPLOADS * self._upload_bytes] * len(self.card_bytes)
+        with ExitStack() as undo:
+            cards = self._card_set.memory.take(self.card_bytes)
+            undo.callback(cards.give_back)
+            uploads = self._card_set.memory.take(upload_bytes, is_temporary=True)
+            undo.callback(uploads.give_back)
+            host = memory.take(self.pinned_bytes)
+            undo.pop_all()
+        return cards, uploads, host
 
     def build(self, progress: Progress) -> CardEngine:
         """As `TableLoad.build`."""
@@ -143,11 +141,6 @@ def _hotness(snapshot: Snapshot, layout: TableLayout, observed: ObservedCounts) 
     return Hotness(known)
 
 
-def _in_order(places: UInt32Array, first_row: int, rows: Int64Array) -> UInt32Array:
-    """Return the places of rows, uint32 [n], where they are in row order from `first_row` on."""
-    return places[rows - first_row]
-
-
 class CardFill:
     """Fills the arenas of one plan, one after the other: rows are checked, laid out anew, and sent where they belong.
 
@@ -167,11 +160,10 @@ class CardFill:
         self._num_cards = plan.num_cards
         self._upload_bytes = upload_bytes
         self._progress = progress
-        row_bytes = [RowFormat.of(one.dtype, one.embedding_dim).row_bytes for one in plan.layout.tables]
+        row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).row_bytes for table in plan.layout.tables]
         self._total_bytes = int(plan.tier_rows.sum(axis=(1, 2)) @ row_bytes)
-        self._done_bytes = 0
-        self._told_bytes = 0
-        self._tell()
+        self._done_bytes = self._reported_bytes = 0
+        self._report()
         self._streams = [card.stream(low_priority=True) for card in cards.cards]
         self._uploads = Uploads(cards, list(zip(cards.cards, self._streams, strict=True)), upload_bytes)
 
@@ -184,7 +176,7 @@ class CardFill:
         """Wait until everything that was sent is in place."""
         for stream in self._streams:
             stream.synchronize()
-        self._tell()
+        self._report()
 
     def close(self) -> None:
         """Wait until no card works on anything of this, and free the buffers. Idempotent."""
@@ -198,13 +190,13 @@ class CardFill:
         """Send the places of a table's rows, by which cards put rows where they belong, then rows file by file."""
         table = self._plan.layout.tables[number]
         files, buckets = self._files[table.name], RowBuckets.of(table)
-        is_here = self._plan.partition.card_of_bucket[number] >= 0
+        is_local = self._plan.partition.card_of_bucket[number] >= 0
         by_bucket = self._places_by_bucket(arena, number, buckets) if self._plan.places[number].buckets else None
         pieces = self._placer.pieces(number, min(PIECE_ROWS, files.rows_per_file))
         in_order = np.empty(min(files.rows_per_file, table.num_embeddings), np.uint32)
         for index in range(len(files.rows)):
             order = buckets.in_file(files.rows_per_file, index)
-            positions = order.positions_of(is_here)
+            positions = order.positions_of(is_local)
             if by_bucket is not None:
                 self._file(arena, number, index, order, positions, by_bucket)
                 continue
@@ -215,7 +207,8 @@ class CardFill:
                 placed += piece.size
             if self._plan.places[number].rows:
                 self._send_places(arena, number, order.first_row, in_order[:placed])
-            self._file(arena, number, index, order, positions, partial(_in_order, in_order, order.first_row))
+            places_of = partial(lambda first, rows: in_order[rows - first], order.first_row)
+            self._file(arena, number, index, order, positions, places_of)
 
     def _places_by_bucket(self, arena: ArenaOnCards, number: int, buckets: RowBuckets) -> PlacesOf:
         """Send the places of a table's rows, which are stored bucket by bucket, and return what reads them."""
@@ -226,8 +219,8 @@ class CardFill:
             return (begins[buckets.of_rows(rows)] + (rows >> buckets.slot_shift).view(np.uint64)).view(np.int64)
 
         for first, piece in self._placer.pieces(number):
-            here = np.flatnonzero(piece != NOT_HERE)
-            places[index_of(here + first)] = piece[here]
+            local = np.flatnonzero(piece != NOT_HERE)
+            places[index_of(local + first)] = piece[local]
         self._send_places(arena, number, 0, places)
         return lambda rows: places[index_of(rows)]
 
@@ -243,13 +236,7 @@ class CardFill:
                 upload.used(card)
 
     def _file(
-        self,
-        arena: ArenaOnCards,
-        number: int,
-        index: int,
-        order: FileOrder,
-        positions: Int64Array,
-        places_of: PlacesOf,
+        self, arena: ArenaOnCards, number: int, index: int, order: FileOrder, positions: Int64Array, places_of: PlacesOf
     ) -> None:
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
@@ -268,8 +255,8 @@ class CardFill:
             local = number - arena.group.first_table
             self._send_rows(arena, local, rows, stored, places_of(rows))
             self._done_bytes += stored.nbytes
-            if self._done_bytes - self._told_bytes >= min(PIECE_BYTES, self._upload_bytes):
-                self._tell()
+            if self._done_bytes - self._reported_bytes >= min(PIECE_BYTES, self._upload_bytes):
+                self._report()
 
     def _send_rows(
         self, arena: ArenaOnCards, table: int, rows: Int64Array, stored: ByteArray, places: UInt32Array
@@ -290,23 +277,15 @@ class CardFill:
             array[numbers_at : numbers_at + NUMBER_BYTES * (end - first)].view(np.uint32)[:] = rows[first:end]
             arena.format.relay(stored[first:end], array[rows_at:first_byte].reshape(end - first, -1))
             # An owner is a card, all cards (hot rows), or the host, whose rows card 0 writes.
-            is_host = number == pinned_owner(self._num_cards)
-            is_hot = number == hot_owner(self._num_cards)
+            is_host, is_hot = number == pinned_owner(self._num_cards), number == hot_owner(self._num_cards)
             for card in range(self._num_cards) if is_hot else [0 if is_host else number]:
                 numbers = upload.send(card, numbers_at, first_byte - numbers_at)
-                arena.write(
-                    card,
-                    table,
-                    numbers,
-                    numbers + rows_at - numbers_at,
-                    end - first,
-                    self._streams[card],
-                    writes_host=is_host,
-                )
+                rows_on_card, stream = numbers + rows_at - numbers_at, self._streams[card]
+                arena.write(card, table, numbers, rows_on_card, end - first, stream, writes_host=is_host)
             first = end
         for card in range(self._num_cards):
             upload.used(card)
 
-    def _tell(self) -> None:
-        self._told_bytes = self._done_bytes
+    def _report(self) -> None:
+        self._reported_bytes = self._done_bytes
         self._progress("load", self._done_bytes, self._total_bytes)

@@ -45,7 +45,7 @@ from shard_node.planning.card_plan import BUCKET_BYTES, CARD, HOST, HOT, NUM_TIE
 from shard_node.planning.hotness import RowHotness
 
 if TYPE_CHECKING:
-    from shard_node.cuda.cupy_cards import Card, Cards, Event, Memory, Stream
+    from shard_node.cuda.cupy_cards import Cards, Event, Memory, Stream
 PIECE_ROWS = 1 << 20
 """Rows that are placed at a time; what that takes beside the places themselves is some 50 bytes a row."""
 # Beside the tiers of a plan.
@@ -57,27 +57,18 @@ class Placer:
 
     def __init__(self, plan: CardPlan) -> None:
         self.plan = plan
-        self._num_cards = plan.num_cards
-
-    def places(self, table: int) -> UInt32Array:
-        """uint32 [num_embeddings], the place of each row of a table, by its number in the layout."""
-        places = np.empty(self.plan.layout.tables[table].num_embeddings, np.uint32)
-        for first, piece in self.pieces(table):
-            places[first : first + piece.size] = piece
-        return places
 
     def pieces(self, table: int, piece_rows: int = PIECE_ROWS) -> Iterator[tuple[int, UInt32Array]]:
-        """Return the same in row order, a piece at a time: (first row, uint32 [rows of the piece])."""
+        """Return the places of a table's rows in row order, a piece at a time: (first row, uint32 [rows])."""
         num_rows = self.plan.layout.tables[table].num_embeddings
         owner = self.plan.places[table].only_owner
-        walk = None if owner is not None else _Walk(self.plan, table)
+        walk = _Walk(self.plan, table) if owner is None else None
         for first in range(0, num_rows, piece_rows):
             end = min(first + piece_rows, num_rows)
             if walk is not None:
                 yield first, walk.place(first, end)
             else:
-                slots = np.arange(first, end, dtype=np.uint32)
-                yield first, encode_places(np.array(owner), slots, self._num_cards)
+                yield first, encode_places(np.array(owner), np.arange(first, end, dtype=np.uint32), self.plan.num_cards)
 
     def bucket_places(self, table: int) -> UInt64Array:
         """Say where the places of each bucket begin, of a table with `TablePlaces.buckets`: uint64 [buckets].
@@ -86,10 +77,10 @@ class Placer:
         node's. The table's places lie by bucket, and within one by row.
         """
         buckets = RowBuckets.of(self.plan.layout.tables[table])
-        is_here = self.plan.partition.card_of_bucket[table] >= 0
-        rows = np.where(is_here, buckets.rows_per_bucket(), 0)
+        is_local = self.plan.partition.card_of_bucket[table] >= 0
+        rows = np.where(is_local, buckets.rows_per_bucket(), 0)
         begins = (np.cumsum(rows) - rows - buckets.first_slots()).view(np.uint64)
-        return np.where(is_here, begins, np.uint64(NO_BUCKET))
+        return np.where(is_local, begins, np.uint64(NO_BUCKET))
 
     def starts(self, group: Group) -> UInt64Array:
         """uint64 [tables of the group, num_cards + 2]: the byte, of an owner's rows, at which a table's slot 0 lies."""
@@ -100,14 +91,11 @@ class Placer:
 
     def rows_bytes(self, group: Group) -> list[int]:
         """For each owner the bytes of the rows of a group's tables; on each card, if it is the owner of hot rows."""
-        sizes: list[int] = self._slot_bytes(group).sum(axis=0).tolist()
-        return sizes
+        return list(self._slot_bytes(group).sum(axis=0).tolist())
 
     def _slot_bytes(self, group: Group) -> UInt64Array:
         stride = RowFormat.of(group.dtype, group.embedding_dim).stride
-        slots = self.plan.slots[group.first_table : group.end_table]
-        sizes: UInt64Array = slots.astype(np.uint64) * np.uint64(stride)
-        return sizes
+        return self.plan.slots[group.first_table : group.end_table].astype(np.uint64) * np.uint64(stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +176,7 @@ class _Walk:
         counts: Int64Array = np.bincount(number, minlength=self._next_rank.size)
         first = _tier_at(self._next_rank, self._tiers.bounds)
         last = _tier_at(self._next_rank + np.maximum(counts - 1, 0), self._tiers.bounds)
-        tier = first[number]
-        cut = np.flatnonzero((first != last)[number])
+        tier, cut = first[number], np.flatnonzero((first != last)[number])
         if cut.size:
             rank, _ = _ranks(number[cut], self._next_rank)
             tier[cut] = _tier_at(rank, self._tiers.bounds[number[cut]])
@@ -231,30 +218,27 @@ class ArenaOnCards:
         self._cards = cards.cards
         places_of = placer.plan.places[group.first_table : group.end_table]
         self._first_place = np.zeros(len(places_of) + 1, np.int64)
-        np.cumsum([one.rows for one in places_of], out=self._first_place[1:])
-        *own_bytes, hot_bytes, host_bytes = placer.rows_bytes(group)
-        with ExitStack() as held:
+        np.cumsum([places.rows for places in places_of], out=self._first_place[1:])
+        *card_bytes, hot_bytes, host_bytes = placer.rows_bytes(group)
+        with ExitStack() as memories:
 
-            def take(card: Card, size_bytes: int) -> int:
+            def allocate(make: Callable[[int], Memory], size_bytes: int) -> int:
                 if not size_bytes:
                     return 0
-                memory = card.allocate(size_bytes)
-                held.callback(memory.free)
+                memory = make(size_bytes)
+                memories.callback(memory.free)
                 return memory.address
 
-            own = [take(card, size_bytes) for card, size_bytes in zip(self._cards, own_bytes, strict=True)]
-            host = cards.allocate_pinned(host_bytes) if host_bytes else None
-            if host is not None:
-                held.callback(host.free)
+            local = [allocate(card.allocate, size) for card, size in zip(self._cards, card_bytes, strict=True)]
+            host = allocate(cards.allocate_pinned, host_bytes)
             params = []
             for card in self._cards:
-                places = take(card, 4 * int(self._first_place[-1]))
-                finders = take(card, finder_bytes(placer.plan, numbers))
-                owners = [*own, take(card, hot_bytes), host.address if host is not None else 0]
-                params.append(self._params(places, finders, owners))
+                places = allocate(card.allocate, 4 * int(self._first_place[-1]))
+                finders = allocate(card.allocate, finder_bytes(placer.plan, numbers))
+                params.append(self._params(places, finders, [*local, allocate(card.allocate, hot_bytes), host]))
             self.params: tuple[ArenaParams, ...] = tuple(params)
             self._upload_finders(cards)
-            self._held = held.pop_all()
+            self._memories = memories.pop_all()
 
     def places_address(self, card: int, table: int, first: int = 0) -> int:
         """Return the address, on a card, of one of a table's places (uint32); the later ones follow."""
@@ -278,7 +262,7 @@ class ArenaOnCards:
 
     def free(self) -> None:
         """Give all memory back. Nothing that uses it may be under way. Idempotent."""
-        self._held.close()
+        self._memories.close()
 
     def _params(self, places: int, finders: int, rows: Sequence[int]) -> ArenaParams:
         num_tables, num_cards = self._first_place.size - 1, len(self._cards)
@@ -302,16 +286,15 @@ class ArenaOnCards:
         tables, begins = (TableParams * len(self._tables))(), list[UInt64Array]()
         starts = np.ascontiguousarray(self._placer.starts(self.group), np.uint64)
         num_buckets = 0
-        for number, (table, found) in enumerate(zip(self._tables, tables, strict=True)):
+        for number, (table, params) in enumerate(zip(self._tables, tables, strict=True)):
             buckets, places = RowBuckets.of(table), self._placer.plan.places[self.group.first_table + number]
-            found.begin, found.num_rows = int(self._first_place[number]), table.num_embeddings
+            params.begin, params.num_rows = int(self._first_place[number]), table.num_embeddings
             if places.only_owner is not None:
-                found.begin, found.owner_after = int(starts[number, places.only_owner]), places.only_owner + 1
+                params.begin, params.owner_after = int(starts[number, places.only_owner]), places.only_owner + 1
             elif places.buckets:
-                found.bucket_after = num_buckets + 1
-                found.seed = buckets.seed or 0
+                params.bucket_after, params.seed = num_buckets + 1, buckets.seed or 0
                 log2_count = buckets.count.bit_length() - 1
-                found.shifts = buckets.bucket_shift | buckets.slot_shift << 8 | log2_count << 16
+                params.shifts = buckets.bucket_shift | buckets.slot_shift << 8 | log2_count << 16
                 begins.append(self._placer.bucket_places(self.group.first_table + number))
                 num_buckets += places.buckets
         return bytes(tables) + starts.tobytes() + b"".join(begin.tobytes() for begin in begins)

@@ -66,21 +66,15 @@ class CardSet:
         self.options = options or CardOptions()
         self.memory = memory or CardMemory(cards)
         if not cards.peer_access:
-            told = f"not every one of {cards.name} can read the memory of every other (peer access)"
+            problem = f"not every one of {cards.name} can read the memory of every other (peer access)"
             if self.options.require_peer_access:
-                raise CardsUnavailableError(
-                    f"{told}, and require_peer_access is set",
-                    kind="peer_access",
-                    http_status=409,
-                    grpc_status="FAILED_PRECONDITION",
-                )
-            logger.warning("%s: every row will be on all cards, or in pinned host memory", told)
-        wanted = self.options.card_memory_gb
-        self.card_bytes = (
-            self.memory.share_bytes(VERSIONS_SIDE_BY_SIDE)
-            if wanted is None
-            else (int(wanted * 1e9),) * len(cards.cards)
-        )
+                problem += ", and require_peer_access is set"
+                statuses = {"http_status": 409, "grpc_status": "FAILED_PRECONDITION"}
+                raise CardsUnavailableError(problem, kind="peer_access", **statuses)  # type: ignore[arg-type]
+            logger.warning("%s: every row will be on all cards, or in pinned host memory", problem)
+        self.card_bytes = self.memory.share_bytes(VERSIONS_SIDE_BY_SIDE)
+        if self.options.card_memory_gb is not None:
+            self.card_bytes = (int(self.options.card_memory_gb * 1e9),) * len(cards.cards)
 
     @classmethod
     def open(cls, device: str, num_cards: int, options: CardOptions | None = None) -> CardSet | None:
@@ -112,8 +106,8 @@ class CardMemory:
     def held_bytes(self) -> tuple[int, ...]:
         """By card, of all claims, filled or not."""
         with self._lock:
-            held = [claim for claim in self._claims if claim.is_active]
-        return tuple(_on([card], held) for card in self._cards)
+            active = [claim for claim in self._claims if claim.is_active]
+        return tuple(_on([card], active) for card in self._cards)
 
     def share_bytes(self, num_versions: int) -> tuple[int, ...]:
         """By card: what each of so many versions may take, so that all of them fit beside the reserve.
@@ -130,19 +124,19 @@ class CardMemory:
         """Claim memory of each card that is about to be allocated. Raises MemoryBudgetError, with the numbers."""
         claim = Claim(card_bytes, is_temporary=is_temporary)
         with self._lock:
-            self._claims = [held for held in self._claims if held.is_active]
+            self._claims = [other for other in self._claims if other.is_active]
             for device, cards in self._by_device.items():
-                wanted = _on(cards, [claim])
-                filling = _on(cards, [held for held in self._claims if held.is_filling])
+                needed = _on(cards, [claim])
+                filling = _on(cards, [other for other in self._claims if other.is_filling])
                 free, kept = cards[0].free_bytes(), self._reserve_bytes[device] // KEPT_FREE_DIVISOR
-                if wanted and wanted + filling > free - kept:
+                if needed and needed + filling > free - kept:
                     # Of versions that are gone, torch keeps what their batches and graphs took.
                     cards[0].give_back_unused()
                     free = cards[0].free_bytes()
-                if wanted and wanted + filling > free - kept:
+                if needed and needed + filling > free - kept:
                     names = f"card{'s' if len(cards) > 1 else ''} {', '.join(str(card.number) for card in cards)}"
                     raise MemoryBudgetError(
-                        f"rows take {wanted} bytes of device {device} ({names}), but {free} are free and "
+                        f"rows take {needed} bytes of device {device} ({names}), but {free} are free and "
                         f"{kept} are kept free; versions that are here take {_on(cards, self._claims) - filling}, "
                         f"others that are being staged {filling}. Give less card memory to leave more rows in pinned "
                         "host memory, or roll replica by replica"
@@ -180,10 +174,8 @@ class DeviceChoice:
             raise DeviceChoiceError(f"device {text!r} is none of {ALLOWED}")
         devices = tuple(int(number) for number in match[1].split(","))
         if len(set(devices)) != len(devices):
-            raise DeviceChoiceError(
-                f"device {text!r} names a device twice; several cards of one device are logical cards: "
-                "name the device once and ask for more cards"
-            )
+            advice = "several cards of one device are logical cards: name the device once and ask for more cards"
+            raise DeviceChoiceError(f"device {text!r} names a device twice; {advice}")
         return cls("cuda", devices)
 
     def __str__(self) -> str:
@@ -199,25 +191,20 @@ def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: i
     """
     if num_cards is not None and not 1 <= num_cards <= MAX_CARDS:
         raise DeviceChoiceError(f"cards {num_cards} is not within 1..{MAX_CARDS}")
-    if choice.devices:
-        missing = [device for device in choice.devices if device >= num_devices]
-        if missing:
-            raise DeviceChoiceError(
-                f"device {str(choice)!r}: there is no device {missing[0]}; this process sees 0..{num_devices - 1}"
-            )
-        cards = len(choice.devices) if num_cards is None else num_cards
-        if cards < len(choice.devices):
-            raise DeviceChoiceError(
-                f"device {str(choice)!r} names {len(choice.devices)} devices for {cards} cards: at most one a card"
-            )
-        return tuple(choice.devices[card % len(choice.devices)] for card in range(cards))
-    cards = min(num_devices, MAX_CARDS) if num_cards is None else num_cards
-    if cards > num_devices:
-        raise DeviceChoiceError(
-            f"device {str(choice)!r}: {cards} cards, but this process sees {num_devices} devices; for several logical "
-            "cards on one device name it, as in 'cuda:0'"
-        )
-    return tuple(range(cards))
+    named, count = f"device {str(choice)!r}", len(choice.devices)
+    if not choice.devices:
+        cards = min(num_devices, MAX_CARDS) if num_cards is None else num_cards
+        if cards > num_devices:
+            seen = f"{cards} cards, but this process sees {num_devices} devices"
+            raise DeviceChoiceError(f"{named}: {seen}; for several logical cards on one device name it, as in 'cuda:0'")
+        return tuple(range(cards))
+    missing = [device for device in choice.devices if device >= num_devices]
+    if missing:
+        raise DeviceChoiceError(f"{named}: there is no device {missing[0]}; this process sees 0..{num_devices - 1}")
+    cards = count if num_cards is None else num_cards
+    if cards < count:
+        raise DeviceChoiceError(f"{named} names {count} devices for {cards} cards: at most one a card")
+    return tuple(choice.devices[card % count] for card in range(cards))
 
 
 def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | None:
@@ -229,28 +216,25 @@ def open_cards(choice: DeviceChoice, num_cards: int | None = None) -> Cards | No
     if choice.kind == "cpu":
         return None
     try:
-        shim = _shim()
-        num_devices: int = shim.usable_devices()
-        cards: Cards = shim.open_cupy_cards(devices_of_cards(choice, num_cards, num_devices))
+        shim = _cupy_cards()
+        cards: Cards = shim.open_cupy_cards(devices_of_cards(choice, num_cards, shim.usable_devices()))
     except (CardsUnavailableError, DeviceChoiceError) as reason:
-        if choice.kind == "cuda":
-            if isinstance(reason, CardsUnavailableError):
-                raise CardsUnavailableError(f"device {str(choice)!r}: {reason}") from reason
+        if choice.kind == "auto":
+            logger.info("device 'auto' is the CPU: %s", reason)
+            return None
+        if isinstance(reason, DeviceChoiceError):
             raise
-        logger.info("device 'auto' is the CPU: %s", reason)
-        return None
+        raise CardsUnavailableError(f"device {str(choice)!r}: {reason}") from reason
     logger.info("device %r is %s", str(choice), cards.name)
     return cards
 
 
-def _shim() -> ModuleType:
-    """Return what opens cards: imported only when it is asked for, as it takes CuPy."""
+def _cupy_cards() -> ModuleType:
+    # Imported only when it is needed, as it takes CuPy.
     try:
         return importlib.import_module("shard_node.cuda.cupy_cards")
     except ImportError as error:
         raise CardsUnavailableError(f"CuPy can't be imported ({error}): {INSTALL}") from error
     except OSError as error:
-        raise CardsUnavailableError(
-            f"CuPy can't be imported: {error}. It keeps compiled kernels in a folder that it must be able to write: "
-            "set CUPY_CACHE_DIR"
-        ) from error
+        advice = "It keeps compiled kernels in a folder that it must be able to write: set CUPY_CACHE_DIR"
+        raise CardsUnavailableError(f"CuPy can't be imported: {error}. {advice}") from error

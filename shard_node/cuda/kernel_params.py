@@ -211,12 +211,6 @@ def owners_of(places: UInt32Array, num_cards: int) -> UInt8Array:
     return owners
 
 
-def slots_of(places: UInt32Array, num_cards: int) -> UInt32Array:
-    """Return the slot uint32 [n] of each place that is not `NOT_HERE`."""
-    slots: UInt32Array = places >> np.uint32(owner_bits(num_cards))
-    return slots
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows: the stored numbers, moved apart so that every row begins at a multiple of 16 bytes; nothing is quantised anew.
 
@@ -253,31 +247,20 @@ class RowFormat:
     @lru_cache(maxsize=256)
     def of(cls, dtype: RowDtype, embedding_dim: int) -> Self:
         """Return the format of rows of `embedding_dim` elements stored as `dtype`."""
-        row_bytes = codec_for(dtype, embedding_dim).row_bytes
-        tail_bytes = _TAIL_BYTES[dtype]
+        row_bytes, tail_bytes = codec_for(dtype, embedding_dim).row_bytes, _TAIL_BYTES[dtype]
         code_bytes = row_bytes - tail_bytes
         tail_offset = round_up(code_bytes, tail_bytes) if tail_bytes else code_bytes
-        return cls(
-            dtype=dtype,
-            embedding_dim=embedding_dim,
-            row_bytes=row_bytes,
-            code_bytes=code_bytes,
-            tail_offset=tail_offset,
-            tail_bytes=tail_bytes,
-            stride=round_up(tail_offset + tail_bytes),
-            chunks=-(-code_bytes // CHUNK_BYTES),
-        )
+        stride, chunks = round_up(tail_offset + tail_bytes), -(-code_bytes // CHUNK_BYTES)
+        return cls(dtype, embedding_dim, row_bytes, code_bytes, tail_offset, tail_bytes, stride, chunks)
 
-    def relay(self, stored: ByteArray, out: ByteArray | None = None) -> ByteArray:
-        """Lay rows, uint8 [n, row_bytes], out as on a card, in `out`, uint8 [n, stride], made if it is not given."""
-        if out is None:
-            out = np.empty((stored.shape[0], self.stride), np.uint8)
+    def relay(self, stored: ByteArray, target: ByteArray) -> ByteArray:
+        """Lay rows, uint8 [n, row_bytes], out as on a card, in `target`, uint8 [n, stride]; return that."""
         tail_end = self.tail_offset + self.tail_bytes
-        out[:, : self.code_bytes] = stored[:, : self.code_bytes]
-        out[:, self.code_bytes : self.tail_offset] = 0
-        out[:, self.tail_offset : tail_end] = stored[:, self.code_bytes :]
-        out[:, tail_end:] = 0
-        return out
+        target[:, : self.code_bytes] = stored[:, : self.code_bytes]
+        target[:, self.code_bytes : self.tail_offset] = 0
+        target[:, self.tail_offset : tail_end] = stored[:, self.code_bytes :]
+        target[:, tail_end:] = 0
+        return target
 
 
 def round_up(size: int, multiple: int = CHUNK_BYTES) -> int:

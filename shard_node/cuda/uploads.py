@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shard_node.bags import Int64Array
-from shard_node.cuda.card_rows import CardRows
+from shard_node.cuda.card_rows import ArenaOnCards, CardRows
 from shard_node.cuda.kernel_params import ByteArray, round_up
 
 if TYPE_CHECKING:
@@ -29,13 +28,9 @@ def capacity_for(size_bytes: int) -> int:
 class Upload:
     """Pinned memory, and as much on each of some cards: packed once, sent to the same byte of each. Not thread-safe.
 
-    Args:
-        cards: for pinned memory.
-        on: the cards, and the stream of each on which bytes are sent and used.
-        capacity_bytes: of the first buffers; with 0 there are none before the first `reserve`.
-
-    Raises:
-        MemoryBudgetError: a card or the host has not as much; nothing is held then.
+    `on` are the cards, and the stream of each on which bytes are sent and used. With `capacity_bytes` 0 there are no
+    buffers before the first `reserve`. Raises MemoryBudgetError if a card or the host has not as much; nothing is
+    allocated then.
     """
 
     def __init__(self, cards: Cards, on: Sequence[tuple[Card, Stream]], capacity_bytes: int = 0) -> None:
@@ -48,13 +43,9 @@ class Upload:
             self._allocate(capacity_bytes)
 
     def reserve(self, size_bytes: int) -> ByteArray:
-        """Wait, without the interpreter lock, until what was sent before has been used, and give room for the next.
+        """Wait until what was sent before was used, without the interpreter lock. Return uint8 [size_bytes], pinned.
 
-        Returns:
-            uint8 [size_bytes], pinned.
-
-        Raises:
-            MemoryBudgetError: it must grow and there is no memory; nothing is held then, and the next lot may fit.
+        Raises MemoryBudgetError: it must grow and there is no memory; nothing is allocated then, and the next may fit.
         """
         self._wait()
         pinned = self._pinned
@@ -64,19 +55,12 @@ class Upload:
         return pinned.array[:size_bytes]
 
     def send(self, number: int, first: int, size_bytes: int, target: int | None = None) -> int:
-        """Send bytes of what was reserved to a card, on its stream.
+        """Send bytes of what was reserved, from `first` on, to a card by its number among those of this, on its stream.
 
-        Args:
-            number: of the card, among those of this.
-            first: byte.
-            size_bytes: how many.
-            target: the address that they go to; None for byte `first` of the buffer on the card.
-
-        Returns:
-            The address that they went to. What uses it is put on the same stream.
+        `target` is the address that they go to; None for byte `first` of the buffer on the card. Returns the address.
+        What uses it is put on the same stream.
         """
-        if self._pinned is None:
-            raise ValueError("nothing was reserved")
+        assert self._pinned is not None
         card, stream = self._on[number]
         if target is None:
             target = self._on_card[number].address + first
@@ -85,7 +69,7 @@ class Upload:
         return target
 
     def used(self, number: int) -> None:
-        """Tells that all that uses what was sent to a card since the last `reserve` has been put on its stream."""
+        """Note that all that uses what was sent to a card since the last `reserve` has been put on its stream."""
         self._events.append(self._on[number][1].record())
 
     def free(self) -> None:
@@ -94,14 +78,14 @@ class Upload:
         self._release()
 
     def _allocate(self, capacity_bytes: int) -> Memory:
-        pinned = self._pinned = self._cards.allocate_pinned(capacity_bytes)
+        self._pinned = self._cards.allocate_pinned(capacity_bytes)
         try:
             for card, _ in self._on:
                 self._on_card.append(card.allocate(capacity_bytes))
         except BaseException:
             self._release()
             raise
-        return pinned
+        return self._pinned
 
     def _wait(self) -> None:
         events, self._events = self._events, []
@@ -109,12 +93,10 @@ class Upload:
             event.synchronize()
 
     def _release(self) -> None:
-        memories, pinned = self._on_card, self._pinned
+        memories = self._on_card if self._pinned is None else [*self._on_card, self._pinned]
         self._on_card, self._pinned = [], None
         for memory in memories:
             memory.free()
-        if pinned is not None:
-            pinned.free()
 
 
 class Uploads:
@@ -158,11 +140,11 @@ class RowWriter:
         checks = self._rows.checks
         parts: list[tuple[int, Int64Array, ByteArray]] = []
         for number, of_table in checks.layout.rows_by_table(table, rows, stored):
-            here = checks.here(number, rows)
-            if here is None or here.all():
+            is_local = checks.local(number, rows)
+            if is_local.all():
                 parts.append((number, rows, of_table))
-            elif here.any():
-                parts.append((number, rows[here], of_table[here]))
+            elif is_local.any():
+                parts.append((number, rows[is_local], of_table[is_local]))
         if parts and rows.size:
             with self._writing:
                 self._write(parts)
@@ -174,30 +156,27 @@ class RowWriter:
 
     def _write(self, parts: list[tuple[int, Int64Array, ByteArray]]) -> None:
         shapes, order = self._rows.shapes, self._rows.order
-        arenas = [self._rows.arenas[int(shapes.arena_of_table[table])] for table, _, _ in parts]
+        placed: list[tuple[ArenaOnCards, int, int, int]] = []
+        size_bytes = 0
         # Of each part the rows' numbers, then the rows; all are multiples of 16 bytes.
-        sizes = [
-            (round_up(4 * rows.size), rows.size * arena.format.stride)
-            for arena, (_, rows, _) in zip(arenas, parts, strict=True)
-        ]
-        edges = [0, *accumulate(size for pair in sizes for size in pair)]
-        starts, size_bytes = list(zip(edges[:-1:2], edges[1::2], strict=True)), edges[-1]
+        for table, rows, _ in parts:
+            arena = self._rows.arenas[int(shapes.arena_of_table[table])]
+            stored_at = size_bytes + round_up(4 * rows.size)
+            placed.append((arena, int(shapes.table_in_arena[table]), size_bytes, stored_at))
+            size_bytes = stored_at + rows.size * arena.format.stride
         upload = self._uploads.next()
         array = upload.reserve(size_bytes)
-        for arena, (_, rows, stored), (rows_at, stored_at) in zip(arenas, parts, starts, strict=True):
+        for (arena, _, rows_at, stored_at), (_, rows, stored) in zip(placed, parts, strict=True):
             np.copyto(array[rows_at : rows_at + 4 * rows.size].view(np.uint32), rows, casting="unsafe")
             stride = arena.format.stride
             arena.format.relay(stored, array[stored_at : stored_at + rows.size * stride].reshape(rows.size, stride))
         addresses = [upload.send(card, 0, size_bytes) for card in range(len(order.streams))]
 
         def put() -> None:
-            for card, address in enumerate(addresses):
-                stream, writes_host = order.streams[card], card == 0
-                for arena, (table, rows, _), (rows_at, stored_at) in zip(arenas, parts, starts, strict=True):
-                    number = int(shapes.table_in_arena[table])
-                    arena.write(
-                        card, number, address + rows_at, address + stored_at, rows.size, stream, writes_host=writes_host
-                    )
+            for card, (address, stream) in enumerate(zip(addresses, order.streams, strict=True)):
+                for (arena, number, rows_at, stored_at), (_, rows, _) in zip(placed, parts, strict=True):
+                    at = address + rows_at, address + stored_at
+                    arena.write(card, number, *at, rows.size, stream, writes_host=card == 0)
 
         try:
             order.write(put)

@@ -131,8 +131,8 @@ class TablePlace:
     cell_base: Int64Array
 
     @property
-    def whole(self) -> bool:
-        """Whether one arena holds all rows in row order."""
+    def is_undivided(self) -> bool:
+        """Whether one arena has all rows in row order."""
         return self.cell_arena.size == 1
 
 
@@ -141,9 +141,9 @@ class Placement:
 
     def __init__(self, layout: TableLayout, places: list[TablePlace]) -> None:
         self._layout = layout
-        # For tables held whole (by group) the row needs only its table's base.
-        self._whole = np.array([place.whole for place in places])
-        self._cells = BucketCells(layout, self._whole, [place.cell_arena.shape[0] for place in places])
+        # For undivided tables (by group) the row needs only its table's base.
+        self._is_undivided = np.array([place.is_undivided for place in places])
+        self._cells = BucketCells(layout, self._is_undivided, [place.cell_arena.shape[0] for place in places])
         arenas = [place.cell_arena.reshape(-1) for place in places]
         bases = [place.cell_base.reshape(-1) for place in places]
         self._cell_arena = self._cells.spread(arenas, int(NOT_HERE), np.uint16)
@@ -152,24 +152,24 @@ class Placement:
         self._base_or_far = np.where(self._cell_arena == NOT_HERE, FAR, self._cell_base)
         # Rows that travel as int32 stay so, if all slots fit.
         self._narrow_base = None
-        if int(self._cell_base.max(initial=0)) + max(one.num_embeddings for one in layout.tables) < -NARROW_FAR:
+        if int(self._cell_base.max(initial=0)) + max(table.num_embeddings for table in layout.tables) < -NARROW_FAR:
             self._narrow_base = np.maximum(self._base_or_far, NARROW_FAR).astype(np.int32)
         self._files_shift = np.array([place.files_shift for place in places], np.int64)
         self._cells_per_file = np.array([place.cell_arena.shape[1] for place in places], np.int64)
         self._slot_shift = np.array([place.slot_shift for place in places], np.int64)
         self._cut_by_files = bool((self._files_shift < ALL_BITS).any())
-        self._whole_base = np.array([place.cell_base[0, 0] for place in places], np.int64)
-        self._whole_tables_begin_at_0 = not self._whole_base.any()
+        self._undivided_base = np.array([place.cell_base[0, 0] for place in places], np.int64)
+        self._undivided_begin_at_0 = not self._undivided_base.any()
 
-    def is_whole(self, first_table: int, end_table: int) -> bool:
-        """Whether each of these tables lies in row order in one arena."""
-        return bool(self._whole[first_table:end_table].all())
+    def are_undivided(self, first_table: int, end_table: int) -> bool:
+        """Whether each of these tables is in row order in one arena."""
+        return bool(self._is_undivided[first_table:end_table].all())
 
-    def slots_in_whole(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        """Find the slots (int64 [n]) of rows whose tables lie whole in their group's arena."""
-        if self._whole_tables_begin_at_0:
+    def slots_of_undivided(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        """Find the slots (int64 [n]) of rows whose tables are undivided in their group's arena."""
+        if self._undivided_begin_at_0:
             return bags.values
-        base = self._whole_base[bags.keys]
+        base = self._undivided_base[bags.keys]
         if not base.any():
             return bags.values
         return bags.values + (base if base.size == 1 else np.repeat(base, values_per_key))
@@ -185,7 +185,7 @@ class Placement:
         slots += bags.values >> per_value(self._slot_shift, bags, values_per_key)
         return arena, slots
 
-    def slots_in_one(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+    def slots_in_arena(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         """Find the slots as `locate`, where one arena has all rows that these tables have here."""
         base = self._base_or_far
         if bags.values.dtype != base.dtype:

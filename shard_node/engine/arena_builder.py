@@ -81,8 +81,8 @@ class ArenaLoad(TableLoad):
         self._cards = partition.card_of_bucket
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._buckets = [RowBuckets.of(table) for table in layout.tables]
-        self._bucket_rows = [one.rows_per_bucket() for one in self._buckets]
-        rows = [int(one[cards >= 0].sum()) for one, cards in zip(self._bucket_rows, self._cards, strict=True)]
+        self._bucket_rows = [buckets.rows_per_bucket() for buckets in self._buckets]
+        rows = [int(of_table[cards >= 0].sum()) for of_table, cards in zip(self._bucket_rows, self._cards, strict=True)]
         self._row_bytes = [codec_for(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
         table_bytes = [count * size for count, size in zip(rows, self._row_bytes, strict=True)]
         self._tiers = choose_tiers(table_bytes, memory_budget_bytes)
@@ -120,41 +120,40 @@ class ArenaLoad(TableLoad):
             if self._tiers[number] != "ram":
                 continue
             cards, rows = self._cards[number], self._bucket_rows[number]
-            is_here = cards >= 0
-            of_cards = np.bincount(cards[is_here], rows[is_here]).astype(np.int64)
+            is_local = cards >= 0
+            of_cards = np.bincount(cards[is_local], rows[is_local]).astype(np.int64)
             for card in np.flatnonzero(of_cards).tolist():
                 bytes_of_cards[card] = bytes_of_cards.get(card, 0) + int(of_cards[card]) * row_bytes
         filling = _Filling(len(self._arenas), allocate_rows(sum(bytes_of_cards.values()) // row_bytes, row_bytes))
         if bytes_of_cards:
-            by_card = dict(sorted(bytes_of_cards.items()))
-            self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, by_card, "ram"))
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, bytes_of_cards, "ram"))
         return filling
 
     def _place_in_ram(self, number: int, filling: _Filling) -> TablePlace:
-        table, rows, is_here = self._layout.tables[number], self._bucket_rows[number], self._cards[number] >= 0
-        buckets = self._buckets[number]
-        if is_here[rows > 0].all():
+        table, rows, is_local = self._layout.tables[number], self._bucket_rows[number], self._cards[number] >= 0
+        buckets, files = self._buckets[number], self._files[table.name]
+        if is_local[rows > 0].all():
             # In row order, so that a lookup needs no bucket.
-            one_arena, one_base = np.full((1, 1), filling.number, np.uint16), np.full((1, 1), filling.next_slot)
-            place = TablePlace(ALL_BITS, 0, one_arena, one_base)
-            is_here = rows > 0
+            arena, base = np.full((1, 1), filling.number, np.uint16), np.full((1, 1), filling.next_slot)
+            place = TablePlace(ALL_BITS, 0, arena, base)
+            is_local = rows > 0
         else:
-            starts = filling.next_slot + np.cumsum(np.where(is_here, rows, 0)) - np.where(is_here, rows, 0)
-            arena = np.where(is_here, np.uint16(filling.number), NOT_HERE)
-            base = np.where(is_here, starts - buckets.first_slots(), 0)
+            local_rows = np.where(is_local, rows, 0)
+            starts = filling.next_slot + np.cumsum(local_rows) - local_rows
+            arena = np.where(is_local, np.uint16(filling.number), NOT_HERE)
+            base = np.where(is_local, starts - buckets.first_slots(), 0)
             place = TablePlace(ALL_BITS, buckets.slot_shift, arena[None], base[None])
-        rows_per_file = self._files[table.name].rows_per_file
-        for index in range(len(self._files[table.name].rows)):
-            self._fill(table, index, buckets.in_file(rows_per_file, index), is_here, place, filling.rows)
-        filling.next_slot += int(rows[is_here].sum())
-        self._tell()
+        for index in range(len(files.rows)):
+            self._fill(table, index, buckets.in_file(files.rows_per_file, index), is_local, place, filling.rows)
+        filling.next_slot += int(rows[is_local].sum())
+        self._progress("load", self._done_bytes, self._total_bytes)
         return place
 
     def _fill(
-        self, table: TableSpec, index: int, order: FileOrder, is_here: BoolArray, place: TablePlace, target: ByteArray
+        self, table: TableSpec, index: int, order: FileOrder, is_local: BoolArray, place: TablePlace, target: ByteArray
     ) -> None:
         source = self._snapshot.rows_file(table.name, index)
-        positions = order.positions_of(is_here)
+        positions = order.positions_of(is_local)
         if not positions.size:
             return
         # One item per row: NumPy copies such whole, several times faster than bytes.
@@ -164,31 +163,31 @@ class ArenaLoad(TableLoad):
             rows, stored = order.rows_at(piece), items.take(piece)
             self._check(table, index, stored.view(np.uint8).reshape(piece.size, -1), rows)
             base = place.cell_base[0]
-            if not place.whole:
+            if not place.is_undivided:
                 base = base.take(order.buckets.of_rows(rows))
             rows >>= place.slot_shift
             rows += base
             slots_of[rows] = stored
             self._done_bytes += stored.nbytes
-            self._tell()
+            self._progress("load", self._done_bytes, self._total_bytes)
 
     def _place_mapped(self, number: int) -> TablePlace:
         # One arena for each row file, on the card of its first bucket here.
         table, cards = self._layout.tables[number], self._cards[number]
         files, buckets = self._files[table.name], self._buckets[number]
-        is_here = cards >= 0
+        is_local = cards >= 0
         arena = np.full((len(files.rows), buckets.count), NOT_HERE, np.uint16)
         base = np.zeros((len(files.rows), buckets.count), np.int64)
-        for index in range(len(files.rows) if is_here.any() else 0):
+        for index in range(len(files.rows) if is_local.any() else 0):
             source = self._snapshot.rows_file(table.name, index, copy_on_write=True)
             if len(self._arenas) == NOT_HERE:
                 raise MemoryBudgetError(
                     f"table {table.name!r}: a node has at most {NOT_HERE} arenas (row files mapped)"
                 )
             order = buckets.in_file(files.rows_per_file, index)
-            self._bring_in(table, index, source, order, is_here)
-            arena[index, is_here] = len(self._arenas)
-            card = int(cards[is_here.argmax()])
+            self._bring_in(table, index, source, order, is_local)
+            arena[index, is_local] = len(self._arenas)
+            card = int(cards[is_local.argmax()])
             self._arenas.append(Arena(table.dtype, table.embedding_dim, source, {card: source.nbytes}, "mapped"))
             if buckets.slot_shift:
                 base[index] = order.starts[:-1] - (order.first_row >> buckets.slot_shift)
@@ -196,9 +195,9 @@ class ArenaLoad(TableLoad):
                 base[index] = -order.first_row
         return TablePlace(files.rows_per_file.bit_length() - 1, buckets.slot_shift, arena, base)
 
-    def _bring_in(self, table: TableSpec, index: int, source: ByteArray, order: FileOrder, is_here: BoolArray) -> None:
+    def _bring_in(self, table: TableSpec, index: int, source: ByteArray, order: FileOrder, is_local: BoolArray) -> None:
         files = self._files[table.name]
-        edges = np.flatnonzero(np.diff(is_here, prepend=False, append=False))
+        edges = np.flatnonzero(np.diff(is_local, prepend=False, append=False))
         for first, end in order.starts[edges].reshape(-1, 2).tolist():
             for begin, stop in _pieces(first, end, source.shape[1]):
                 piece = source[begin:stop]
@@ -215,9 +214,6 @@ class ArenaLoad(TableLoad):
         if bad is not None:
             raise not_finite(self._snapshot, table.name, self._files[table.name].rows[index], int(rows[bad]))
 
-    def _tell(self) -> None:
-        self._progress("load", self._done_bytes, self._total_bytes)
-
 
 def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Tier]:
     """Choose the tables that stay in the mapped snapshot: the largest, until the others fit the budget.
@@ -227,7 +223,7 @@ def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[T
     total = sum(table_bytes)
     tiers: list[Tier] = ["ram"] * len(table_bytes)
     budget_bytes = total if budget_bytes is None else budget_bytes
-    for number in sorted(range(len(table_bytes)), key=lambda one: (table_bytes[one], one), reverse=True):
+    for number in sorted(range(len(table_bytes)), key=lambda number: (table_bytes[number], number), reverse=True):
         if total <= budget_bytes:
             break
         tiers[number] = "mapped"

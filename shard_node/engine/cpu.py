@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +20,10 @@ from shard_node.split import add, split
 Of = TypeVar("Of")
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupPlace:
+class _GroupArenas(NamedTuple):
     group: Group
     arenas: range
-    whole: bool
+    is_undivided: bool
 
 
 class CpuEngine:
@@ -50,16 +48,16 @@ class CpuEngine:
         self._arenas = list(arenas)
         self._placement = placement
         self._tiers = tuple(tiers)
-        self._places = tuple(
-            _GroupPlace(group, numbers, len(numbers) == 1 and placement.is_whole(group.first_table, group.end_table))
-            for group, numbers in zip(layout.groups, group_arenas, strict=True)
-        )
+        self._groups: list[_GroupArenas] = []
+        for group, numbers in zip(layout.groups, group_arenas, strict=True):
+            is_undivided = len(numbers) == 1 and placement.are_undivided(group.first_table, group.end_table)
+            self._groups.append(_GroupArenas(group, numbers, is_undivided))
         self._num_tables = len(layout.tables)
         self._counts = np.zeros(self._num_tables, np.int64)
         self._counts_lock = threading.Lock()
         self.access = LookupSampler(layout)
         self._row_lock = RowLock()
-        self._one_writer = threading.Lock()
+        self._writing = threading.Lock()
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`."""
@@ -67,12 +65,13 @@ class CpuEngine:
 
     def answer(self, bags: KeyedBags) -> Answer:
         """As `Engine.answer`: rows of tables that travel as stored, sums of the others."""
-        found = self._of_groups(bags, self._answer_group)
-        return Answer([sums for sums, _ in found], [stored for _, stored in found])
+        answers = self._of_groups(bags, self._answer_group)
+        return Answer([sums for sums, _ in answers], [stored for _, stored in answers])
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`."""
-        return self.write_together([(one, rows, part) for one, part in self.layout.rows_by_table(table, rows, stored)])
+        by_table = self.layout.rows_by_table(table, rows, stored)
+        return self.write_together([(number, rows, of_table) for number, of_table in by_table])
 
     def write_together(self, writes: Sequence[tuple[int, Int64Array, npt.NDArray[np.uint8]]]) -> int:
         """Replace rows of several tables, each with rows of its own, between the same two lookups.
@@ -84,32 +83,30 @@ class CpuEngine:
         for table, rows, of_table in writes:
             arena, slots = self._placement.locate_rows(table, rows)
             for number in np.unique(arena).tolist():
-                if number == NOT_HERE:
-                    continue
-                here = arena == number
-                whole = bool(here.all())
-                at, values = (slots, of_table) if whole else (slots[here], of_table[here])
-                parts.append((self._arenas[number], at, values))
-        with self._one_writer:
-            for part, part_slots, _ in parts:
-                part.touch(part_slots)
+                if number != NOT_HERE:
+                    chosen = arena == number
+                    part = (slots, of_table) if chosen.all() else (slots[chosen], of_table[chosen])
+                    parts.append((self._arenas[number], *part))
+        with self._writing:
+            for of_arena, at, _ in parts:
+                of_arena.touch(at)
             self._row_lock.begin_write()
             try:
-                for part, part_slots, part_stored in parts:
-                    part.write(part_slots, part_stored)
+                for of_arena, at, values in parts:
+                    of_arena.write(at, values)
             finally:
                 self._row_lock.end_write()
-        return sum(part_slots.size for _, part_slots, _ in parts)
+        return sum(at.size for _, at, _ in parts)
 
-    def _of_groups(self, bags: KeyedBags, work: Callable[[_GroupPlace, KeyedBags, Int64Array], Of]) -> list[Of]:
+    def _of_groups(self, bags: KeyedBags, work: Callable[[_GroupArenas, KeyedBags, Int64Array], Of]) -> list[Of]:
         """Check the bags, and call `work` with each group's, between two writes."""
         self.layout.check(bags)
         values_per_key = bags.values_per_key()
         self._row_lock.begin_read()
         try:
-            found = [
-                work(place, _slice_keys(bags, first, end), values_per_key[first:end])
-                for place, (_, first, end) in zip(self._places, group_keys(self.layout, bags), strict=True)
+            results = [
+                work(group, _slice_keys(bags, first, end), values_per_key[first:end])
+                for group, (_, first, end) in zip(self._groups, group_keys(self.layout, bags), strict=True)
             ]
         finally:
             self._row_lock.end_read()
@@ -119,51 +116,51 @@ class CpuEngine:
             else:
                 self._counts[bags.keys] += values_per_key
         self.access.observe(bags.keys, values_per_key, bags.values)
-        return found
+        return results
 
     def _answer_group(
-        self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array
+        self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array
     ) -> tuple[Float32Array, StoredRows]:
-        is_stored = travel_as_stored(place.group, values_per_key, bags.bags_per_key)
+        is_stored = travel_as_stored(group.group, values_per_key, bags.bags_per_key)
         if is_stored.all():
-            return np.empty((0, place.group.embedding_dim), np.float32), self._stored(place, bags, values_per_key)
+            return np.empty((0, group.group.embedding_dim), np.float32), self._stored(group, bags, values_per_key)
         if not is_stored.any():
-            return self._pool_group(place, bags, values_per_key), np.empty((0, place.group.row_bytes), np.uint8)
+            return self._pool_group(group, bags, values_per_key), np.empty((0, group.group.row_bytes), np.uint8)
         stored, others = bags.of_keys(is_stored), bags.of_keys(~is_stored)
-        sums = self._pool_group(place, others, others.values_per_key())
-        return sums, self._stored(place, stored, stored.values_per_key())
+        sums = self._pool_group(group, others, others.values_per_key())
+        return sums, self._stored(group, stored, stored.values_per_key())
 
-    def _stored(self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> StoredRows:
+    def _stored(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> StoredRows:
         """Copy the row of each value as it is stored, uint8 [n, row_bytes]."""
-        if len(place.arenas) == 1:
-            return self._arenas[place.arenas[0]].take(self._slots(place, bags, values_per_key))
+        if len(group.arenas) == 1:
+            return self._arenas[group.arenas[0]].take(self._slots(group, bags, values_per_key))
         arena, slots = self._placement.locate(bags, values_per_key)
-        rows = np.empty((slots.size, place.group.row_bytes), np.uint8)
-        for number in place.arenas:
-            here = (arena == number).nonzero()[0]
-            rows[here] = self._arenas[number].take(slots[here])
+        rows = np.empty((slots.size, group.group.row_bytes), np.uint8)
+        for number in group.arenas:
+            chosen = (arena == number).nonzero()[0]
+            rows[chosen] = self._arenas[number].take(slots[chosen])
         return rows
 
-    def _slots(self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        if place.whole:
-            return self._placement.slots_in_whole(bags, values_per_key)
-        return self._placement.slots_in_one(bags, values_per_key)
+    def _slots(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        if group.is_undivided:
+            return self._placement.slots_of_undivided(bags, values_per_key)
+        return self._placement.slots_in_arena(bags, values_per_key)
 
-    def _pool_group(self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
+    def _pool_group(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
         if not bags.num_bags:
-            return np.zeros((0, place.group.embedding_dim), np.float32)
-        if len(place.arenas) == 1:
-            slots = self._slots(place, bags, values_per_key)
-            return self._arenas[place.arenas[0]].pool(slots, bags.offsets, bags.weights)
+            return np.zeros((0, group.group.embedding_dim), np.float32)
+        if len(group.arenas) == 1:
+            slots = self._slots(group, bags, values_per_key)
+            return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         arena, slots = self._placement.locate(bags, values_per_key)
         placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
-        parts = split(placed, arena, place.arenas)
+        parts = split(placed, arena, group.arenas)
         pooled = [
             (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))
             for part in parts
         ]
         share_no_bag = all(part.shares_no_bag for part in parts)
-        return add(pooled, bags.num_bags, place.group.embedding_dim, share_no_bag=share_no_bag)
+        return add(pooled, bags.num_bags, group.group.embedding_dim, share_no_bag=share_no_bag)
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """As `Engine.memory`."""

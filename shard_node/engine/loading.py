@@ -51,6 +51,6 @@ def load_tables(
     card_set: CardSet | None = None,
     progress: Progress = no_progress,
 ) -> LoadedTables:
-    """Load a partition, as `prepare_load` and `TableLoad` say, with nobody else taking memory."""
+    """Load a partition, as `prepare_load` and `TableLoad` say, with no other load under way."""
     load = prepare_load(snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set)
     return load.run(load.take(RowMemory()), progress)

@@ -66,14 +66,6 @@ class CardBudget:
     peer_access: bool = True
 
 
-class TableSplit(NamedTuple):
-    """Rows of one table on this node: those that every card has a copy of, that one card has, in pinned memory."""
-
-    hot_rows: int
-    card_rows: int
-    host_rows: int
-
-
 class TablePlaces(NamedTuple):
     """How the rows of one table are addressed on cards.
 
@@ -96,7 +88,7 @@ class TablePlaces(NamedTuple):
 
 
 class CardBytes(NamedTuple):
-    """Bytes on one card: copies of hot rows, rows of its own, places."""
+    """Bytes on one card: copies of hot rows, rows that it alone has, places."""
 
     hot: int
     card: int
@@ -148,10 +140,8 @@ class CardPlan:
         rows = hotness.of(layout) if isinstance(hotness, Hotness) else tuple(hotness)
         num_cards = partition.num_cards
         if level_rows is None:
-            level_rows = [
-                table.rows_by_owner(of_bucket, num_cards)
-                for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
-            ]
+            pairs = zip(rows, partition.card_of_bucket, strict=True)
+            level_rows = [table.rows_by_owner(of_bucket, num_cards) for table, of_bucket in pairs]
         # A table that is undivided at one owner needs no places, and which are is known when rows are given out. So at
         # first only those have places of which this node has a part, then each that turned out to be divided.
         num_rows = np.array([table.num_embeddings for table in layout.tables])
@@ -174,22 +164,14 @@ class CardPlan:
         if filling.left_over(budget) is not None:
             assert left_over is not None
             raise left_over
-        only = np.where(have_places, -1, slots.argmax(axis=1)).tolist()
-        places = tuple(
-            of_table._replace(only_owner=None if owner < 0 else owner)
-            for of_table, owner in zip(places, only, strict=True)
-        )
+        owners = zip(places, slots.argmax(axis=1).tolist(), have_places.tolist(), strict=True)
+        places = tuple(of_table._replace(only_owner=None if many else owner) for of_table, owner, many in owners)
         return cls(layout, partition, rows, tuple(level_rows), tier_rows, places)
 
     @property
     def num_cards(self) -> int:
         """Cards of the node."""
         return self.partition.num_cards
-
-    @cached_property
-    def splits(self) -> tuple[TableSplit, ...]:
-        """In layout order."""
-        return tuple(TableSplit(*map(int, tiers)) for tiers in self.tier_rows.sum(axis=1))
 
     @cached_property
     def slots(self) -> Int64Array:
@@ -267,7 +249,7 @@ class _Filling:
             ]
             self._give(CARD, np.column_stack(local))
         total = self._within_max(self._left.sum(axis=1))
-        self._give(HOST, _share_out(self._left, _first_rows(total, self._stride, budget.pinned_bytes)))
+        self._give(HOST, _shared(self._left, _first_rows(total, self._stride, budget.pinned_bytes)))
         return self._tiers
 
     def left_over(self, budget: CardBudget) -> MemoryBudgetError | None:
@@ -310,16 +292,16 @@ class _Filling:
             unused = free - self._stride @ self._left
             if unused.min() >= 0:
                 hot = [self._hot_among(card, int(unused[card]), total) for card in range(self._num_cards)]
-                return _share_out(self._left, np.minimum.reduce(hot))
+                return _shared(self._left, np.minimum.reduce(hot))
             limit //= DEFAULT_HOT_SHARE
-        return _share_out(self._left, _first_rows(total, self._stride, limit))
+        return _shared(self._left, _first_rows(total, self._stride, limit))
 
     def _hot_among(self, card: int, unused: int, total: Int64Array) -> Int64Array:
         """Return as many of the first of `total` as can be hot in the unused bytes of a card with all rows: [entries].
 
         A row that becomes hot needs its bytes on every card but the one that has it already.
         """
-        new = total - _share_out(self._left, total)[:, card]
+        new = total - _shared(self._left, total)[:, card]
         ends = np.cumsum(new * self._stride)
         cut = int(np.searchsorted(ends, unused, side="right"))
         hot = np.where(np.arange(total.size) < cut, total, 0)
@@ -343,7 +325,7 @@ def _first_rows(rows: Int64Array, stride: Int64Array, size_bytes: int) -> Int64A
     return fitting
 
 
-def _share_out(rows: Int64Array, counts: Int64Array) -> Int64Array:
+def _shared(rows: Int64Array, counts: Int64Array) -> Int64Array:
     """Return counts[e] of rows[e, :], the same share of each card's as far as whole rows go: [entries, cards]."""
     ends = np.cumsum(rows, axis=1)
     total = np.maximum(ends[:, -1:], 1)
@@ -426,12 +408,16 @@ def deal(
     owner_of_bucket = [np.full(load.size, -1, np.int16) for load in loads]
     mean_load = max(total / num_owners, 1e-300)
     mean_bytes = max(1.0, sum(float(size.sum()) for size in sizes) / num_owners)
-    runs = [_Run.of(number, loads[number], sizes[number], hot[number]) for number in range(len(loads))]
+    runs = []
+    for table, (load, size, is_hot) in enumerate(zip(loads, sizes, hot, strict=True)):
+        cold = np.flatnonzero(~is_hot & (size > 0))
+        cold = cold[np.argsort(-load[cold], kind="stable")]
+        runs.append((float(load[cold].sum()), float(size[cold].sum()), table, cold))
     # What weighs more in bytes than in load evens out bytes; what comes after it then evens out loads.
-    runs.sort(key=lambda run: run.load / mean_load * mean_bytes / max(run.size_bytes, 1))
-    for run in runs:
-        by_load = even == "load" and run.load / mean_load > run.size_bytes / mean_bytes
-        owner_of_bucket[run.table][run.buckets] = run.dealt(owners, by_load=by_load)
+    runs.sort(key=lambda run: run[0] / mean_load * mean_bytes / max(run[1], 1))
+    for load_sum, size_bytes, table, cold in runs:
+        by_load = even == "load" and load_sum / mean_load > size_bytes / mean_bytes
+        owner_of_bucket[table][cold] = _dealt(loads[table][cold], sizes[table][cold], owners, by_load=by_load)
     _give_hot(loads, sizes, hot, owners, owner_of_bucket)
     # Buckets without rows have the owner of the one before them, so that none is missing.
     for of_table in owner_of_bucket:
@@ -441,52 +427,30 @@ def deal(
     return tuple(owner_of_bucket)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """The cold buckets of one table, the most loaded first."""
-
-    table: int
-    buckets: Int64Array
-    loads: Float64Array
-    sizes: Int64Array
-
-    @classmethod
-    def of(cls, table: int, loads: Float64Array, sizes: Int64Array, hot: npt.NDArray[np.bool_]) -> _Run:
-        cold = np.flatnonzero(~hot & (sizes > 0))
-        cold = cold[np.argsort(-loads[cold], kind="stable")]
-        return cls(table, cold, loads[cold], sizes[cold])
-
-    @property
-    def load(self) -> float:
-        return float(self.loads.sum())
-
-    @property
-    def size_bytes(self) -> float:
-        return float(self.sizes.sum())
-
-    def dealt(self, owners: Owners, *, by_load: bool) -> Int16Array:
-        count = self.buckets.size
-        if not count:
-            return np.empty(0, np.int16)
-        largest = int(self.sizes.max())
-        max_counts = np.minimum(owners.free // largest, count)
-        if max_counts.sum() < count:
-            raise MemoryBudgetError(
-                f"{count} buckets of up to {largest} bytes are left over: owners have room for {owners.free.tolist()}"
-            )
-        have = owners.load if by_load else owners.used.astype(np.float64)
-        each = (self.load if by_load else self.size_bytes) / count
-        counts = _levelled(have, max(each, 1e-300), count, max_counts)
-        # Each owner's share of every stretch: the owner of n of them gets the (k + 1/2) / n-th, k = 0 .. n - 1. Of
-        # those that are next at once, the order is reversed from one stretch to the next.
-        owner = np.repeat(np.arange(counts.size), counts)
-        stretch = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
-        rank = owners.load.argsort(kind="stable").argsort(kind="stable")[owner]
-        owner = owner[np.lexsort((np.where(stretch & 1, -rank, rank), (stretch + 0.5) / counts[owner]))]
-        load, size = (np.bincount(owner, of_bucket, counts.size) for of_bucket in (self.loads, self.sizes))
-        owners.give(np.arange(counts.size), load.astype(np.float64), size.astype(np.int64))
-        dealt: Int16Array = owner.astype(np.int16)
-        return dealt
+def _dealt(loads: Float64Array, sizes: Int64Array, owners: Owners, *, by_load: bool) -> Int16Array:
+    """Give the cold buckets of one table, the most loaded first, to owners: int16 [buckets]."""
+    count = loads.size
+    if not count:
+        return np.empty(0, np.int16)
+    largest = int(sizes.max())
+    max_counts = np.minimum(owners.free // largest, count)
+    if max_counts.sum() < count:
+        raise MemoryBudgetError(
+            f"{count} buckets of up to {largest} bytes are left over: owners have room for {owners.free.tolist()}"
+        )
+    have = owners.load if by_load else owners.used.astype(np.float64)
+    each = float((loads if by_load else sizes).sum()) / count
+    counts = _levelled(have, max(each, 1e-300), count, max_counts)
+    # Each owner's share of every stretch: the owner of n of them gets the (k + 1/2) / n-th, k = 0 .. n - 1. Of
+    # those that are next at once, the order is reversed from one stretch to the next.
+    owner = np.repeat(np.arange(counts.size), counts)
+    stretch = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
+    rank = owners.load.argsort(kind="stable").argsort(kind="stable")[owner]
+    owner = owner[np.lexsort((np.where(stretch & 1, -rank, rank), (stretch + 0.5) / counts[owner]))]
+    load, size = (np.bincount(owner, of_bucket, counts.size) for of_bucket in (loads, sizes))
+    owners.give(np.arange(counts.size), load.astype(np.float64), size.astype(np.int64))
+    dealt: Int16Array = owner.astype(np.int16)
+    return dealt
 
 
 def _levelled(have: Float64Array, each: float, count: int, max_counts: Int64Array) -> Int64Array:

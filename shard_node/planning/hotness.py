@@ -112,8 +112,7 @@ class RankedRows:
             below += (is_below.astype(np.float32) @ is_owned.astype(np.float32)).astype(np.int64)
         else:
             below = buckets.rows_below(self._edges) @ is_owned.astype(np.int64)
-        by_level: Int64Array = np.diff(below, axis=0)
-        return by_level
+        return np.asarray(np.diff(below, axis=0))
 
     def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
         """Return how often the rows of each bucket are looked up, float64 [buckets].
@@ -226,23 +225,17 @@ class Hotness:
 
     def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
         """Return the levels of each table, in layout order."""
-        counted = {
-            table.name: CountedRows(table, self.counts[table.name])
-            for table in layout.tables
-            if table.name in self.counts
-        }
-        lookups = {
-            table.name: float(self.lookups_per_sample.get(table.name, len(table.feature_names)))
-            for table in layout.tables
-        }
+        tables = {table.name: table for table in layout.tables}
+        counted = {name: CountedRows(table, self.counts[name]) for name, table in tables.items() if name in self.counts}
+        default = {name: len(table.feature_names) for name, table in tables.items()}
+        lookups = {name: float(self.lookups_per_sample.get(name, count)) for name, count in default.items()}
         # How many samples the counts stand for: what makes them comparable with lookups per sample.
         per_sample = sum(lookups[name] for name in counted)
         total = sum(float(rows.rows() @ rows.lookups) for rows in counted.values())
         samples = total / per_sample if per_sample and total else 1.0
         return tuple(
-            counted.get(table.name)
-            or RankedRows(table, samples * lookups[table.name], self.zipf, self.head, self.parts.get(table.name))
-            for table in layout.tables
+            counted.get(name) or RankedRows(table, samples * lookups[name], self.zipf, self.head, self.parts.get(name))
+            for name, table in tables.items()
         )
 
 
@@ -279,8 +272,7 @@ def _rank_edges(num_rows: int, per_doubling: int) -> Int64Array:
     """0, 1, 2, ... and then so many for each doubling, up to num_rows: int64, ascending, none twice."""
     doublings = int(num_rows).bit_length() * per_doubling
     edges = np.ceil(2.0 ** (np.arange(doublings + 1) / per_doubling)).astype(np.int64)
-    unique: Int64Array = np.unique(np.concatenate([[0], np.minimum(edges, num_rows), [num_rows]]))
-    return unique
+    return np.unique(np.concatenate([[0], np.minimum(edges, num_rows), [num_rows]]))
 
 
 def _count_of_key(keys: Int64Array) -> Float64Array:
@@ -288,5 +280,4 @@ def _count_of_key(keys: Int64Array) -> Float64Array:
     bits = ((keys + (_FIRST_KEY - 1)) << _DROPPED_BITS).astype(np.uint32)
     next_bits = ((keys + _FIRST_KEY) << _DROPPED_BITS).astype(np.uint32)
     low, high = bits.view(np.float32).astype(np.float64), next_bits.view(np.float32).astype(np.float64)
-    mean: Float64Array = np.where(keys == 0, 0.0, (np.ceil(low) + np.maximum(np.ceil(high) - 1, np.ceil(low))) / 2)
-    return mean
+    return np.where(keys == 0, 0.0, (np.ceil(low) + np.maximum(np.ceil(high) - 1, np.ceil(low))) / 2)

@@ -10,6 +10,7 @@ import re
 import socket
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from loader.errors import ConfigError
@@ -46,9 +47,7 @@ class Address:
         Raises ConfigError, naming the text and what is allowed.
         """
         if text.startswith("unix:"):
-            path = text.removeprefix("unix:")
-            if path.startswith("//"):
-                path = path.removeprefix("//")
+            path = text.removeprefix("unix:").removeprefix("//")
             if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
                 needed = "a Unix socket needs an absolute path of a file, as in 'unix:/run/node'"
                 raise ConfigError(f"address {text!r}: {needed}")
@@ -56,11 +55,9 @@ class Address:
                 limit = f"a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
                 raise ConfigError(f"address {text!r}: the path has {size} bytes, {limit}")
             return cls(path=path)
-        match = _TCP.match(text)
-        if match is None:
-            raise ConfigError(
-                f"address {text!r} is none of 'tcp://host:port', 'host:port', 'unix:/path', 'unix:///path'"
-            )
+        if (match := _TCP.match(text)) is None:
+            forms = "'tcp://host:port', 'host:port', 'unix:/path', 'unix:///path'"
+            raise ConfigError(f"address {text!r} is none of {forms}")
         port = int(match["port"])
         if port > MAX_PORT:
             raise ConfigError(f"address {text!r}: port {port} is not within 0..{MAX_PORT}")
@@ -178,15 +175,13 @@ async def listen(
         if address.is_unix:
             return Listener([_bind_unix(address)], address, protocol, None)
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        sockets: list[socket.socket] = []
-        try:
-            for family, place in dict.fromkeys((family, place) for family, _, _, _, place in found):
-                sockets.append(socket.create_server(place, family=family, backlog=BACKLOG))
-        except BaseException:
-            for sock in sockets:
-                sock.close()
-            raise
+        resolved = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        with ExitStack() as undo:
+            names = dict.fromkeys((family, name) for family, _, _, _, name in resolved)
+            sockets = [
+                undo.enter_context(socket.create_server(name, family=family, backlog=BACKLOG)) for family, name in names
+            ]
+            undo.pop_all()
         return Listener(sockets, address, protocol, tls)
     except OSError as error:
         raise ConfigError(f"can't listen on {address}: {error}") from error
@@ -195,15 +190,13 @@ async def listen(
 def _bind_unix(address: Address) -> socket.socket:
     # The file may be what a process that died has left.
     _remove_stale(address)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.bind(address.path)
         # Nobody can connect before listen(), so the permissions are right from the first moment.
         os.chmod(address.path, UNIX_SOCKET_MODE)
         sock.listen(BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
+        undo.pop_all()
     return sock
 
 

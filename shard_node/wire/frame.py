@@ -84,8 +84,8 @@ def unpack_header(data: memoryview) -> FrameHeader:
     """Read a header from the first 24 bytes. Raises WireError if they do not begin with the magic."""
     magic, *fields = HEADER.unpack_from(data)
     if magic != MAGIC:
-        told = "; it is a TLS handshake, and this address speaks plain text" if magic[:2] == TLS_HANDSHAKE else ""
-        raise WireError(f"magic is {magic!r}, a frame begins with {MAGIC!r}{told}")
+        reason = "; it is a TLS handshake, and this address speaks plain text" if magic[:2] == TLS_HANDSHAKE else ""
+        raise WireError(f"magic is {magic!r}, a frame begins with {MAGIC!r}{reason}")
     return FrameHeader(*fields)
 
 
@@ -110,7 +110,7 @@ class FrameReceiver:
 
     @property
     def is_mid_frame(self) -> bool:
-        """Whether a frame has begun and is not whole."""
+        """Whether a frame has begun and is not complete."""
         return self._header is not None or self._start != self._end
 
     @property
@@ -124,18 +124,17 @@ class FrameReceiver:
         return 0 if self._header is None else self._header.request_id
 
     def get_buffer(self) -> memoryview:
-        """Give writable bytes for the next read; never empty once `next_frame` has given None."""
+        """Return writable bytes for the next read; never empty once `next_frame` has returned None."""
         if self._header is not None:
             return self._body.data[self._body_filled :]
         if self._start:
-            rest = self._end - self._start
             # At most a part of a header is left, so this moves less than 24 bytes.
-            self._chunk[:rest] = self._chunk[self._start : self._end]
-            self._start, self._end = 0, rest
+            self._chunk[: self._end - self._start] = self._chunk[self._start : self._end]
+            self._start, self._end = 0, self._end - self._start
         return self._chunk_view[self._end :]
 
     def get_discard_buffer(self) -> memoryview:
-        """Give writable bytes for reads that nobody looks at; no frame may be taken afterwards."""
+        """Return writable bytes for reads that are thrown away; no frame may be read afterwards."""
         return self._chunk_view
 
     def received(self, num_bytes: int) -> None:
@@ -148,8 +147,7 @@ class FrameReceiver:
     def next_frame(self) -> Frame | None:
         """Return the next complete frame, or None until more bytes come.
 
-        Raises WireError if the header is not one, or of another protocol version, or states more
-        than `max_frame_bytes`.
+        Raises WireError if the header is none, or of another protocol version, or states more than `max_frame_bytes`.
         """
         header = self._header
         if header is None:
@@ -161,15 +159,14 @@ class FrameReceiver:
             if version != PROTOCOL_VERSION and header.frame_type != FrameType.ERROR:
                 raise WireError(f"protocol version {version} is not spoken here, only {PROTOCOL_VERSION}")
             if (size := header.body_bytes + HEADER.size) > self._max_frame_bytes:
-                raise WireError(
-                    f"frame has {size} bytes, at most {self._max_frame_bytes} are taken", kind="frame_too_large"
-                )
+                limit = f"at most {self._max_frame_bytes} are taken"
+                raise WireError(f"frame has {size} bytes, {limit}", kind="frame_too_large")
             self._start += HEADER.size
-            here = min(self._end - self._start, header.body_bytes)
+            received = min(self._end - self._start, header.body_bytes)
             self._body = np.empty(header.body_bytes, np.uint8)
-            self._body[:here] = self._chunk[self._start : self._start + here]
-            self._body_filled = here
-            self._start += here
+            self._body[:received] = self._chunk[self._start : self._start + received]
+            self._body_filled = received
+            self._start += received
         if self._body_filled < header.body_bytes:
             return None
         frame = Frame(header, self._body)
@@ -223,8 +220,7 @@ class FrameConnection(asyncio.BufferedProtocol):
     @property
     def certificate(self) -> dict[str, Any]:
         """The other end's certificate, verified, as `ssl.SSLSocket.getpeercert` has it; empty if none was asked for."""
-        found = self._transport.get_extra_info("peercert") if self._transport is not None else None
-        return found or {}
+        return (self._transport is not None and self._transport.get_extra_info("peercert")) or {}
 
     @property
     def is_open(self) -> bool:

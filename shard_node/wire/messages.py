@@ -50,7 +50,6 @@ _ARRAY = struct.Struct("<HHIQ")
 _VERSION_FIELD = struct.Struct("<Q")
 _ERROR_FIELDS = struct.Struct("<HHHH")
 _PADDING = bytes(8)
-_SEQUENCE_FIELD = struct.Struct("<Q")
 _TRACE = struct.Struct(">QQQ")
 _TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE, _HAS_TRACE = 1, 2, 4, 8
 
@@ -115,7 +114,7 @@ def encode_pool(
     ]
     if bags.weights is not None:
         arrays.append(np.ascontiguousarray(bags.weights, _FLOAT32))
-    fields = _VERSION_FIELD.pack(_checked_version(version)) + _model_name(model)
+    fields = _version_and_model(version, model)
     note = _TAKES_SEQUENCE | _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
     if trace is not None:
         note |= _HAS_TRACE
@@ -127,7 +126,7 @@ def encode_pool(
 def decode_pool(frame: Frame) -> PoolRequest:
     """Read a POOL frame. Raises WireError, naming the field that is malformed; so do all that decode."""
     fields, arrays = _decode(frame.body, "POOL")
-    (version,), model = _numbers_and_name(fields, _VERSION_FIELD, "POOL", "model")
+    version, model = _read_version_and_model(fields, "POOL")
     # Notes that this release does not know are of forms that it does not have either.
     note = _ARRAY.unpack_from(frame.body.data, _BODY.size)[1] if arrays else 0
     trace = _decode_trace(arrays.pop()) if note & _HAS_TRACE else None
@@ -161,29 +160,27 @@ def encode_answer(request_id: int, answer: Answer, *, tell_sequence: bool = Fals
 
     With `tell_sequence` its field is the answer's sequence. The buffers look into the arrays: don't change those.
     """
-    sums = list(map(np.ascontiguousarray, answer.sums))
-    is_told = tell_sequence and answer.sequence != UNKNOWN_SEQUENCE
-    fields = _SEQUENCE_FIELD.pack(answer.sequence) if is_told else b""
-    if answer.stored is None:
-        return _encode(FrameType.POOLED, request_id, fields, sums)
-    return _encode(FrameType.STORED, request_id, fields, [*sums, *map(np.ascontiguousarray, answer.stored)])
+    arrays = [*answer.sums, *(answer.stored or ())]
+    has_sequence = tell_sequence and answer.sequence != UNKNOWN_SEQUENCE
+    fields = _VERSION_FIELD.pack(answer.sequence) if has_sequence else b""
+    frame_type = FrameType.POOLED if answer.stored is None else FrameType.STORED
+    return _encode(frame_type, request_id, fields, list(map(np.ascontiguousarray, arrays)))
 
 
 def decode_answer(frame: Frame, asked_bytes: int = 0) -> Answer:
     """Read a POOLED or STORED frame that answers one of so many bytes: its arrays are views into the frame."""
     what = FrameType(frame.header.frame_type).name
     fields, arrays = _decode(frame.body, what)
-    if len(fields) not in (0, _SEQUENCE_FIELD.size):
-        raise WireError(f"{what} fields have {len(fields)} bytes, allowed are 0 and {_SEQUENCE_FIELD.size}")
-    sequence = _SEQUENCE_FIELD.unpack(fields)[0] if len(fields) else UNKNOWN_SEQUENCE
-    if what == "POOLED":
-        sums = _rows(arrays, "POOLED sums", _FLOAT32, _FLOAT16)
-        return Answer(sums, asked_bytes=asked_bytes, sequence=sequence)
-    if len(arrays) % 2:
-        raise WireError(f"STORED num_arrays is {len(arrays)}, there must be two for each group")
-    half = len(arrays) // 2
-    sums = _rows(arrays[:half], "STORED sums", _FLOAT32, _FLOAT16)
-    return Answer(sums, _rows(arrays[half:], "STORED rows", _UINT8), asked_bytes, sequence)
+    if len(fields) not in (0, _VERSION_FIELD.size):
+        raise WireError(f"{what} fields have {len(fields)} bytes, allowed are 0 and {_VERSION_FIELD.size}")
+    sequence = _VERSION_FIELD.unpack(fields)[0] if len(fields) else UNKNOWN_SEQUENCE
+    count, stored = len(arrays), None
+    if what == "STORED":
+        if count % 2:
+            raise WireError(f"STORED num_arrays is {count}, there must be two for each group")
+        count //= 2
+        stored = _rows(arrays[count:], "STORED rows", _UINT8)
+    return Answer(_rows(arrays[:count], f"{what} sums", _FLOAT32, _FLOAT16), stored, asked_bytes, sequence)
 
 
 def encode_info(request_id: int) -> list[Buffer]:
@@ -207,13 +204,13 @@ def decode_info_answer(frame: Frame) -> NodeInfo:
 
 def encode_counts(request_id: int, budget_us: int, model: str, version: int) -> list[Buffer]:
     """Encode a COUNTS frame: asks how often rows of a version were looked up. Raises as `encode_pool`."""
-    fields = _VERSION_FIELD.pack(_checked_version(version)) + _model_name(model)
+    fields = _version_and_model(version, model)
     return _encode(FrameType.COUNTS, request_id, fields, [], min(budget_us, MAX_BUDGET_US))
 
 
 def decode_counts(frame: Frame) -> tuple[str, int]:
     """Read a COUNTS frame: the model and its version."""
-    (version,), model = _numbers_and_name(_decode_fields(frame.body, "COUNTS"), _VERSION_FIELD, "COUNTS", "model")
+    version, model = _read_version_and_model(_decode_fields(frame.body, "COUNTS"), "COUNTS")
     return model, version
 
 
@@ -268,25 +265,24 @@ def array_section_bytes(num_arrays: int) -> int:
     return _BODY.size + (_ARRAY.size + 8) * num_arrays
 
 
-def _checked_version(version: int) -> int:
+def _version_and_model(version: int, model: str) -> bytes:
     if not 0 <= version < 2**64:
         raise WireError(f"version {version} is not within 0..2^64-1")
-    return version
-
-
-def _model_name(model: str) -> bytes:
-    name = _utf8(model, "model")
+    try:
+        name = model.encode()
+    except UnicodeEncodeError as error:
+        raise WireError(f"model is not Unicode text: {error}") from error
     if len(name) > MAX_NAME_BYTES:
         raise WireError(f"model has {len(name)} bytes, at most {MAX_NAME_BYTES} are allowed")
-    return name
+    return _VERSION_FIELD.pack(version) + name
 
 
-def _numbers_and_name(fields: memoryview, numbers: struct.Struct, what: str, name: str) -> tuple[tuple[Any, ...], str]:
-    if len(fields) < numbers.size:
-        raise WireError(f"{what} fields have {len(fields)} bytes, at least {numbers.size} are needed")
-    if (name_bytes := len(fields) - numbers.size) > MAX_NAME_BYTES:
-        raise WireError(f"{what} {name} has {name_bytes} bytes, at most {MAX_NAME_BYTES} are allowed")
-    return numbers.unpack_from(fields), _text(fields[numbers.size :], f"{what} {name}")
+def _read_version_and_model(fields: memoryview, what: str) -> tuple[int, str]:
+    if len(fields) < _VERSION_FIELD.size:
+        raise WireError(f"{what} fields have {len(fields)} bytes, at least {_VERSION_FIELD.size} are needed")
+    if (name_bytes := len(fields) - _VERSION_FIELD.size) > MAX_NAME_BYTES:
+        raise WireError(f"{what} model has {name_bytes} bytes, at most {MAX_NAME_BYTES} are allowed")
+    return _VERSION_FIELD.unpack_from(fields)[0], _text(fields[_VERSION_FIELD.size :], f"{what} model")
 
 
 def _narrowed(array: Int64Array) -> Array:
@@ -378,16 +374,9 @@ def _flat(array: npt.NDArray[Scalar], name: str, *allowed: np.dtype[Any]) -> npt
 def _rows(arrays: list[npt.NDArray[Scalar]], name: str, *allowed: np.dtype[Any]) -> list[npt.NDArray[Scalar]]:
     for number, array in enumerate(arrays):
         if array.ndim != 2 or array.dtype not in allowed:
-            told = f"{array.ndim}-d {array.dtype}, they must be 2-d {' or '.join(map(str, allowed))}"
-            raise WireError(f"{name} of group {number} are {told}")
+            types = " or ".join(map(str, allowed))
+            raise WireError(f"{name} of group {number} are {array.ndim}-d {array.dtype}, they must be 2-d {types}")
     return arrays
-
-
-def _utf8(text: str, name: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise WireError(f"{name} is not Unicode text: {error}") from error
 
 
 def _text(data: memoryview, name: str) -> str:

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from loadtest.compare import ASKED, ArmRound, ArmScores, CompareConfig, Dtype, Measurements, compared, wire_bytes
+from loadtest.compare import TO_SHARDS, ArmRound, CompareConfig, Dtype, Measurements, compared, wire_bytes
 from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.loops import CpuTime, Role, Weighed
@@ -52,16 +52,17 @@ def one_round(**changed: object) -> ArmRound:
     return replace(same, **changed)
 
 
-def answered(*scores: list[float], dtype: Dtype = "float32") -> ArmScores:
-    return ArmScores(dtype, tuple(np.array(of_request, np.float32) for of_request in scores))
+def answered(*scores: list[float], dtype: Dtype = "float32") -> ArmRound:
+    return one_round(dtype=dtype, scores=tuple(np.array(of_request, np.float32) for of_request in scores))
 
 
 def rounds(*of_two: ArmRound, config: CompareConfig = CONFIG) -> Measurements:
     """Three rounds of the first arm, and three of the second."""
     first, second = config.arms[:2]
-    of_arms = {first: [one_round(cold=run(8), busy=busy(1000))] * 3, second: list(of_two)}
-    scores = {first: answered([0.5]), second: answered([0.5 + 3e-7])}
-    return Measurements(of_arms, {first: 450.0, second: 400.0}, scores)
+    scores = [(np.array([score], np.float32),) for score in (0.5, 0.5 + 3e-7)]
+    of_one = [one_round(cold=run(8), busy=busy(1000), scores=scores[0])] * 3
+    of_arms = {first: of_one, second: [replace(each, scores=scores[1]) for each in of_two]}
+    return Measurements(of_arms, {first: 450.0, second: 400.0})
 
 
 def comparison_of(*of_two: ArmRound, config: CompareConfig = CONFIG) -> Comparison:
@@ -96,7 +97,7 @@ def test_a_measure_is_the_ratio_to_one_card_round_by_round():
 
 def test_shards_have_rows_of_cpu_by_role_and_bytes_by_form():
     cpu: dict[Role, CpuTime] = {"serve": CpuTime(2.0, 1.0), "nodes": CpuTime(0.5, 0.25)}
-    sharded = one_round(busy=busy(1000, cpu=cpu), wire={"float16": 800.0, "stored": 50.0, ASKED: 400.0})
+    sharded = one_round(busy=busy(1000, cpu=cpu), wire={"float16": 800.0, "stored": 50.0, TO_SHARDS: 400.0})
     found = comparison_of(*[sharded] * 3, config=SHARDED)
     middle = {measure.name: measure.middle for measure in found.measures}
     assert middle["CPU of a request, 32 in flight"] == (3, 3.75)
@@ -142,7 +143,7 @@ shardrank_shard_request_bytes_total{{model="m"}} {asked}
 def test_bytes_are_the_growth_of_counters_for_each_answer():
     before = METRICS.format(ok=100, late=3, half=1000, asked=500.0)
     after = METRICS.format(ok=110, late=9, half=6000, asked=3500.0)
-    assert wire_bytes(before, after) == {"float16": 1000.0, ASKED: 300.0}
+    assert wire_bytes(before, after) == {"float16": 1000.0, TO_SHARDS: 300.0}
     # The server's first requests, and those of one that does not count.
     assert wire_bytes("", after)["float32"] == pytest.approx(70 / 115)
     assert wire_bytes("", "") == wire_bytes(after, after) == {}
@@ -208,9 +209,9 @@ def test_an_invalid_run_makes_the_comparison_invalid(failed, reason):
 def test_scores_agree_within_the_rounding_of_their_formats(config, dtype, scores, message):
     first, second = config.arms
     expected = answered([0.5, 0.25], [0.125, 0.75, 0.5], dtype=dtype)
-    measurements = Measurements(scores={first: expected, second: answered(*scores, dtype=dtype)})
+    measurements = Measurements({first: [expected], second: [answered(*scores, dtype=dtype)]})
     with contextlib.nullcontext() if message is None else pytest.raises(LoadError, match=message):
-        measurements.check_agreement(second, config.tolerance(dtype))
-    measurements.scores[second] = answered([0.5], dtype="float32" if dtype == "bfloat16" else "bfloat16")
+        measurements.check_agreement(second, config)
+    measurements.rounds[second] = [answered([0.5], dtype="float32" if dtype == "bfloat16" else "bfloat16")]
     with pytest.raises(LoadError, match=f"{second.name}: its dense model is computed in .*, that of 1 card in"):
-        measurements.check_agreement(second, config.tolerance(dtype))
+        measurements.check_agreement(second, config)

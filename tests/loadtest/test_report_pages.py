@@ -16,8 +16,9 @@ from matplotlib.image import imread
 from playwright.sync_api import sync_playwright
 
 from loader.errors import ConfigError
+from loadtest.documents import write_text
 from loadtest.load.result import Mark, percentiles
-from loadtest.page import compare_runs, draw_percentiles, html, write_html
+from loadtest.page import compare_runs, draw_percentiles, html
 from loadtest.rounds import ComparedMeasure
 from shardrank_testing.browser import chromium_path
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep
@@ -186,7 +187,7 @@ def test_a_run_without_requests_has_a_page():
 
 def test_a_page_that_can_not_be_made_names_the_reason(tmp_path):
     with pytest.raises(ConfigError, match=r"missing/run\.html: No such file"):
-        write_html(example_run(), tmp_path / "missing" / "run.html")
+        write_text(html(example_run()), tmp_path / "missing" / "run.html")
 
 
 def test_pages_in_a_browser_follow_its_colour_scheme(tmp_path):

@@ -14,7 +14,7 @@ from rich.console import Console
 from loader.errors import ConfigError
 from loadtest.documents import ratio_text, significant
 from loadtest.page import compare_runs
-from loadtest.rounds import Arm, ComparedMeasure, Comparison, Measure, compare_rounds, in_turn, show_comparison
+from loadtest.rounds import Arm, ComparedMeasure, Comparison, Measure, compare_rounds, rotated, show_comparison
 from shardrank_testing.load_results import QueueLoad
 
 
@@ -27,7 +27,7 @@ def short(**changes):
 
 
 def test_each_arm_is_measured_once_in_a_round_and_first_in_turn():
-    rounds = [in_turn(range(3), number) for number in range(6)]
+    rounds = [rotated(range(3), number) for number in range(6)]
     assert all(sorted(order) == [0, 1, 2] for order in rounds)
     for place in range(3):
         assert Counter(order[place] for order in rounds) == {0: 2, 1: 2, 2: 2}

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import uvloop
-from hypothesis import given
-from hypothesis import strategies as st
 
 from loader.errors import ConfigError
-from loader.snapshot.codecs import RowCodec
-from loader.snapshot.publishing import rows_bytes_of
-from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import UniformTables
-from loadtest.bench.hot_rows import Lru, draw_hits
-from loadtest.bench.levers import as_stored, describe_levers
+from loadtest.bench.hot_rows import draw_hits
 from loadtest.bench.serving import Limit, checkout_of, requests_of
 from loadtest.servers import SERVED_PACKAGES, commit_of
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
 from serving.embedded import Ranker
 from serving.rank.ranking import merge
-from serving.training.dataset import FilmsDataset
-from serving.training.trainer import export_trained, train_described
-from shardrank_testing.movielens import small_interactions
 
 SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates="2-9:5")
 
@@ -57,41 +47,11 @@ def test_requests_of_a_limit_are_never_fewer(monkeypatch) -> None:
         bench_payloads(SHAPE, "mlp", 4, "json")
 
 
-@given(st.lists(st.lists(st.integers(0, 29), max_size=40), max_size=8), st.integers(1, 12))
-def test_lru_holds_the_rows_of_a_cache_that_moves_to_front(batches, capacity) -> None:
-    lru, cache = Lru(30), OrderedDict()
-    for rows in batches:
-        lru.observe(np.array(rows, np.int64))
-        for row in rows:
-            cache[row] = None
-            cache.move_to_end(row)
-            if len(cache) > capacity:
-                cache.popitem(last=False)
-    assert set(lru.top(capacity)) == set(cache)
-
-
 def test_drawn_ids_hit_at_the_chosen_rate() -> None:
     drawn = draw_hits(UniformTables(2, 30_000, 8), np.random.default_rng(0), 20, 500, 0.9)
     assert drawn.values.size == 2 * 100 * 20
     assert (drawn.values < 500).mean() == pytest.approx(0.9, abs=0.03)
     assert drawn.values.max() < 30_000
-
-
-def test_rows_of_levers_are_those_of_the_snapshot(tmp_path: Path) -> None:
-    interactions = small_interactions()
-    described = describe_levers(interactions)
-    model_bytes = {name: rows_bytes_of(description.compiled()) for name, description in described.items()}
-    assert model_bytes["int4"] < model_bytes["int8"] < model_bytes["fp16"] < model_bytes["fp32"]
-    assert min(model_bytes, key=model_bytes.__getitem__) == "no crosses"
-    dataset = FilmsDataset.split(interactions, seed=0)
-    model = train_described(dataset, described["hot fp16, cold int4"], epochs=1)
-    snapshot, size = Snapshot.open(export_trained(model, dataset, tmp_path)), 0
-    for table in snapshot.spec.tables:
-        rows = snapshot.read_rows(table.name, 0, table.num_embeddings)
-        size += rows.nbytes
-        decoded = RowCodec(table.dtype, table.embedding_dim).decode(rows)
-        np.testing.assert_array_equal(decoded, as_stored(model).tables[table.name])
-    assert rows_bytes_of(model.spec) == size
 
 
 def test_a_commit_is_checked_out_while_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

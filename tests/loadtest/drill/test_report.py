@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.drill.report import Limit, make_report, show
+from loadtest.drill.report import Limit, Report, execute, make_report
 
 
 def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
@@ -22,7 +22,11 @@ def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
     }
     limits = [Limit("failed", 2, 0), Limit("wrong", 0, 0)]
     report = make_report(figures, limits, ["1.5 failed http rank: timeout"], ["serve-0 ended"])
-    show(report)
+
+    async def run(*_: object) -> Report:
+        return report
+
+    assert execute(run, None, None) == 1
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
     for expected in (

@@ -46,25 +46,23 @@ def test_reference_is_the_codecs_sum(rows, num_cards):
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        (1 << 3, r"dim 16, 2 bags of 5, 2 cards: a bag is .* off"),  # Slot 1 of card 0.
-        (np.uint32(NOT_HERE).astype(np.int32).item(), "0 ids out of range, 10 rows missing"),
-    ],
+    "place",
+    # Slot 1 of card 0; and a row that is missing, which is pooled as zeros.
+    [1 << 3, np.uint32(NOT_HERE).astype(np.int32).item()],
 )
-def test_a_wrong_place_is_found(rows, monkeypatch, place, message):
+def test_a_wrong_place_is_found(rows, monkeypatch, place):
     memory = rows._places(2)
     rows.card.tensor(memory, 0, (1,), torch.int32).fill_(place)
     monkeypatch.setattr(rows, "_places", lambda num_cards: memory)
     bags = Bags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5, num_sets=1)
-    with bags, pytest.raises(WrongAnswerError, match=message):
+    with bags, pytest.raises(WrongAnswerError, match=r"dim 16, 2 bags of 5, 2 cards: a bag is .* off"):
         bags.check(2, 0)
 
 
 def test_unwritten_elements_are_found(rows):
     with Bags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5, num_sets=1) as bags:
         rows.card.tensor(bags._runs, 8, (1,), torch.int32).zero_()  # The first run has no bag instead of one.
-        with pytest.raises(WrongAnswerError, match="16 elements not finite"):
+        with pytest.raises(WrongAnswerError, match="a bag is nan off"):
             bags.check(1, 0)
 
 

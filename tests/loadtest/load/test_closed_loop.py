@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+from operator import floordiv
 
 import grpc
 import pytest
@@ -14,7 +15,7 @@ import uvloop
 
 from loadtest.errors import LoadError, RequestFailedError
 from loadtest.load.config import OfferedLoad
-from loadtest.load.generator import Generators, share_of
+from loadtest.load.generator import Generators
 from loadtest.load.loops import Weighed, keep_busy
 from loadtest.workloads.catalog import BenchShape, bench_payloads
 from loadtest.workloads.payloads import GRPC_APIS, Payloads
@@ -30,10 +31,10 @@ def test_processes_report_bugs_and_calls_that_take_too_long() -> None:
     """The answer of a call that was not awaited is not taken for the next one's."""
     with Generators(2) as generators:
         with pytest.raises(ZeroDivisionError):
-            generators.call(share_of, [(1, 0, 0)], 60)
-        with pytest.raises(LoadError, match="share_of was not done within 0 s"):
-            generators.call(share_of, [(100, 0, 2), (100, 1, 2)], 0)
-        assert generators.call(share_of, [(7, 0, 2), (7, 1, 2)], 60) == (4, 3)
+            generators.call(floordiv, [(1, 0)], 60)
+        with pytest.raises(LoadError, match="floordiv was not done within 0 s"):
+            generators.call(floordiv, [(100, 1), (100, 2)], 0)
+        assert generators.call(floordiv, [(8, 2), (7, 2)], 60) == (4, 3)
 
 
 class CountingServer:

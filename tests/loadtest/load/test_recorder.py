@@ -33,7 +33,7 @@ def recorded(*requests: tuple[float, float, float, float, Failure | None]) -> Re
     """Record requests by due, turn, sent and ended, in seconds of the run, and failure."""
     recorder = Recorder(BEGIN)
     for due, turn, sent, ended, failure in requests:
-        request = Outgoing(0, due, BEGIN + due, BEGIN + 9.0, BEGIN + turn, ended=BEGIN + ended)
+        request = Outgoing(0, due, BEGIN + due, BEGIN + 9.0, BEGIN + turn, finished_at=BEGIN + ended)
         request.sent = NEVER if sent == NEVER else BEGIN + sent
         recorder.add(request, failure)
     return recorder
@@ -49,7 +49,7 @@ def result_of(*processes: Recorder, warmup_s: float = 0.0, duration_s: float = 2
 
 @given(times_us=TIMES_US, missing=st.integers(0, 20))
 def test_percentiles_are_values_by_rank(times_us, missing):
-    found = percentiles(np.array(times_us) / 1e6, out_of=len(times_us) + missing)
+    found = percentiles(np.array(times_us) / 1e6, len(times_us) + missing)
     in_order, total = sorted(times_us), len(times_us) + missing
     for share, value in ((500, found.p50_ms), (900, found.p90_ms), (990, found.p99_ms), (999, found.p999_ms)):
         rank = max(1, math.ceil(share * total / 1000))
@@ -57,7 +57,7 @@ def test_percentiles_are_values_by_rank(times_us, missing):
     assert found.min_ms == in_order[0] / 1000
     assert found.max_ms == (None if missing else in_order[-1] / 1000)
     assert found.mean_ms == (None if missing else pytest.approx(np.mean(times_us) / 1000))
-    assert set(percentiles([], out_of=missing).model_dump().values()) == {None}
+    assert set(percentiles([], missing).model_dump().values()) == {None}
 
 
 def test_warmup_is_in_the_time_line_alone():

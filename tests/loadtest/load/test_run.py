@@ -25,7 +25,7 @@ from loadtest.documents import significant
 from loadtest.errors import LoadError
 from loadtest.load import result as results
 from loadtest.load import run
-from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.config import OfferedLoad, RunConfig, parse_target
 from loadtest.load.generator import Generators, open_payloads
 from loadtest.load.result import LoadResult, Mark, SweepResult
 from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, show_result, sweep, with_marks
@@ -47,13 +47,13 @@ def small_load(target: str, **options: object) -> OfferedLoad:
     ("text", "scheme", "address", "api"),
     [
         ("http://127.0.0.1:8080", "http", "127.0.0.1:8080", "json"),
-        ("http://example.org/", "http", "example.org:80", "json"),
+        ("http://example.org/", "http", "example.org", "json"),
         ("grpc://[::1]:8081", "grpc", "[::1]:8081", "grpc"),
     ],
 )
 def test_a_target_has_an_address_and_a_first_api(text, scheme, address, api):
     load = OfferedLoad(target=text)
-    assert (load.at.scheme, load.at.address, load.spoken) == (scheme, address, api)
+    assert (load.scheme, parse_target(text).netloc, load.spoken) == (scheme, address, api)
     assert OfferedLoad(target="grpc://a:1", api="oip-grpc").spoken == "oip-grpc"
 
 

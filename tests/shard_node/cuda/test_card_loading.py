@@ -32,18 +32,17 @@ from shard_node.cuda.kernel_params import (
     max_slots,
     owners_of,
     pinned_owner,
-    slots_of,
 )
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.planning import card_plan
-from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
+from shard_node.planning.card_plan import HOT, CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.agents import NodeUnderTest, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
-from shardrank_testing.card_plans import models, one_table_layout, plan_inputs, strides
+from shardrank_testing.card_plans import models, one_table_layout, places_of, plan_inputs, slots_of, strides
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
@@ -190,7 +189,7 @@ def counts_of(rows: np.ndarray) -> np.ndarray:
 
 
 def hot_rows(plan: CardPlan, name: str) -> list[int]:
-    places = Placer(plan).places(plan.layout.index[name])
+    places = places_of(plan, plan.layout.index[name])
     return np.flatnonzero(owners_of(places, plan.num_cards) == plan.num_cards).tolist()
 
 
@@ -204,7 +203,7 @@ def test_rows_with_most_lookups_are_hot(tmp_path, in_snapshot):
     snapshot = Snapshot.open(path)
     tables = load(snapshot, CardSet(EmulatedCards(3), SIX_HOT_ROWS), observed=observed)
     assert hot_rows(tables.engine.plan, "int8") == WANTED.tolist()
-    assert in_snapshot or sum(split.hot_rows for split in tables.engine.plan.splits) == WANTED.size
+    assert in_snapshot or tables.engine.plan.tier_rows[:, :, HOT].sum() == WANTED.size
     assert_stored(tables.engine, snapshot)
 
 
@@ -358,7 +357,7 @@ def test_every_row_has_its_planned_owner_and_the_next_slot(inputs, piece_rows):
     plan = CardPlan.make(*inputs)
     placer = Placer(plan)
     for number, table in enumerate(plan.layout.tables):
-        places = placer.places(number)
+        places = places_of(plan, number)
         assert (places.dtype, places.shape) == (np.uint32, (table.num_embeddings,))
         owners = owners_of(places, plan.num_cards)
         for owner in range(plan.num_cards + 2):
@@ -369,7 +368,7 @@ def test_every_row_has_its_planned_owner_and_the_next_slot(inputs, piece_rows):
         on_card = owners < plan.num_cards
         np.testing.assert_array_equal(owners[on_card], card[on_card])
         hot, pinned = (owners == hot_owner(plan.num_cards)).sum(), (owners == pinned_owner(plan.num_cards)).sum()
-        assert plan.splits[number] == TableSplit(hot, on_card.sum(), pinned)
+        assert plan.tier_rows[number].sum(axis=0).tolist() == [hot, on_card.sum(), pinned]
         if (only := plan.places[number].only_owner) is not None:
             assert (owners == only).all()
             assert slots_of(places, plan.num_cards).tolist() == list(range(table.num_embeddings))
@@ -396,7 +395,7 @@ def test_rows_beyond_the_slots_of_a_place_go_to_pinned_memory():
     with pytest.raises(MemoryBudgetError, match=r"6 rows are left over.* at most 1073741823 rows of one table"):
         CardPlan.make(layout, partition, CardBudget((2**40,), 0), hotness)
     plan = CardPlan.make(layout, partition, CardBudget((2**40,), 2**40), hotness)
-    assert plan.splits == (TableSplit(0, 2**30 - 1, 6),)
+    assert plan.tier_rows.sum(axis=1).tolist() == [[0, 2**30 - 1, 6]]
 
 
 @given(inputs=plan_inputs(), limit=st.integers(300, 1500))
@@ -424,7 +423,7 @@ def test_row_numbers_near_2_to_the_32_are_placed():
     card_rows = 64 * (2**25 - 2**18)
     # The only row that a table of 2^32 rows has more is on this node.
     assert plain_buckets(layout.tables[0], [rows])[0] % 2 == 0
-    assert plan.splits == (TableSplit(2**18, card_rows, 2**31 - 1 - 2**18 - card_rows),)
+    assert plan.tier_rows.sum(axis=1).tolist() == [[2**18, card_rows, 2**31 - 1 - 2**18 - card_rows]]
     walk = placer_module._Walk(plan, 0)
     for first, is_hot in ((0, True), (2**24, False), (rows - 1001, False)):
         places = walk.place(first, first + 1000)

@@ -42,10 +42,9 @@ def test_rows_are_relaid_without_loss(fmt, num_rows, seed):
     stored = stored_rows(fmt, num_rows, seed)
     out = np.full((num_rows, fmt.stride), 0xAB, np.uint8)
     assert fmt.relay(stored, out) is out
-    np.testing.assert_array_equal(out, fmt.relay(stored))
     np.testing.assert_array_equal(restored(fmt, out), stored)
     # Padding is zero.
-    assert (fmt.relay(np.maximum(stored, 1)) != 0).sum(axis=1).tolist() == [fmt.row_bytes] * num_rows
+    assert (fmt.relay(np.maximum(stored, 1), out) != 0).sum(axis=1).tolist() == [fmt.row_bytes] * num_rows
 
 
 @given(fmt=formats())

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
-from shard_node.cuda.kernel_params import NOT_HERE, slots_of
+from shard_node.cuda.kernel_params import NOT_HERE
 from shardrank_testing.card_engines import CardFactory, card_factory
+from shardrank_testing.card_plans import slots_of
 from shardrank_testing.kernel_arena import KernelArena, LaunchShape, Run
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]

@@ -218,4 +218,4 @@ def test_a_key_may_have_several_runs():
     table = RunTable(BatchShapes(LAYOUT), runs_with(**runs, keys=np.array([1, 0, 1])))
     assert table.tables.tolist() == [1, 0]
     assert [(keys.tolist(), tables.tolist()) for keys, tables in table.further] == [([False, True], [2])]
-    assert table.spans(bags_of({0: [[5]], 1: [[], [6, 7]]}))[0].tolist() == [1, 0, 1]
+    assert table.blocks(bags_of({0: [[5]], 1: [[], [6, 7]]})).first.tolist() == [1, 0, 1]

@@ -10,11 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shard_node.buckets import Partition
-from shard_node.cuda.card_rows import Placer
 from shard_node.cuda.kernel_params import hot_owner, owners_of
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning import card_plan
-from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, Owners, TableSplit, deal
+from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, Owners, deal
 from shard_node.planning.hotness import Head, Hotness, PartOfRanks, RankedRows, ranked_share
 from shardrank_testing.card_plans import (
     hotnesses,
@@ -22,6 +21,7 @@ from shardrank_testing.card_plans import (
     layouts,
     one_table_layout,
     places_bytes,
+    places_of,
     plan_inputs,
     round_robin,
     strides,
@@ -72,7 +72,7 @@ def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
             for rows, table, stride in zip(plan.hotness, plan.layout.tables, strides(plan.layout), strict=True)
         ]
     )
-    places = [Placer(plan).places(number) for number in range(len(plan.layout.tables))]
+    places = [places_of(plan, number) for number in range(len(plan.layout.tables))]
     owners = np.concatenate([owners_of(one, plan.num_cards) for one in places]).astype(int)
     card = np.concatenate(
         [plan.partition.card_of_bucket[number][plain_buckets(table)] for number, table in enumerate(plan.layout.tables)]
@@ -108,7 +108,7 @@ def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
 def test_how_many_rows_are_hot(plan, split):
     counts = plan.get("counts")
     made = one_table_plan(**plan | {"counts": None if counts is None else counts.astype(np.uint32)})
-    assert made.splits == (TableSplit(*split),)
+    assert made.tier_rows.sum(axis=1).tolist() == [list(split)]
 
 
 def test_copies_drive_no_row_off_the_cards(monkeypatch):
@@ -118,7 +118,7 @@ def test_copies_drive_no_row_off_the_cards(monkeypatch):
     partition = Partition(2, (np.where(np.arange(256) < 60, 0, 1).astype(np.int16),))
     budget = CardBudget((places_bytes(layout) + 74 * ROW, places_bytes(layout) + 200 * ROW), 0)
     plan = CardPlan.make(layout, partition, budget, Hotness())
-    assert plan.splits[0].hot_rows > 14
+    assert plan.tier_rows[0, :, HOT].sum() > 14
     assert plan.bytes(0).total > budget.card_bytes[0] - 3 * ROW
 
 

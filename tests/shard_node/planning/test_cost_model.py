@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shard_node.cuda
-from shard_node.cuda.card_rows import Placer
 from shard_node.cuda.kernel_params import RowFormat, hot_owner, owners_of, pinned_owner
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import (
@@ -23,7 +22,7 @@ from shard_node.planning.cost_model import (
     tier_shares,
 )
 from shard_node.planning.hotness import Hotness
-from shardrank_testing.card_plans import layouts, one_table_layout, plan_inputs, round_robin
+from shardrank_testing.card_plans import layouts, one_table_layout, places_of, plan_inputs, round_robin
 
 H100 = SYSTEMS["h100"]
 AMPLE = 1 << 40
@@ -47,9 +46,8 @@ def test_shares_are_those_of_counting_every_row(layout, data):
     budget = CardBudget((room + total // (2 * num_cards),) * num_cards, total, total // 20)
     plan = CardPlan.make(layout, partition, budget, Hotness(counts))
     shares = tier_shares(plan)
-    placer = Placer(plan)
     for number, table in enumerate(layout.tables):
-        owners = owners_of(placer.places(number), num_cards)
+        owners = owners_of(places_of(plan, number), num_cards)
         of_owner = np.bincount(owners, weights=counts[table.name], minlength=num_cards + 3)
         all_counts = max(1, counts[table.name].sum())
         if not counts[table.name].any():

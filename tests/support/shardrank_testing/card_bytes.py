@@ -21,9 +21,9 @@ from shard_node.cuda.kernel_params import (
     WriteParams,
     owner_bits,
     owners_of,
-    slots_of,
 )
 from shard_node.planning.card_plan import CardPlan
+from shardrank_testing.card_plans import places_of, slots_of
 from shardrank_testing.snapshots import plain_buckets
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def rows_on_cards(engine: CardEngine, number: int) -> ByteArray:
     cards, num_cards = engine.card_set.cards, engine.plan.num_cards
     arena = next(one for one in engine._arenas if one.group.first_table <= number < one.group.end_table)
     local = number - arena.group.first_table
-    places = Placer(engine.plan).places(number)
+    places = places_of(engine.plan, number)
     assert_places(engine.plan, cards, arena, local, places)
     starts = Placer(engine.plan).starts(arena.group)[local].astype(int)
     owner, slots = owners_of(places, num_cards), slots_of(places, num_cards)

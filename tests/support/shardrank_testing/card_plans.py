@@ -11,8 +11,9 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.bags import TableLayout
 from shard_node.buckets import Partition
-from shard_node.cuda.kernel_params import RowFormat
-from shard_node.planning.card_plan import CardBudget
+from shard_node.cuda.card_rows import Placer
+from shard_node.cuda.kernel_params import RowFormat, owner_bits
+from shard_node.planning.card_plan import CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.snapshots import model_of, num_buckets, table_of
 
@@ -27,6 +28,16 @@ def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
 def one_table_layout(num_embeddings: int, embedding_dim: int = 8, dtype: RowDtype = "int8", **more) -> TableLayout:
     """The layout of a model with one table `items`."""
     return layout_of([table_of("items", num_embeddings, embedding_dim, "item", dtype=dtype, **more)])
+
+
+def places_of(plan: CardPlan, table: int) -> np.ndarray:
+    """The place of each row of a table, uint32 [num_embeddings]."""
+    return np.concatenate([piece for _, piece in Placer(plan).pieces(table)])
+
+
+def slots_of(places: np.ndarray, num_cards: int) -> np.ndarray:
+    """The slot of each place that is not `NOT_HERE`, uint32 [n]."""
+    return places >> np.uint32(owner_bits(num_cards))
 
 
 def round_robin(layout: TableLayout, num_cards: int) -> Partition:

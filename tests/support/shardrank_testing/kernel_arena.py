@@ -42,6 +42,7 @@ from shard_node.engine.memory import RowMemory
 from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
 from shardrank_testing.card_bytes import fetch, fetch_at, send
 from shardrank_testing.card_engines import options_for
+from shardrank_testing.card_plans import places_of
 from shardrank_testing.deltas import export_state
 from shardrank_testing.snapshots import model_of, num_buckets, table_of
 
@@ -122,7 +123,7 @@ class KernelArena:
             self.engine = load_partition(snapshot, partition, cards, options_for(spec, self.num_cards, "every tier"))
         (self.arena,) = self.engine._arenas
         self.placer = Placer(self.engine.plan)
-        self.places = [self.placer.places(number) for number in range(len(tables))]
+        self.places = [places_of(self.engine.plan, number) for number in range(len(tables))]
         self.owners = [owners_of(places, self.num_cards) for places in self.places]
 
     def decoded(self, table: int) -> Float32Array:
