@@ -411,6 +411,7 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     warm_from: DirectoryPath | None = setting(
         None,
         "Before a version is ready it ranks requests that were recorded in this folder. Default: that of --record.",
+        "FOLDER",
         file_only=True,
     )
     warm_requests: int = setting(512, "The last so many of them; 0: none.", file_only=True, ge=0, le=100_000)

@@ -95,8 +95,7 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
         settings.warn_if_open("its host's address", Protection.of(config))
     else:
         settings.warn_if_open(config.host, Protection.of(config))
-    update = _versions(config) | {"log_level": ctx.find_root().params.get("log_level", "info")}
-    config = config.model_copy(update=update)
+    config = config_of(FleetConfig, config, **_versions(config), log_level=ctx.find_root().params["log_level"])
     if config.on == "ray":
         _run_on_ray(config, ray)
     else:

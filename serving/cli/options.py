@@ -236,6 +236,8 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
         more = {"type": range_(low, bounds.get("le"), min_open="gt" in bounds), **more}
     elif kind is Path:
         more = {"type": FOLDER if metavar == "FOLDER" else FILE, **more}
+    else:
+        more = {"type": str, **more}
 
     def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         # A supervisor of an earlier release, which knows no file, passes flags to its children.

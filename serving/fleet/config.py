@@ -112,7 +112,7 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
             "shard_node": partial(self.shard_node_config, next(iter(self.shard_nodes)), "unix:/socket"),
             "coordinator": partial(self.coordinator_config, "coordinator"),
         }
-        for name in [name for name in children if getattr(self, name)]:
+        for name in [name for name in children if self.store is not None and getattr(self, name)]:
             try:
                 children[name]()
             except ValidationError as error:
