@@ -32,7 +32,7 @@ from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import placement_line, running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
-from serving.fleet.workers import WorkerPorts, connectable_host, held_ports
+from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
@@ -251,7 +251,7 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
     ShardrankError if a stage fails; for a port, a device or a file that can't be used, before the work.
     """
     with ExitStack() as stack:
-        ports = stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, workers=1))
+        ports = stack.enter_context(reserved_ports(config.host, config.http_port, config.grpc_port, workers=1))
         if json_file is not None:
             # An older report stays as it is until there is a new one.
             try:

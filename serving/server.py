@@ -31,7 +31,7 @@ from serving.config import ServeConfig
 from serving.dashboard.board import FleetSource
 from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, run_until_stopped
-from serving.fleet.workers import held_ports
+from serving.fleet.workers import reserved_ports
 from serving.limits import RequestLimits
 from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
@@ -45,7 +45,7 @@ from shard_node.wire.tls import TlsClientConfig, TlsConfig, TlsContext, server_c
 logger = logging.getLogger(__name__)
 
 _ALONE = "this process belongs to no fleet (no --registry): it serves what it was started with"
-_ONE_WORKER = (
+_WORKER_NOTE = (
     "{count} worker processes share this port and one of them answers this page: requests and latencies are those of "
     "process {process} alone; /metrics adds all workers up"
 )
@@ -206,7 +206,7 @@ def run_serving(options: ServeConfig) -> None:
     member = fleet_member(options, membership, service, protection.node_tls)
     scheme, note, fixed = settings.scheme(options), "", "" if options.in_fleet else _ALONE
     if config.place is not None and not options.in_fleet:
-        note = _ONE_WORKER.format(count=config.place.num_workers, process=os.getpid())
+        note = _WORKER_NOTE.format(count=config.place.num_workers, process=os.getpid())
 
     def on_listening(listening: Listening) -> None:
         host = reachable_host(listening.host)
@@ -222,7 +222,7 @@ def run_serving(options: ServeConfig) -> None:
 
     if options.probe_port is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
-        with held_ports(options.host, options.http_port, options.grpc_port, workers=0):
+        with reserved_ports(options.host, options.http_port, options.grpc_port, workers=0):
             pass
     traces = settings.trace_config(options, "shardrank-serve")
     with running_tracer(traces, service.metrics) as service.tracer, settings.recording(options, service):

@@ -151,7 +151,7 @@ class MemoryRegistry:
         return owner if until > self._clock() else None
 
 
-def fleet_of_one_process(name: str, version: PublishedVersion) -> FleetRegistry:
+def single_process_fleet(name: str, version: PublishedVersion) -> FleetRegistry:
     """Return a fleet in memory whose only process shall serve that version, and applies no deltas to it."""
     only = (version.version,)
     desired = WantedModel(model=version.model, epoch=1, live=version.version, hold=only, serve=only)

@@ -18,7 +18,7 @@ from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, Want
 from loader.registry.registry import Registry
 from loader.rollout.plan import Rollout
 from loader.rollout.requests import FleetState, SeenRollout, read_fleet, roll_back
-from serving.dashboard.history import MAX_TEXT, Changes, History, told_events
+from serving.dashboard.history import MAX_TEXT, Changes, History, recent_events
 
 MAX_MODELS = 32
 MAX_NODES = 400
@@ -39,7 +39,7 @@ WATCHED_S = 0.5
 """Between two looks while somebody watches."""
 UNWATCHED_S = 2.5
 """Else: often enough that no slot of the history is missed."""
-LOOK_TIMEOUT_S = 4.0
+READ_TIMEOUT_S = 4.0
 MAX_WATCHERS = 16
 MAX_WAITING = 8
 """Messages that a slow watcher may have waiting before it is ended."""
@@ -104,7 +104,7 @@ class _View:
             "more_models": max(0, len(models) - MAX_MODELS),
             "nodes": [self.node(*row) for row in nodes[:MAX_NODES]],
             "more_nodes": max(0, len(nodes) - MAX_NODES),
-            "events": told_events(changes, state, MAX_EVENTS),
+            "events": recent_events(changes, state, MAX_EVENTS),
         }
 
     def node(self, node: NodeRecord, gone_at: float | None) -> Document:
@@ -126,17 +126,17 @@ class _View:
         }
 
     def model(self, model: str) -> Document:
-        wanted, rollout = self.state.wanted.get(model), self.state.rollouts.get(model)
-        named = set() if wanted is None else wanted.named()
+        desired, rollout = self.state.wanted.get(model), self.state.rollouts.get(model)
+        named = set() if desired is None else desired.named()
         used = {version for name, version in self.reports if name == model} | named
         known = used | {version for name, version in self.state.published if name == model}
         shown = sorted(known, key=lambda version: (version not in used, -version))[:MAX_VERSIONS]
         # The fleet's number of shards is that of further versions; one from before it changed is divided as it was.
-        num_shards, before = self.state.view(model).num_shards, {} if wanted is None else wanted.num_shards
+        num_shards, before = self.state.view(model).num_shards, {} if desired is None else desired.num_shards
         return {
             "model": model,
-            "live": None if wanted is None else wanted.live,
-            "canary": None if wanted is None or wanted.canary is None else wanted.canary.model_dump(),
+            "live": None if desired is None else desired.live,
+            "canary": None if desired is None or desired.canary is None else desired.canary.model_dump(),
             "versions": [
                 self.version(model, version) | {"num_shards": before.get(version, num_shards)}
                 for version in sorted(shown, reverse=True)
@@ -146,13 +146,13 @@ class _View:
         }
 
     def version(self, model: str, version: int) -> Document:
-        reports, wanted = self.reports.get((model, version), []), self.state.wanted.get(model)
+        reports, desired = self.reports.get((model, version), []), self.state.wanted.get(model)
         ready = [node for node, report in reports if report.state == "ready"]
         shards = {node.shard_index for node in ready if node.kind == "shard"}
         published = self.state.published.get((model, version))
         return {
             "version": version,
-            "role": _role(wanted, version, {report.state for _, report in reports}),
+            "role": _role(desired, version, {report.state for _, report in reports}),
             "published_at": None if published is None else published.published_at,
             "rows_bytes": None if published is None else published.rows_bytes,
             "shards": len(shards),
@@ -164,23 +164,24 @@ class _View:
         }
 
 
-def _role(wanted: WantedModel | None, version: int, states: Set[str]) -> str:
-    if wanted is not None and wanted.live == version:
+def _role(desired: WantedModel | None, version: int, states: Set[str]) -> str:
+    if desired is not None and desired.live == version:
         return "live"
-    if wanted is not None and wanted.canary is not None and wanted.canary.version == version:
-        return f"canary, {100 * wanted.canary.share:g}%"
+    if desired is not None and desired.canary is not None and desired.canary.version == version:
+        return f"canary, {100 * desired.canary.share:g}%"
     # What is most in the way of its use is what people look for.
-    return next((one for one in ("refused", "staging", "waiting", "draining", "ready") if one in states), "published")
+    order = ("refused", "staging", "waiting", "draining", "ready")
+    return next((state for state in order if state in states), "published")
 
 
 def _rollout(state: FleetState, rollout: Rollout) -> Document:
     status = state.status(rollout.model, with_nodes=False)
-    told: Document = status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"})
-    told["waiting_for"] = [text[:MAX_TEXT] for text in status.waiting_for[:8]]
-    told["more_waiting"] = max(0, len(status.waiting_for) - 8)
-    told["limits"] = rollout.guards.model_dump()
-    told["active"] = rollout.active
-    return told
+    return status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"}) | {
+        "waiting_for": [text[:MAX_TEXT] for text in status.waiting_for[:8]],
+        "more_waiting": max(0, len(status.waiting_for) - 8),
+        "limits": rollout.guards.model_dump(),
+        "active": rollout.active,
+    }
 
 
 def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Document:
@@ -204,7 +205,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
-        self.is_ended = False
+        self.is_closed = False
 
     def send(self, message: bytes) -> None:
         """Put a message in its queue; a watcher whose queue is full is ended."""
@@ -215,12 +216,12 @@ class Watcher:
 
     def end(self) -> None:
         """End its stream, without what still waits."""
-        self.is_ended = True
+        self.is_closed = True
         self._waiting.put_nowait(b"")
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Yield the messages until it is ended."""
-        while (message := await self._waiting.get()) and not self.is_ended:
+        while (message := await self._waiting.get()) and not self.is_closed:
             yield message
 
 
@@ -238,7 +239,7 @@ class Board:
         self._state = FleetState()
         self._read_at: float | None = None
         self._problem = "nothing was read yet"
-        self._told = b""
+        self._last_state = b""
         self._watchers: set[Watcher] = set()
         self._is_closed = False
         self._wake = asyncio.Event()
@@ -252,10 +253,10 @@ class Board:
             if len(self._watchers) >= MAX_WATCHERS:
                 raise OverloadedError(f"{MAX_WATCHERS} pages are open already, which is the most: close one")
             history = await asyncio.to_thread(lambda: _event("history", self.history.document()))
-            self._told = self._told or await asyncio.to_thread(self._state_event)
+            self._last_state = self._last_state or await asyncio.to_thread(self._state_event)
             if self._is_closed:
                 raise UnavailableError("the process is shutting down", kind="shutting_down")
-            for message in (history, self._read_event(), self._told):
+            for message in (history, self._read_event(), self._last_state):
                 watcher.send(message)
             self._watchers.add(watcher)
         self._wake.set()
@@ -275,7 +276,7 @@ class Board:
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await self.look()
+            await self.update()
             try:
                 async with asyncio.timeout(WATCHED_S if self._watchers else UNWATCHED_S):
                     await self._wake.wait()
@@ -283,14 +284,14 @@ class Board:
                 pass
             self._wake.clear()
 
-    async def look(self) -> None:
+    async def update(self) -> None:
         """Look once, and tell what is new."""
         state, problem = None, ""
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
+            async with asyncio.timeout(READ_TIMEOUT_S):
                 state = await self.source.read()
         except TimeoutError:
-            problem = f"{self.source.name} has not answered within {LOOK_TIMEOUT_S:g} s"
+            problem = f"{self.source.name} has not answered within {READ_TIMEOUT_S:g} s"
         except RegistryError as error:
             problem = str(error)
         except Exception as error:
@@ -302,7 +303,7 @@ class Board:
             for watcher in list(self._watchers):
                 for message in messages:
                     watcher.send(message)
-                if watcher.is_ended:
+                if watcher.is_closed:
                     logger.info("a page that took nothing was ended")
                     self._watchers.discard(watcher)
 
@@ -314,14 +315,14 @@ class Board:
         self._problem = problem
         if state is not None:
             self._read_at, self._state = now, state
-            self._changes.look(state, now)
+            self._changes.update(state, now)
             has_closed = self.history.observe(state.nodes, now)
         if not self._watchers:
-            self._told = b""
+            self._last_state = b""
             return []
-        before, self._told = self._told, self._state_event()
+        before, self._last_state = self._last_state, self._state_event()
         slot = [_event("slot", self.history.document(last_only=True))] if has_closed else []
-        return [self._read_event(), *([] if self._told == before else [self._told]), *slot]
+        return [self._read_event(), *([] if self._last_state == before else [self._last_state]), *slot]
 
     def _read_event(self) -> bytes:
         # It changes each time, and all else seldom does.

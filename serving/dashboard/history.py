@@ -57,7 +57,7 @@ class History:
         self._tracks: dict[tuple[str, int], int] = {}
         self._active = np.full(max_tracks, -1, np.int64)
         self._last: dict[_Source, Counts] = {}
-        self._slot = self._whole_from = -1
+        self._slot = self._complete_from = -1
         self._observed_at = float("-inf")
 
     def observe(self, nodes: Iterable[NodeRecord], now: float) -> bool:
@@ -71,8 +71,8 @@ class History:
         self._is_known[emptied] = False
         self._slot = slot
         if not is_fresh:
-            self._whole_from = slot + 1
-        self._is_known[slot % self.num_slots] = slot >= self._whole_from
+            self._complete_from = slot + 1
+        self._is_known[slot % self.num_slots] = slot >= self._complete_from
         for node in nodes:
             for report in node.versions:
                 if report.stats is not None:
@@ -94,13 +94,17 @@ class History:
         tracks = []
         for (model, version), track in sorted(self._tracks.items()):
             counts = self._counts[track, places]
-            told: dict[str, Any] = {"model": model, "version": version}
-            told["requests"] = _where(is_known, counts[:, _REQUESTS].tolist())
-            told["errors"] = _where(is_known, counts[:, _ERRORS].tolist())
-            told["hit_rate"] = _where(is_known, _shares(counts[:, _HITS], counts[:, _LOOKUPS]))
-            for quantile, values in zip(QUANTILES, percentiles_ms(counts[:, _LATENCIES:]), strict=True):
-                told[f"p{100 * quantile:g}"] = _where(is_known, values)
-            tracks.append(told)
+            percentiles = zip(QUANTILES, percentiles_ms(counts[:, _LATENCIES:]), strict=True)
+            tracks.append(
+                {
+                    "model": model,
+                    "version": version,
+                    "requests": _where(is_known, counts[:, _REQUESTS].tolist()),
+                    "errors": _where(is_known, counts[:, _ERRORS].tolist()),
+                    "hit_rate": _where(is_known, _shares(counts[:, _HITS], counts[:, _LOOKUPS])),
+                    **{f"p{100 * quantile:g}": _where(is_known, values) for quantile, values in percentiles},
+                }
+            )
         return {"slot": self._slot - 1, "slot_s": self.slot_s, "num_slots": self.num_slots, "tracks": tracks}
 
     def recent(self, model: str, version: int) -> dict[str, float | None] | None:
@@ -138,7 +142,7 @@ class History:
         track = self._tracks.get(key)
         if track is None:
             track = int(self._active.argmin())
-            self._tracks = {other: place for other, place in self._tracks.items() if place != track}
+            self._tracks = {other: index for other, index in self._tracks.items() if index != track}
             self._counts[track] = 0
             self._tracks[key] = track
         self._counts[track, self._slot % self.num_slots] += news
@@ -152,11 +156,11 @@ def percentiles_ms(latency_counts: Counts) -> list[list[float | None]]:
     """
     up_to = latency_counts.cumsum(axis=1)
     total = up_to[:, -1:]
-    found = []
+    rows = []
     for quantile in QUANTILES:
         values = _BOUNDS_MS[(up_to >= quantile * total).argmax(axis=1)].tolist()
-        found.append(_where((total[:, 0] > 0).tolist(), values))
-    return found
+        rows.append(_where((total[:, 0] > 0).tolist(), values))
+    return rows
 
 
 def _counted(stats: VersionStats, hot: HotReport | None) -> Counts:
@@ -192,11 +196,11 @@ class Changes:
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._before: FleetState | None = None
 
-    def look(self, state: FleetState, now: float) -> None:
+    def update(self, state: FleetState, now: float) -> None:
         """Compare with the look before."""
         before, self._before = self._before, state
         there = {node.node_id: node for node in state.nodes}
-        self.gone = {key: one for key, one in self.gone.items() if key not in there and now - one[1] < GONE_S}
+        self.gone = {key: node for key, node in self.gone.items() if key not in there and now - node[1] < GONE_S}
         if before is None:
             return
         tell = partial(self.add, now)
@@ -212,7 +216,7 @@ class Changes:
         for node_id in sorted(there.keys() & were.keys()):
             for kind, text in _of_node(were[node_id], there[node_id]):
                 tell(kind, text, node=node_id)
-        lives = [{model: wanted.live for model, wanted in each.wanted.items()} for each in (before, state)]
+        lives = [{model: desired.live for model, desired in each.wanted.items()} for each in (before, state)]
         for model in sorted(lives[0].keys() | lives[1].keys()):
             if (was := lives[0].get(model)) != (version := lives[1].get(model)):
                 after = "" if was is None else f", after version {was}"
@@ -223,19 +227,19 @@ class Changes:
                 # A registry keeps the last rollout only.
                 self.events.extend(_of_rollout(rollout))
         if before.coordinator != state.coordinator:
-            told = f"the coordinator is {state.coordinator}" if state.coordinator else "no coordinator is running"
-            tell("coordinator", told)
+            name = state.coordinator
+            tell("coordinator", f"the coordinator is {name}" if name else "no coordinator is running")
 
     def add(self, now: float, kind: str, text: str, *, node: str = "", model: str = "") -> None:
         """Note that something changed now."""
         self.events.append({"at": now, "kind": kind, "node": node, "model": model, "text": text[:MAX_TEXT]})
 
 
-def told_events(changes: Changes, state: FleetState, most: int) -> list[dict[str, Any]]:
+def recent_events(changes: Changes, state: FleetState, max_events: int) -> list[dict[str, Any]]:
     """List what was noticed and what rollouts have on record, the newest first; at most so many."""
-    found = [*changes.events, *(event for rollout in state.rollouts.values() for event in _of_rollout(rollout))]
+    events = [*changes.events, *(event for rollout in state.rollouts.values() for event in _of_rollout(rollout))]
     # Of those of one moment, what was noticed last comes first.
-    return sorted(found, key=lambda one: float(one["at"]))[-most:][::-1]
+    return sorted(events, key=lambda event: float(event["at"]))[-max_events:][::-1]
 
 
 def _of_rollout(rollout: Rollout) -> Iterator[dict[str, Any]]:
@@ -254,7 +258,7 @@ def _of_node(before: NodeRecord, now: NodeRecord) -> Iterator[tuple[str, str]]:
         yield "joined", f"started anew, as process {now.process_id}"
     elif now.draining and not before.draining:
         yield "left", "is about to end"
-    refused = {(one.model, one.version) for one in before.versions if one.state == "refused"}
-    for one in now.versions:
-        if one.state == "refused" and (one.model, one.version) not in refused:
-            yield "refused", f"refuses {one.model} version {one.version}: {one.reason}"
+    refused = {(report.model, report.version) for report in before.versions if report.state == "refused"}
+    for report in now.versions:
+        if report.state == "refused" and (report.model, report.version) not in refused:
+            yield "refused", f"refuses {report.model} version {report.version}: {report.reason}"

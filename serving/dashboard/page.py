@@ -80,8 +80,8 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         return answer
 
     async def access() -> Response:
-        told = {"needs_token": tokens is not None, "fixed": board.source.fixed or ("" if tokens else _NO_TOKENS)}
-        return JSONResponse(told, headers=HEADERS)
+        document = {"needs_token": tokens is not None, "fixed": board.source.fixed or ("" if tokens else _NO_TOKENS)}
+        return JSONResponse(document, headers=HEADERS)
 
     async def events(request: Request) -> Response:
         check(request)
@@ -106,15 +106,15 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         who = check(request)
         body = await read_body(request.receive, "MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES)
         try:
-            asked = msgspec.json.decode(body, type=_Rollback)
+            request_body = msgspec.json.decode(body, type=_Rollback)
         except (msgspec.MsgspecError, RecursionError) as error:
             problem = f"the body must name model, rollout_id, is_active and live: {error}"
             raise malformed("", problem) from error
-        seen = SeenRollout(asked.rollout_id, asked.is_active, asked.live)
-        begun = await board.source.roll_back(asked.model, seen)
+        seen = SeenRollout(request_body.rollout_id, request_body.is_active, request_body.live)
+        begun = await board.source.roll_back(request_body.model, seen)
         to = begun.to_version if begun.state == "running" else begun.from_version
-        logger.warning("token %r rolls %s back to version %s", who, asked.model, to)
-        return JSONResponse({"model": asked.model, "to": to}, headers=HEADERS)
+        logger.warning("token %r rolls %s back to version %s", who, request_body.model, to)
+        return JSONResponse({"model": request_body.model, "to": to}, headers=HEADERS)
 
     for path, (name, content_type) in _FILES.items():
         app.add_api_route(path, file(name, content_type), methods=["GET"], include_in_schema=False)

@@ -44,7 +44,7 @@ from serving.fleet.supervisor import (
     shardrank_command,
     supervised,
 )
-from serving.fleet.workers import WorkerPorts, connectable_host, held_ports, worker_specs
+from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
 COORDINATOR = "coordinator"
@@ -246,7 +246,7 @@ class LocalFleet:
 async def running_fleet(
     config: FleetConfig,
     on_ready: Callable[[str], None] = lambda name: None,
-    held: WorkerPorts | None = None,
+    reserved: WorkerPorts | None = None,
     on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
 ) -> AsyncIterator[LocalFleet]:
     """Start a fleet, wait until all of it serves, and stop it when the block ends.
@@ -259,7 +259,8 @@ async def running_fleet(
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        ports = held or stack.enter_context(held_ports(config.host, config.http_port, config.grpc_port, config.workers))
+        numbers = config.host, config.http_port, config.grpc_port, config.workers
+        ports = reserved or stack.enter_context(reserved_ports(*numbers))
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, PublishedVersion
-from loader.registry.memory import fleet_of_one_process
+from loader.registry.memory import single_process_fleet
 from loader.registry.registry import Registry
 from loader.snapshot.publishing import version_record
 from loader.snapshot.reader import Snapshot
@@ -54,7 +54,7 @@ class Membership:
         place = folder.parent.parent if store is None or isinstance(store, Path) else store
         snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
         version = version_record(snapshot, time.time())
-        fleet = fleet_of_one_process(f"process {os.getpid()}", version)
+        fleet = single_process_fleet(f"process {os.getpid()}", version)
         return cls(fleet, lambda: fleet.registry, place, AgentConfig.for_only_process(version.model), version)
 
 

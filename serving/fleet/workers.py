@@ -80,7 +80,7 @@ class WorkerPorts:
 
 
 @contextlib.contextmanager
-def held_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
+def reserved_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
     """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
         http = held.enter_context(shared_port(host, http_port))
@@ -157,7 +157,7 @@ def run_workers(config: ServeConfig, log_level: str) -> None:
         return "--log-level", log_level, command, "--config", str(file)
 
     async def program() -> None:
-        with held_ports(config.host, config.http_port, config.grpc_port, len(workers)) as ports:
+        with reserved_ports(config.host, config.http_port, config.grpc_port, len(workers)) as ports:
             # Workers leave their fleet once they have drained, which may take as long again as the default grace.
             grace_s = SupervisionConfig().stop_grace_s + config.shutdown_delay_s
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:

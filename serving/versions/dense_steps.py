@@ -26,7 +26,7 @@ from shard_node.generation import Generations
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.25
+POLL_S: Final = 0.25
 """Between two polls for new steps; each is up to a quarter earlier or later."""
 READ_FOR_S: Final = 30.0
 """A step whose file can't be read is tried for so long: a shared file system may show it later."""
@@ -48,7 +48,7 @@ class DenseSteps:
         self._unread: dict[tuple[str, int], tuple[DenseStep, float]] = {}
         self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
-    async def look(self, served: LoadedVersion) -> None:
+    async def update(self, served: LoadedVersion) -> None:
         """Offer a version the newest step, if it has an older one. Raises RegistryError.
 
         A version without any first accepts, unchecked for drift, the step that other processes accepted last: the
@@ -83,14 +83,14 @@ class DenseSteps:
     async def _try(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> bool:
         key = served.model, served.version
         try:
-            if not await served.takes_dense():
+            if not await served.accepts_dense():
                 return False
-            taking = asyncio.ensure_future(asyncio.to_thread(self._take, served, record, max_drift))
+            changing = asyncio.ensure_future(asyncio.to_thread(self._change, served, record, max_drift))
             try:
-                await asyncio.shield(taking)
+                await asyncio.shield(changing)
             except asyncio.CancelledError:
                 # Its replicas must not end under a check, which would wait for them for good.
-                await ended(taking)
+                await ended(changing)
                 raise
         except ShardrankError as error:
             # What the file system refused has its OSError as cause; a file that is not what was published has none.
@@ -115,8 +115,8 @@ class DenseSteps:
         while True:
             try:
                 # Nothing here keeps versions that are retired while another one is looked at.
-                served = [one for one in generations.all() if one.state != "draining"]
-                steps = {(one.model, one.version): one.payload.dense_step for one in served}
+                served = [generation for generation in generations.all() if generation.state != "draining"]
+                steps = {(generation.model, generation.version): generation.payload.dense_step for generation in served}
                 del served
                 for known in (self.refused, self._unread):
                     for gone in known.keys() - steps.keys():
@@ -125,20 +125,20 @@ class DenseSteps:
                     if await self._newer(*key, step) is not None:
                         # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
                         with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
-                            await self.look(lease.payload)
+                            await self.update(lease.payload)
                 is_silent = False
             except Exception as error:  # a fault of ours must not end the following for good
                 if not is_silent:
                     trace = not isinstance(error, RegistryError)
                     logger.warning("dense weights are those that answer: %s", error, exc_info=trace)
                 is_silent = True
-            await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
+            await asyncio.sleep(POLL_S * random.uniform(0.75, 1.25))
 
-    def _take(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> None:
+    def _change(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> None:
         torch.set_num_threads(1)
         tensors = read_step(self._store, record)
         # What is served, though the store may have another one in its place by now.
         model, version, identity = served.model, served.version, served.description.identity
-        with self._store.hold(model, version, identity=identity, with_rows=False, verify=False) as held:
-            snapshot = Snapshot.open(held.path, verify=False, rows_here=False)
+        with self._store.hold(model, version, identity=identity, with_rows=False, verify=False) as files:
+            snapshot = Snapshot.open(files.path, verify=False, rows_here=False)
             served.change_dense(snapshot, checked_tensors(snapshot, tensors), record, max_drift)

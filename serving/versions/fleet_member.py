@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
 LIVE_POLL_S = 0.05
-LOOK_S = 0.2
+POLL_S = 0.2
 """Between two polls of the nodes; each is up to a quarter earlier or later."""
 OPENED = 0.5
 
@@ -149,16 +149,16 @@ class FleetMember:
             await self._local.actions.close()
         await self.fleet.registry.close()
 
-    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
+    def desired_versions(self, desired: WantedModel) -> Sequence[int]:
         """List the live version, those to be flipped to, and the one that answers here until the pointer has moved."""
-        versions = (wanted.live, *wanted.serve, self._service.live(wanted.model))
+        versions = (desired.live, *desired.serve, self._service.live(desired.model))
         return tuple(dict.fromkeys(version for version in versions if version is not None))
 
-    def held(self) -> set[tuple[str, int]]:
+    def loaded(self) -> set[tuple[str, int]]:
         """List (model, version) of what could answer requests."""
-        return self._loaded() if self._local is None else self._loaded() & set(self._local.actions.held())
+        return self._loaded() if self._local is None else self._loaded() & set(self._local.actions.loaded())
 
-    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+    async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version, and put it beside the live one.
 
         Raises UnavailableError if it is not published or a shard lacks it, another ShardrankError with status 503 or
@@ -170,27 +170,27 @@ class FleetMember:
             raise UnavailableError(problem, kind="not_ready")
         topology = None
         if self._local is None:
-            topology = await self._topology(model, version, wanted.num_shards.get(version))
-        elif (model, version) not in self._local.actions.held():
-            await self._local.actions.stage(model, version, wanted, lambda share: tell(share * OPENED))
+            topology = await self._topology(model, version, desired.num_shards.get(version))
+        elif (model, version) not in self._local.actions.loaded():
+            await self._local.actions.stage(model, version, desired, lambda share: tell(share * OPENED))
         if (model, version) in self._loaded():
             return  # its rows were staged anew; what ranks with them is still here
         try:
             await self._load(published, topology, tell)
         except BaseException:
-            if self._local is not None and (model, version) in self._local.actions.held():
+            if self._local is not None and (model, version) in self._local.actions.loaded():
                 # No other task knows of these rows: they are freed, however often this one is cancelled meanwhile.
                 going = asyncio.ensure_future(self._local.actions.retire(model, version))
                 await ended(going)
                 going.result()
             raise
 
-    async def settle(self, wanted: WantedModel) -> bool:
+    async def reconcile(self, desired: WantedModel) -> bool:
         """Point to the live version and the canary as far as they are here. True if both are as wanted."""
-        model, live, canary = wanted.model, wanted.live, wanted.canary
+        model, live, canary = desired.model, desired.live, desired.canary
         if self._local is not None:
-            await self._local.actions.settle(wanted)
-        loaded = {version for name, version in self.held() if name == model}
+            await self._local.actions.reconcile(desired)
+        loaded = {version for name, version in self.loaded() if name == model}
         if live is not None and live in loaded and (before := self._service.live(model)) != live:
             self._service.flip(model, live)
             logger.info("version %d of %s is live, after %s", live, model, before)
@@ -210,14 +210,14 @@ class FleetMember:
                     logger.error("%d requests still use version %d of %s", generation.leases, version, model)
                     deadline = float("inf")
                 await asyncio.sleep(DRAINED_POLL_S)
-        if self._local is not None and (model, version) in self._local.actions.held():
+        if self._local is not None and (model, version) in self._local.actions.loaded():
             await self._local.actions.retire(model, version)
 
     def reports(self) -> list[VersionReport]:
         """Report each version that could answer requests."""
         of_rows = () if self._local is None else self._local.actions.reports()
         rows = {(report.model, report.version): report for report in of_rows}
-        loaded, reports = self.held(), []
+        loaded, reports = self.loaded(), []
         for generation in self._service.generations.all():
             if (key := (generation.model, generation.version)) not in loaded:
                 continue
@@ -307,7 +307,7 @@ class FleetMember:
         served = await in_background(work, name, self._discard, low_priority=False)
         try:
             # A version that comes back answers with the dense weights that it had.
-            await self._dense.look(served)
+            await self._dense.update(served)
             self._service.install_staged(served)
         except BaseException:
             self._discard(served)
@@ -322,8 +322,8 @@ class FleetMember:
         model, version, verify = published.model, published.version, self._config.verify
         hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
         files = closing.enter_context(hold(verify=verify, keep=keep, progress=progress))
-        rows_here = isinstance(self._config.store, Path)
-        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=rows_here, progress=progress)
+        with_rows = isinstance(self._config.store, Path)
+        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=with_rows, progress=progress)
         _check_identity(snapshot, published.identity, "was published")
         return snapshot
 
@@ -385,8 +385,8 @@ class FleetMember:
         return {(loaded.model, loaded.version) for loaded in generations if loaded.state != "draining"}
 
     def _is_live(self) -> bool:
-        wanted = self.agent.wanted.values()
-        expected = self._models or tuple(sorted(record.model for record in wanted if record.live is not None))
+        desired = self.agent.desired.values()
+        expected = self._models or tuple(sorted(record.model for record in desired if record.live is not None))
         if not expected:
             return False
         self._service.expect(expected)
@@ -403,7 +403,7 @@ class FleetMember:
                     trace = not isinstance(error, RegistryError)
                     logger.warning("nodes are those that are known: %s", error, exc_info=trace)
                 is_silent = True
-            await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
+            await asyncio.sleep(POLL_S * random.uniform(0.75, 1.25))
 
 
 def _check_identity(snapshot: Snapshot, identity: str, what: str) -> None:

@@ -174,9 +174,9 @@ class LoadedVersion:
         takers = cast("list[Replica | LoopReplica]", replicas)
         if options.num_replicas == 0:
             assert loop is not None
-            found = replicas[0].ranking.parts
+            checked_parts = replicas[0].ranking.parts
             try:
-                takers = [_on_loop(lambda: ranking(0).with_weights(found), batcher, loop, clock)]
+                takers = [_on_loop(lambda: ranking(0).with_weights(checked_parts), batcher, loop, clock)]
             finally:
                 _stop(checked_with, replicas)
         metrics.set_version("dense_step", spec.model, snapshot.version, 0)
@@ -217,7 +217,7 @@ class LoadedVersion:
             )
         return nodes
 
-    async def takes_dense(self) -> bool:
+    async def accepts_dense(self) -> bool:
         """Return whether the step before answers: a new one would take its place. Raises ShardrankError."""
         active = [asyncio.wrap_future(replica.call(Ranking.weights_active)) for replica in self._replicas]
         return all(await asyncio.gather(*active))
@@ -232,16 +232,16 @@ class LoadedVersion:
         ShardrankError if it can't be checked now.
         """
         replicas = cast("list[Replica]", self._replicas)
-        own = replicas[0].ranking.parts
-        model = load_model(snapshot.spec, tensors, own.dtype)
-        parts = replace(own, models=DeviceCopies(model), dense_step=record.step, min_sequence=record.sequence)
+        current = replicas[0].ranking.parts
+        model = load_model(snapshot.spec, tensors, current.dtype)
+        parts = replace(current, models=DeviceCopies(model), dense_step=record.step, min_sequence=record.sequence)
         golden = snapshot.golden()
         if golden is not None:
-            check = _GoldenCheck(snapshot, own, replicas, golden, max_drift, time.monotonic)
-            if (drift := check.difference(replicas[0], parts, to_own=True)) > max_drift:
+            check = _GoldenCheck(snapshot, current, replicas, golden, max_drift, time.monotonic)
+            if (drift := check.difference(replicas[0], parts, to_current=True)) > max_drift:
                 raise RankingModelError(
-                    f"golden scores are up to {drift:.3g} from those of dense step {own.dense_step}, of the same rows; "
-                    f"max_drift is {max_drift:g}",
+                    f"golden scores are up to {drift:.3g} from those of dense step {current.dense_step}, of the same "
+                    f"rows; max_drift is {max_drift:g}",
                     kind="golden_mismatch",
                 )
 
@@ -260,12 +260,12 @@ class LoadedVersion:
         check = _GoldenCheck(snapshot, replicas[0].ranking.parts, replicas, golden, entry.tolerance, time.monotonic)
         if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
             return {replicas[0].ranking.parts.dtype: check.difference(replicas[0])}
-        found: dict[NumberFormat, float] = {}
+        differences: dict[NumberFormat, float] = {}
         for number_format in ("float32", *formats_to_try("int8")):
             parts = ranking_parts(snapshot, self.schema, number_format)
             if parts.dtype == number_format:
-                found[number_format] = check.difference(replicas[0], parts)
-        return found
+                differences[number_format] = check.difference(replicas[0], parts)
+        return differences
 
     def close(self) -> None:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
@@ -357,8 +357,8 @@ def check_version(
     snapshot: Snapshot,
     parts: RankingParts,
     replicas: Sequence[Replica],
-    asked: DtypeChoice,
-    wire_asked: WireDtypeChoice,
+    dtype: DtypeChoice,
+    wire_dtype: WireDtypeChoice,
     clock: Callable[[], float],
 ) -> CheckedVersion:
     """Check the golden scores, choose the number formats, and warm every replica. Blocks.
@@ -379,20 +379,20 @@ def check_version(
     device, golden = _on_all(replicas, connect)[0], snapshot.golden()
     is_exported = isinstance(snapshot.spec.dense_model, ExportedModelSpec)
     # A program is in the number format that it was exported in.
-    wanted = "float32" if is_exported else choose_dtype(asked, device)
+    chosen = "float32" if is_exported else choose_dtype(dtype, device)
     has_remote = replicas[0].ranking.router.waits
     if golden is not None and snapshot.manifest.golden is not None:
         check = _GoldenCheck(snapshot, parts, replicas, golden, snapshot.manifest.golden.tolerance, clock)
-        checked = check.run(wanted, halves=has_remote and wire_asked != "float32")
+        checked = check.run(chosen, halves=has_remote and wire_dtype != "float32")
     else:
         no_golden = "there are no golden requests to check {} with"
-        fallback = no_golden.format(wanted) if wanted != "float32" and asked == "auto" else ""
-        wire_fallback = no_golden.format("float16") if has_remote and wire_asked == "auto" else ""
-        checked = CheckedVersion(parts.dtype if fallback or is_exported else wanted, fallback, wire_fallback)
+        fallback = no_golden.format(chosen) if chosen != "float32" and dtype == "auto" else ""
+        wire_fallback = no_golden.format("float16") if has_remote and wire_dtype == "auto" else ""
+        checked = CheckedVersion(parts.dtype if fallback or is_exported else chosen, fallback, wire_fallback)
         if checked.dtype != parts.dtype:
-            parts = ranking_parts(snapshot, parts.schema, wanted)
+            parts = ranking_parts(snapshot, parts.schema, chosen)
             checked = replace(checked, dtype=parts.dtype)
-        if wire_asked == "float16":
+        if wire_dtype == "float16":
             parts = replace(parts, forms=STORED_AND_FLOAT16)
         _use(replicas, parts)
 
@@ -400,8 +400,8 @@ def check_version(
         ranking.warm(golden)
 
     _on_all(replicas, warm)
-    if is_exported and asked not in ("auto", own := parts.dtype):
-        checked = replace(checked, fallback=f"an exported program is computed as it was exported, in {own}")
+    if is_exported and dtype not in ("auto", current := parts.dtype):
+        checked = replace(checked, fallback=f"an exported program is computed as it was exported, in {current}")
     return checked
 
 
@@ -427,12 +427,12 @@ class _GoldenCheck:
     def name(self) -> str:
         return f"model {self.snapshot.spec.model!r} version {self.snapshot.version}"
 
-    def run(self, wanted: NumberFormat, *, halves: bool) -> CheckedVersion:
+    def run(self, chosen: NumberFormat, *, halves: bool) -> CheckedVersion:
         dtype = self.parts.dtype
         parts, fallbacks, wire_fallback = self.parts, list[str](), ""
         difference = self.difference(self.replicas[0])
         as_exported = self.is_as_exported(difference)
-        for tried in formats_to_try(wanted):
+        for tried in formats_to_try(chosen):
             in_dtype = ranking_parts(self.snapshot, self.parts.schema, tried)
             if in_dtype.dtype != tried and in_dtype.dtype != "bfloat16":
                 break
@@ -450,8 +450,8 @@ class _GoldenCheck:
         # One after the other: others serve meanwhile.
         difference = max(difference, *map(self.difference, self.replicas))
         as_exported = as_exported and self.is_as_exported(difference)
-        own_difference = difference if as_exported else None
-        return CheckedVersion(dtype, "; ".join(fallbacks), wire_fallback, own_difference, self.tolerance)
+        golden_difference = difference if as_exported else None
+        return CheckedVersion(dtype, "; ".join(fallbacks), wire_fallback, golden_difference, self.tolerance)
 
     def is_as_exported(self, difference: float) -> bool:
         """Tell whether the difference is within the tolerance. Raises RankingModelError if no delta explains it."""
@@ -474,7 +474,7 @@ class _GoldenCheck:
         if difference > self.tolerance and self.has_deltas():
             # Where two lookups are compared, a delta may have come between them.
             for _ in range(DELTA_TRIES):
-                difference = self.difference(self.replicas[0], parts, to_own=True)
+                difference = self.difference(self.replicas[0], parts, to_current=True)
                 if difference <= self.tolerance:
                     break
         if difference <= self.tolerance:
@@ -483,27 +483,27 @@ class _GoldenCheck:
         logger.warning("%s: %s: %s", self.name, instead, reason)
         return reason
 
-    def difference(self, replica: Replica, other: RankingParts | None = None, *, to_own: bool = False) -> float:
+    def difference(self, replica: Replica, other: RankingParts | None = None, *, to_current: bool = False) -> float:
         """Return the largest difference between a replica's scores and the golden ones.
 
-        It sleeps between batches for as long as the last one took: others serve meanwhile. With `to_own` the scores of
-        other parts are compared to those of the replica's own, of the very same rows if their forms allow it: where
-        deltas are applied meanwhile, a second lookup would give others.
+        It sleeps between batches for as long as the last one took: others serve meanwhile. With `to_current` the
+        scores of other parts are compared to those of its current ones, of the very same rows if their forms allow it:
+        where deltas are applied meanwhile, a second lookup would give others.
         """
         name, version, clock = self.snapshot.spec.model, self.snapshot.version, self.clock
 
-        async def check(own: Ranking) -> float:
-            ranking, largest = own if other is None else own.with_weights(other), 0.0
+        async def check(current: Ranking) -> float:
+            ranking, largest = current if other is None else current.with_weights(other), 0.0
             for batch, exported in golden_batches(self.parts.schema, self.golden):
-                began = clock()
-                deadline = began + GOLDEN_TIMEOUT_S
-                if to_own:
-                    forms = own.parts.forms
-                    embeddings = await own.router.lookup(name, version, batch.bags, deadline, forms)
-                    expected, rejected = own.score_rows(batch, embeddings), embeddings.rejected
+                started_at = clock()
+                deadline = started_at + GOLDEN_TIMEOUT_S
+                if to_current:
+                    forms = current.parts.forms
+                    embeddings = await current.router.lookup(name, version, batch.bags, deadline, forms)
+                    expected, rejected = current.score_rows(batch, embeddings), embeddings.rejected
                     if ranking.parts.forms != forms:
                         forms = ranking.parts.forms
-                        embeddings = await own.router.lookup(name, version, batch.bags, deadline, forms)
+                        embeddings = await current.router.lookup(name, version, batch.bags, deadline, forms)
                     scores = ranking.score_rows(batch, embeddings)
                 else:
                     expected = exported
@@ -517,7 +517,7 @@ class _GoldenCheck:
                     problem = "a golden request got a score that is not finite"
                     raise RankingModelError(f"{self.name}: {problem}", kind="golden_mismatch")
                 largest = max(largest, float(differences.max()))
-                await asyncio.sleep(clock() - began)
+                await asyncio.sleep(clock() - started_at)
             return largest
 
         return _on_all([replica], check)[0]

@@ -30,7 +30,7 @@ class CanaryChoice(NamedTuple):
     version: int
     share: float
 
-    def takes(self, model: str, key: str) -> bool:
+    def has_key(self, model: str, key: str) -> bool:
         """Return whether a request with this key goes to the canary."""
         return key_hash(model, key) < int(self.share * _RANGE)
 
@@ -117,7 +117,7 @@ class VersionChoice:
         """
         while key is not None and version is None and (choice := self._canaries.get(model)) is not None:
             # A request without a key is anybody's: numbering them gives the canary its share of them.
-            if not choice.takes(model, key() or str(next(self._keyless))):
+            if not choice.has_key(model, key() or str(next(self._keyless))):
                 break
             try:
                 return self.generations.lease(model, choice.version)
@@ -129,9 +129,9 @@ class VersionChoice:
         except GenerationNotFoundError as error:
             if version is None and model in (self.expected or ()):
                 raise UnavailableError(f"model: {model!r} is not loaded yet", kind="not_ready") from error
-            here = [f"{one.model} {one.version}" for one in self.generations.all()]
-            wanted = repr(model[:128]) + ("" if version is None else f" version {version}")
-            says = f"model: {wanted} is not served here; served are {here}"
+            served = [f"{generation.model} {generation.version}" for generation in self.generations.all()]
+            requested = repr(model[:128]) + ("" if version is None else f" version {version}")
+            says = f"model: {requested} is not served here; served are {served}"
             raise NotFoundError(says, kind="model_not_found", field="model") from error
 
     def _free(self, served: LoadedVersion) -> None:
@@ -144,4 +144,4 @@ class VersionChoice:
         with self._lock:
             canary = self._canaries.get(model)
             if canary is not None and version in (None, canary.version):
-                self._canaries = {name: one for name, one in self._canaries.items() if name != model}
+                self._canaries = {name: canary for name, canary in self._canaries.items() if name != model}

@@ -12,6 +12,7 @@ import random as random_module
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol, Self
 
 from pydantic import Field
@@ -37,39 +38,39 @@ class Remembered:
     """What the registry said, as this process last knew it, restored in a registry that has lost it.
 
     That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use, of
-    `models` only, if given. All but what is wanted is read every `look_every_s`. `is_read` once what is wanted was.
+    `models` only, if given. All but what is wanted is read every `poll_every_s`. `is_read` once what is wanted was.
     """
 
     def __init__(
-        self, fleet: FleetRegistry, models: tuple[str, ...] | None, look_every_s: float, clock: Callable[[], float]
+        self, fleet: FleetRegistry, models: tuple[str, ...] | None, poll_every_s: float, clock: Callable[[], float]
     ) -> None:
         self._fleet = fleet
         self._models = models
-        self._look_every_s = look_every_s
+        self._poll_every_s = poll_every_s
         self._clock = clock
-        self._looked_at = float("-inf")
+        self._polled_at = float("-inf")
         self.is_read = False
         self._division: FleetRecord | None = None
         self._rollouts: dict[str, tuple[int, bytes]] = {}
         self._published: dict[tuple[str, int], tuple[PublishedVersion, str | None]] = {}
-        self.wanted: dict[str, WantedModel] = {}
+        self.desired: dict[str, WantedModel] = {}
 
     async def refresh(self) -> None:
         """Read what is wanted; write back what is missing, or older than what is known. Raises RegistryError."""
-        found = await self._fleet.wanted()
+        read = await self._fleet.wanted()
         self.is_read = True
-        for model, record in found.items():
-            known = self.wanted.get(model)
+        for model, record in read.items():
+            known = self.desired.get(model)
             if (self._models is None or model in self._models) and (known is None or record.epoch >= known.epoch):
-                self.wanted[model] = record
-        now = ((known, found.get(known.model)) for known in self.wanted.values())
+                self.desired[model] = record
+        now = ((known, read.get(known.model)) for known in self.desired.values())
         lost = [known for known, there in now if there is None or there.epoch < known.epoch]
-        due = self._clock() - self._looked_at >= self._look_every_s
+        due = self._clock() - self._polled_at >= self._poll_every_s
         try:
             if lost or due:
                 # Before what is wanted: while that is missing nobody starts a rollout, and the plan of one that was
                 # started would be overwritten by an older one that is given back after it.
-                await self._look()
+                await self._restore()
         finally:
             for known in lost:
                 if await self._fleet.restore_wanted(known):
@@ -77,14 +78,14 @@ class Remembered:
                         "the registry had lost what is wanted of %s: epoch %d restored", known.model, known.epoch
                     )
 
-    async def _look(self) -> None:
+    async def _restore(self) -> None:
         there = await self._fleet.fleet()
         if there is None and self._division is not None:
             there = await self._fleet.join_fleet(self._division)
             logger.warning("the registry had lost how the fleet divides rows: restored")
         self._division = there
         # Of versions in use only: others may be dropped on purpose.
-        used = {(model, version) for model, wanted in self.wanted.items() for version in wanted.named()}
+        used = {(model, version) for model, desired in self.desired.items() for version in desired.named()}
         self._published = {key: record for key, record in self._published.items() if key in used}
         published = {(record.model, record.version): record for record in await self._fleet.versions()}
         for key in sorted(used):
@@ -102,7 +103,7 @@ class Remembered:
                     logger.warning("version %d of %s is not restored: %s", record.version, record.model, error)
                 else:
                     logger.warning("the registry had lost version %d of %s: restored", record.version, record.model)
-        for model in self.wanted:
+        for model in self.desired:
             rollout = rollout_key(model)
             entry = await self._fleet.registry.get(rollout)
             epoch = 0 if entry is None else epoch_of(rollout, entry.value)
@@ -111,7 +112,7 @@ class Remembered:
                 self._rollouts[model] = (epoch, entry.value)
             elif epoch < known_epoch and await self._fleet.restore_raw(rollout, known, known_epoch):
                 logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
-        self._looked_at = self._clock()
+        self._polled_at = self._clock()
 
 
 @dataclass(slots=True)
@@ -124,18 +125,18 @@ class _Retirement:
 class Actions(Protocol):
     """What an agent can have done. Everything runs on the agent's event loop and must not block it."""
 
-    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
+    def desired_versions(self, desired: WantedModel) -> Sequence[int]:
         """Return the versions that this process shall hold, the one to be staged first at the beginning.
 
         What is held and not named is retired: name what still answers requests, too.
         """
         ...
 
-    def held(self) -> Collection[tuple[str, int]]:
+    def loaded(self) -> Collection[tuple[str, int]]:
         """Return (model, version) of all that is staged here in full and not withdrawn."""
         ...
 
-    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+    async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version; it is held afterwards.
 
         `tell` is given the progress, 0 to 1, from any thread. After an exception with `http_status` 503 or 504 it is
@@ -143,8 +144,8 @@ class Actions(Protocol):
         """
         ...
 
-    async def settle(self, wanted: WantedModel) -> bool:
-        """Set pointers and followers as far as versions are held; repeatable. True if all of `wanted` is in effect."""
+    async def reconcile(self, desired: WantedModel) -> bool:
+        """Set pointers and followers as far as versions are held; repeatable. True if all of it is in effect."""
         ...
 
     async def retire(self, model: str, version: int) -> None:
@@ -165,14 +166,14 @@ class AgentConfig(Frozen):
 
     What is wanted is read every `poll_s`; an announcement that says nothing new is repeated every `heartbeat_s`, and
     good for `ttl_s`. A version is withdrawn `unannounce_grace_s` after that was announced, so that nobody asks for it
-    then. An `Actions.settle` that takes longer than `settle_timeout_s` is cancelled, and called again.
+    then. An `Actions.reconcile` that takes longer than `reconcile_timeout_s` is cancelled, and called again.
     """
 
     poll_s: float = Field(default=0.2, gt=0, le=60)
     heartbeat_s: float = Field(default=1.0, gt=0, le=60)
     ttl_s: float = Field(default=3.0, gt=0, le=600)
     unannounce_grace_s: float = Field(default=0.5, ge=0, le=60)
-    settle_timeout_s: float = Field(default=1.0, gt=0, le=600)
+    reconcile_timeout_s: float = Field(default=1.0, gt=0, le=600)
     models: tuple[Name, ...] | None = None
     staging: StagingConfig = StagingConfig()
 
@@ -204,8 +205,8 @@ class Agent:
         self._clock = clock
         self._sleep = sleep
         self._random = random or random_module.Random()
-        own = actions.record((), {})
-        self._node_id = own.node_id
+        record = actions.record((), {})
+        self._node_id = record.node_id
         self.announced: NodeRecord | None = None
         self._remembered = Remembered(fleet, self._config.models, self._config.heartbeat_s, clock)
         self._going: dict[tuple[str, int], _Retirement] = {}
@@ -213,7 +214,7 @@ class Agent:
             fleet,
             actions.stage,
             lambda: bool(self._going),
-            f"{own.node_id}:{own.process_id}",
+            f"{record.node_id}:{record.process_id}",
             self._config.staging,
             clock,
             sleep,
@@ -224,14 +225,14 @@ class Agent:
         self._has_left = False
         self._announcing = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
-        self._told: object = None
-        self._told_at = self._looked_at = float("-inf")
+        self._announced_state: object = None
+        self._announced_at = self._polled_at = float("-inf")
         self._problems: dict[str, str] = {}
 
     @property
-    def wanted(self) -> Mapping[str, WantedModel]:
+    def desired(self) -> Mapping[str, WantedModel]:
         """What is wanted, by model, as last known; a registry that is down or was emptied does not change it."""
-        return self._remembered.wanted
+        return self._remembered.desired
 
     def problems(self) -> list[str]:
         """Return what goes wrong now; empty if nothing does."""
@@ -261,15 +262,15 @@ class Agent:
         """Read what is wanted, begin what is missing, set pointers, withdraw, announce."""
         await self._tried("registry", self._remembered.refresh())
         if not self._leaving:
-            for wanted in self.wanted.values():
-                self._make_so(wanted)
+            for desired in self.desired.values():
+                self._make_so(desired)
             # All at once: those that hang cost the others, and the heartbeat, one timeout and not one each.
-            await asyncio.gather(*map(self._settle, self.wanted.values()))
+            await asyncio.gather(*map(self._reconcile, self.desired.values()))
             # After the pointers: what they leave may go now.
             self._retire()
-            if self._clock() - self._looked_at >= self._config.heartbeat_s:
-                self._looked_at = self._clock()
-                await self._tried("looking again at what was refused", self._stagings.look_again())
+            if self._clock() - self._polled_at >= self._config.heartbeat_s:
+                self._polled_at = self._clock()
+                await self._tried("looking again at what was refused", self._stagings.retry_republished())
         await self._tried("announcing", self._announce())
 
     async def leave(self) -> None:
@@ -291,38 +292,38 @@ class Agent:
         if tasks := [going.task for going in self._going.values() if going.task is not None]:
             await asyncio.wait(tasks)
 
-    def _make_so(self, wanted: WantedModel) -> None:
-        model, versions = wanted.model, self._actions.wanted_versions(wanted)
-        held = {version for name, version in self._actions.held() if name == model}
+    def _make_so(self, desired: WantedModel) -> None:
+        model, versions = desired.model, self._actions.desired_versions(desired)
+        loaded = {version for name, version in self._actions.loaded() if name == model}
         for version in versions:
             # What is wanted again and was not withdrawn yet stays.
             if (going := self._going.get((model, version))) is not None and going.task is None:
                 del self._going[model, version]
         retiring = {version for name, version in self._going if name == model}
-        missing = [version for version in versions if version not in held or version in retiring]
+        missing = [version for version in versions if version not in loaded or version in retiring]
         # Two versions may not fit: one that goes is gone before another one comes.
-        goes = sorted(retiring | (held - set(versions)))
-        self._stagings.want(wanted, missing, f"version {', '.join(map(str, goes))} is retired first" if goes else "")
+        goes = sorted(retiring | (loaded - set(versions)))
+        self._stagings.want(desired, missing, f"version {', '.join(map(str, goes))} is retired first" if goes else "")
 
-    async def _settle(self, wanted: WantedModel) -> None:
-        name = f"settling {wanted.model}"
+    async def _reconcile(self, desired: WantedModel) -> None:
+        name = f"settling {desired.model}"
         try:
-            async with asyncio.timeout(self._config.settle_timeout_s):
-                if await self._actions.settle(wanted):
-                    self._applied[wanted.model] = wanted.epoch
+            async with asyncio.timeout(self._config.reconcile_timeout_s):
+                if await self._actions.reconcile(desired):
+                    self._applied[desired.model] = desired.epoch
         except TimeoutError:
-            self._tell_problem(name, TimeoutError(f"not done within {self._config.settle_timeout_s:g} s"))
+            self._tell_problem(name, TimeoutError(f"not done within {self._config.reconcile_timeout_s:g} s"))
         except Exception as error:
             self._tell_problem(name, error)
         else:
             self._problems.pop(name, None)
 
     def _retire(self) -> None:
-        reports = {(one.model, one.version): one for one in self._actions.reports()}
-        for model, version in self._actions.held():
-            wanted, key = self.wanted.get(model), (model, version)
+        reports = {(report.model, report.version): report for report in self._actions.reports()}
+        for model, version in self._actions.loaded():
+            desired, key = self.desired.get(model), (model, version)
             # Nothing known of a model never means that its versions are to go.
-            if wanted is None or key in self._going or version in self._actions.wanted_versions(wanted):
+            if desired is None or key in self._going or version in self._actions.desired_versions(desired):
                 continue
             logger.info("version %d of %s drains", version, model)
             report = reports.get(key) or VersionReport(model=model, version=version, state="draining")
@@ -353,17 +354,18 @@ class Agent:
             reports = {(report.model, report.version): report for report in latest}
             record = self._actions.record([reports[key] for key in sorted(reports)], dict(self._applied))
             record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
-            states = tuple((one.model, one.version, one.state, one.reason, one.identity) for one in record.versions)
+            fields = attrgetter("model", "version", "state", "reason", "identity")
+            states = list(map(fields, record.versions))
             news = (states, record.applied, record.live, record.draining)
             now = self._clock()
-            if news == self._told and now - self._told_at < self._config.heartbeat_s:
+            if news == self._announced_state and now - self._announced_at < self._config.heartbeat_s:
                 return
             # Until it is known to be written, nothing of it is.
-            self._told = None
+            self._announced_state = None
             # A write that was begun ends, also when the round is cancelled: the next one must come after it.
             self._writing = asyncio.create_task(self._fleet.announce_node(record, self._config.ttl_s))
             await asyncio.shield(self._writing)
-            self._told, self._told_at = news, now
+            self._announced_state, self._announced_at = news, now
             if self._remembered.is_read:
                 self.announced = record
             for retirement in self._going.values():

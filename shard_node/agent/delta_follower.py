@@ -29,7 +29,7 @@ RETRY_S: Final = 10.0
 """After a follower that could not go on; its stream may be whole again."""
 CATCH_UP_LIMIT_S: Final = 60.0
 """How long a version that is staged while it is followed may take to catch up before it is asked for as it is."""
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 
 
 class FollowerConfig(Frozen):
@@ -40,7 +40,7 @@ class FollowerConfig(Frozen):
 
     poll_s: float = Field(default=0.05, gt=0)
     retry_s: float = Field(default=0.5, gt=0)
-    look_at_end_s: float = Field(default=1.0, gt=0)
+    check_end_s: float = Field(default=1.0, gt=0)
     max_entries: int = Field(default=16, ge=1)
     max_bytes: int = Field(default=16 << 20, ge=1)
     busy_share: float = Field(default=0.5, gt=0, le=1)
@@ -146,7 +146,7 @@ class DeltaFollower:
     async def _round(self, executor: ThreadPoolExecutor) -> float:
         config = self._config
         try:
-            if not await self._look_at_end():
+            if not await self._check_end():
                 return config.retry_s
             looked_at, after = self._clock(), self._position.sequence
             entries = await self._registry.read(self._stream, after, config.max_entries, config.max_bytes)
@@ -161,7 +161,7 @@ class DeltaFollower:
         self._position.seen(entries[-1].sequence if entries else after, looked_at)
         if not entries:
             return config.poll_s
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries)
         try:
             await asyncio.shield(work)
@@ -174,12 +174,12 @@ class DeltaFollower:
             self._refuse(str(error))
             self._looked_at_end = None  # is it lost, or only late?
             return config.retry_s
-        return (time.perf_counter() - began) * (1 / config.busy_share - 1)
+        return (time.perf_counter() - started_at) * (1 / config.busy_share - 1)
 
-    async def _look_at_end(self) -> bool:
+    async def _check_end(self) -> bool:
         """Compare, once in a while, where the stream begins and ends. False if it is not the one that was applied."""
         now = self._clock()
-        if self._looked_at_end is not None and 0 <= now - self._looked_at_end < self._config.look_at_end_s:
+        if self._looked_at_end is not None and 0 <= now - self._looked_at_end < self._config.check_end_s:
             return True
         bounds = await self._registry.bounds(self._stream)
         self._looked_at_end = now
@@ -222,7 +222,7 @@ async def catch_up(registry: Registry, model: str, version: int, tables: LoadedT
     try:
         async with asyncio.timeout(CATCH_UP_LIMIT_S):
             while deltas.sequence < until and not following.done() and not deltas.snapshot().reason:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
     except TimeoutError:
         reason = f"not applied within {CATCH_UP_LIMIT_S:g} s"
     finally:
@@ -245,7 +245,7 @@ async def catch_up(registry: Registry, model: str, version: int, tables: LoadedT
 class _Following:
     task: asyncio.Task[None]
     gap: str = ""
-    ended_at: float = float("-inf")
+    stopped_at: float = float("-inf")
 
 
 class Followers:
@@ -255,7 +255,7 @@ class Followers:
         self._registry = registry
         self._following: dict[tuple[str, int], _Following] = {}
 
-    async def settle(self, model: str, versions: Mapping[int, LoadedTables]) -> None:
+    async def reconcile(self, model: str, versions: Mapping[int, LoadedTables]) -> None:
         """Has exactly these versions of a model follow."""
         for name, version in list(self._following):
             if name == model and version not in versions:
@@ -263,7 +263,7 @@ class Followers:
         for version, tables in versions.items():
             before = self._following.get((model, version))
             # One whose stopping was cut short has no gap, and ends nevertheless.
-            if before is None or (before.task.done() and time.monotonic() - before.ended_at >= RETRY_S):
+            if before is None or (before.task.done() and time.monotonic() - before.stopped_at >= RETRY_S):
                 follower = DeltaFollower(self._registry, model, version, tables)
                 task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
                 self._following[model, version] = _Following(task)
@@ -295,6 +295,6 @@ class Followers:
         except Exception as error:
             following = self._following.get((model, version))
             if following is not None:
-                following.gap, following.ended_at = f"{type(error).__name__}: {error}", time.monotonic()
+                following.gap, following.stopped_at = f"{type(error).__name__}: {error}", time.monotonic()
             unforeseen = None if isinstance(error, ShardrankError) else error
             logger.error("version %d of %s follows no deltas: %s", version, model, error, exc_info=unforeseen)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _ASK_CARDS_EVERY_S = 1.0
 ENOUGH_FAULTS = 2
 """Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
@@ -103,11 +103,11 @@ def share_of(tell: Callable[[float], None]) -> Progress:
     """Make the progress of `stage_tables` one number, 0 to 1: half of it is fetching or checking, half is loading."""
     begins = {FETCHING: 0.0, "checking SHA-256": 0.0, "load": 0.5}
 
-    def told(what: str, done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         if what in begins:
             tell(begins[what] + (done / total if total else 1.0) / 2)
 
-    return told
+    return report
 
 
 class NodeConfig(Frozen):
@@ -137,9 +137,9 @@ async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
     there = await fleet.join_fleet(record)
     if there == record:
         return
-    wanted = (await fleet.wanted()).values()
+    desired = (await fleet.wanted()).values()
     earlier = there.model_copy(update={"num_shards": record.num_shards})
-    if earlier != record or not any(record.num_shards in one.num_shards.values() for one in wanted):
+    if earlier != record or not any(record.num_shards in model.num_shards.values() for model in desired):
         raise RolloutError(
             f"this node has num_shards {record.num_shards}, sharding {record.sharding!r}, replicate_bytes "
             f"{record.replicate_bytes}; its fleet in {fleet.name} has {there.num_shards}, {there.sharding!r}, "
@@ -170,16 +170,16 @@ class NodeActions:
         self._live: dict[str, int | None] = {}
         self._retiring: set[tuple[str, int]] = set()
 
-    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        """As `Actions.wanted_versions`. The live one is first: without it this node answers nobody."""
-        held = wanted.held_by(self._config.node_id, self._node.identity.num_shards)
-        return sorted(held, key=lambda version: (version != wanted.live, version))
+    def desired_versions(self, desired: WantedModel) -> Sequence[int]:
+        """As `Actions.desired_versions`. The live one is first: without it this node answers nobody."""
+        versions = desired.held_by(self._config.node_id, self._node.identity.num_shards)
+        return sorted(versions, key=lambda version: (version != desired.live, version))
 
-    def held(self) -> Collection[tuple[str, int]]:
-        """As `Actions.held`: what the node pools from."""
-        return set(self._held())
+    def loaded(self) -> Collection[tuple[str, int]]:
+        """As `Actions.loaded`: what the node pools from."""
+        return set(self._generations())
 
-    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+    async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load this shard's rows in a thread; one that is followed catches up. Raises as `stage_tables`."""
         published = await self._fleet.version(model, version)
         if published is None:
@@ -189,7 +189,7 @@ class NodeActions:
         def work(wish: CancelToken) -> tuple[LoadedTables, HeldSnapshot]:
             progress = wish.over(share_of(tell))
             pace = Throttle(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest)
-            held = self._store.hold(
+            files = self._store.hold(
                 model,
                 version,
                 identity=published.identity,
@@ -199,54 +199,54 @@ class NodeActions:
             )
             try:
                 tables = stage_tables(
-                    held.path,
+                    files.path,
                     published,
                     self._plan_of,
                     memory=self._memory,
                     memory_budget_bytes=config.memory_budget_bytes,
                     card_set=self._card_set,
                     observed=self._observed(model),
-                    verify=config.verify and not held.is_checked,
+                    verify=config.verify and not files.is_checked,
                     pace=pace,
                     progress=progress,
                 )
             except BaseException:
-                held.close()
+                files.close()
                 raise
-            return tables, held
+            return tables, files
 
         def free(made: tuple[LoadedTables, HeldSnapshot]) -> None:
-            tables, held = made
+            tables, files = made
             try:
                 tables.close()
             finally:
-                held.close()
+                files.close()
 
-        tables, held = made = await in_background(work, f"stage-{model}-{version}", free)
+        tables, files = made = await in_background(work, f"stage-{model}-{version}", free)
         try:
-            if version in wanted.follow:
+            if version in desired.follow:
                 await catch_up(self._fleet.registry, model, version, tables)
             self._node.generations.stage(model, version, tables)
         except BaseException:
             free(made)
             raise
         if any(use.tier == "mapped" for use in tables.engine.memory()):
-            self._files[model, version] = held
+            self._files[model, version] = files
         else:
-            held.close()
+            files.close()
 
-    async def settle(self, wanted: WantedModel) -> bool:
-        """As `Actions.settle`: starts and stops followers, and marks the live version."""
-        self._live[wanted.model] = wanted.live
-        held = self._held()
-        here = {version: one for (model, version), one in held.items() if model == wanted.model}
-        if wanted.live in here and here[wanted.live].state != "live":
-            self._node.generations.flip(wanted.model, wanted.live)
+    async def reconcile(self, desired: WantedModel) -> bool:
+        """As `Actions.reconcile`: starts and stops followers, and marks the live version."""
+        self._live[desired.model] = desired.live
+        generations = self._generations()
+        loaded = {version: generation for (model, version), generation in generations.items() if model == desired.model}
+        if desired.live in loaded and loaded[desired.live].state != "live":
+            self._node.generations.flip(desired.model, desired.live)
         # By replica, what the others go on following may be on its way out here.
-        goes = {version for model, version in self._retiring if model == wanted.model}
-        follow = {version: here[version].payload for version in wanted.follow if version in here.keys() - goes}
-        await self._followers.settle(wanted.model, follow)
-        return set(self.wanted_versions(wanted)) == set(here)
+        goes = {version for model, version in self._retiring if model == desired.model}
+        follow = {version: loaded[version].payload for version in desired.follow if version in loaded.keys() - goes}
+        await self._followers.reconcile(desired.model, follow)
+        return set(self.desired_versions(desired)) == set(loaded)
 
     async def retire(self, model: str, version: int) -> None:
         """As `Actions.retire`: stops following, and waits until the last lease has ended and the rows are freed."""
@@ -257,13 +257,13 @@ class NodeActions:
         finally:
             self._retiring.discard((model, version))
         while not generation.retired.is_set():  # noqa: ASYNC110  # set by threads
-            await asyncio.sleep(_LOOK_S)
-        if (held := self._files.pop((model, version), None)) is not None:
-            held.close()
+            await asyncio.sleep(_POLL_S)
+        if (files := self._files.pop((model, version), None)) is not None:
+            files.close()
 
     def reports(self) -> Sequence[VersionReport]:
         """As `Actions.reports`. A version that can't take up its deltas is refused, unless it is live."""
-        return [self._report(model, version, one) for (model, version), one in self._held().items()]
+        return [self._report(*key, generation) for key, generation in self._generations().items()]
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """As `Actions.record`."""
@@ -294,19 +294,20 @@ class NodeActions:
             return {"": "it has not joined its fleet yet"}
         if announced.draining:
             return {"": "it is leaving its fleet"}
-        reasons = {wanted.model: self._problem(announced, wanted) for wanted in list(agent.wanted.values())}
+        reasons = {desired.model: self._problem(announced, desired) for desired in list(agent.desired.values())}
         return {model: reason for model, reason in reasons.items() if reason}
 
-    def _problem(self, announced: NodeRecord, wanted: WantedModel) -> str:
-        version = answering_version(wanted, announced.node_id, announced.num_shards)
-        report, held = announced.report(wanted.model, version), self._held().get((wanted.model, version or 0))
+    def _problem(self, announced: NodeRecord, desired: WantedModel) -> str:
+        version = answering_version(desired, announced.node_id, announced.num_shards)
+        report = announced.report(desired.model, version)
+        generation = self._generations().get((desired.model, version or 0))
         if version is None:
             return ""
-        if report is None or report.state != "ready" or held is None:
+        if report is None or report.state != "ready" or generation is None:
             state = "not loaded yet" if report is None else f"{report.state} {report.reason}".rstrip()
             return f"version {version} is {state}"
-        deltas = held.payload.deltas.snapshot()
-        if version not in wanted.follow or deltas.has_caught_up:
+        deltas = generation.payload.deltas.snapshot()
+        if version not in desired.follow or deltas.has_caught_up:
             return ""
         until = "what its stream has" if deltas.catch_up_to is None else deltas.catch_up_to
         reason = deltas.reason and f": {deltas.reason}"
@@ -319,13 +320,14 @@ class NodeActions:
     def _observed(self, model: str) -> ObservedCounts | None:
         if self._card_set is None:
             return None
-        for one in self._node.generations.all():
-            if (one.model, one.state) == (model, "live"):
-                return one.payload.engine.access.counts() or None
+        for generation in self._node.generations.all():
+            if (generation.model, generation.state) == (model, "live"):
+                return generation.payload.engine.access.counts() or None
         return None
 
-    def _held(self) -> dict[tuple[str, int], Generation[LoadedTables]]:
-        return {(one.model, one.version): one for one in self._node.generations.all() if one.state != "draining"}
+    def _generations(self) -> dict[tuple[str, int], Generation[LoadedTables]]:
+        loaded = (generation for generation in self._node.generations.all() if generation.state != "draining")
+        return {(generation.model, generation.version): generation for generation in loaded}
 
     def _report(self, model: str, version: int, generation: Generation[LoadedTables]) -> VersionReport:
         tables = generation.payload

@@ -81,12 +81,12 @@ class Stagings:
         self._attempts: dict[str, dict[int, _Attempt]] = {}
         self.refusal: Exception | None = None
 
-    def want(self, wanted: WantedModel, missing: Sequence[int], waits_for: str) -> None:
+    def want(self, desired: WantedModel, missing: Sequence[int], waits_for: str) -> None:
         """Note which versions of a model are missing, in the order in which they are to be staged.
 
         Begins with the first that is due, unless `waits_for` says why none may; ends what is not missing.
         """
-        attempts = self._attempts.setdefault(wanted.model, {})
+        attempts = self._attempts.setdefault(desired.model, {})
         for version, attempt in list(attempts.items()):
             if version in missing:
                 continue
@@ -103,9 +103,9 @@ class Stagings:
             attempt = attempts[version]
             if waits_for and attempt.state == "waiting":
                 attempt.reason = cut_reason(waits_for)
-            elif not waits_for and attempt.due <= now and (attempt.state != "refused" or version == wanted.live):
-                name = f"stage {wanted.model} {version}"
-                attempt.task = asyncio.create_task(self._attempt(attempt, version, wanted), name=name)
+            elif not waits_for and attempt.due <= now and (attempt.state != "refused" or version == desired.live):
+                name = f"stage {desired.model} {version}"
+                attempt.task = asyncio.create_task(self._attempt(attempt, version, desired), name=name)
                 return
 
     def reports(self) -> Iterator[VersionReport]:
@@ -120,7 +120,7 @@ class Stagings:
                     reason=attempt.reason,
                 )
 
-    async def look_again(self) -> None:
+    async def retry_republished(self) -> None:
         """Let refused versions be tried again that were published anew. Raises RegistryError."""
         for model, attempts in self._attempts.items():
             for version, attempt in list(attempts.items()):
@@ -129,21 +129,26 @@ class Stagings:
 
     async def close(self) -> None:
         """Cancel all and wait until they have let go."""
-        tasks = [one.task for attempts in self._attempts.values() for one in attempts.values() if one.task is not None]
+        tasks = [
+            attempt.task
+            for attempts in self._attempts.values()
+            for attempt in attempts.values()
+            if attempt.task is not None
+        ]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _attempt(self, attempt: _Attempt, version: int, wanted: WantedModel) -> None:
-        model = wanted.model
+    async def _attempt(self, attempt: _Attempt, version: int, desired: WantedModel) -> None:
+        model = desired.model
         try:
             if not attempt.failures:
                 await self._sleep(self._random.uniform(0, self._config.jitter_s))
-            async with self._place(model):
+            async with self._permit(model):
                 attempt.identity = await self._identity(model, version)
                 attempt.state, attempt.progress, attempt.reason = "staging", 0.0, ""
-                await self._stage(model, version, wanted, lambda share: setattr(attempt, "progress", share))
+                await self._stage(model, version, desired, lambda share: setattr(attempt, "progress", share))
         except asyncio.CancelledError:
             logger.info("staging version %d of %s was called off", version, model)
             self._attempts[model].pop(version, None)
@@ -176,7 +181,7 @@ class Stagings:
         return "" if published is None else published.identity
 
     @contextlib.asynccontextmanager
-    async def _place(self, model: str) -> AsyncIterator[None]:
+    async def _permit(self, model: str) -> AsyncIterator[None]:
         """Keep one of the fleet's places until the block ends. Raises UnavailableError if all are taken."""
         registry, ttl_s = self._fleet.registry, self._config.lock_ttl_s
         owner = f"{self._owner}:{model}"

@@ -232,3 +232,5 @@ def test_workers_have_all_settings_but_a_node_id_and_a_folder(tmp_path: Path) ->
     assert changed == {"workers", "node_id", "record", "record_max_mb"}
     assert (worker.record, worker.record_max_mb, worker.workers) == (tmp_path / "1", 128, 1)
     assert worker.node_id.endswith("-1")
+    worker.write(file := tmp_path / "worker.toml")
+    assert file.stat().st_mode & 0o777 == 0o600

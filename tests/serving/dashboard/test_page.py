@@ -103,7 +103,7 @@ class Played:
 
     async def state(self) -> dict[str, Any]:
         """What a page that is opened now is told."""
-        await self.board.look()
+        await self.board.update()
         watcher = await self.board.watch()
         told = watcher.messages()
         messages = [(await anext(told)).decode() for _ in range(3)]
@@ -226,9 +226,9 @@ def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
             await played.board.watch()
         taking = watchers[0].messages()
         for _ in range(MAX_WAITING + 1):
-            await played.board.look()
+            await played.board.update()
             await anext(taking)
-        assert [one.is_ended for one in watchers] == [False] + [True] * (MAX_WATCHERS - 1)
+        assert [one.is_closed for one in watchers] == [False] + [True] * (MAX_WATCHERS - 1)
         await played.board.watch()
         played.board.close()
         assert [one async for one in taking] == []

@@ -75,7 +75,7 @@ async def test_applied_says_when_the_canary_is_set(versions, store, folder):
         wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
         # It is not here: nobody is sent to it, and nobody is told that it is in effect.
         await fleet.until_state("serve-0", MODEL, 1, "ready")
-        assert not await node.settle(wanted)
+        assert not await node.reconcile(wanted)
         assert service.canary(MODEL) is None
         await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
         wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))

@@ -38,7 +38,7 @@ from shardrank_testing.waiting import Clock
 SHARE = 0.5
 KEYS = [f"user-{number}" for number in range(40)]
 CHOICE = CanaryChoice(2, SHARE)
-IN_CANARY = next(key for key in KEYS if CHOICE.takes(MODEL, key))
+IN_CANARY = next(key for key in KEYS if CHOICE.has_key(MODEL, key))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def service(api_model, newer, clock) -> Iterator[RankingService]:
 
 
 def expected_version(key: str) -> int:
-    return 2 if CHOICE.takes(MODEL, key) else 1
+    return 2 if CHOICE.has_key(MODEL, key) else 1
 
 
 def rank(service: RankingService, **fields: object) -> dict:
@@ -205,7 +205,7 @@ SHARES = st.floats(min_value=0.0, max_value=1.0, exclude_min=True, exclude_max=T
 
 
 def taken(choice: CanaryChoice, model: str, keys: list[str]) -> set[str]:
-    return {key for key in keys if choice.takes(model, key)}
+    return {key for key in keys if choice.has_key(model, key)}
 
 
 @given(MODELS, st.text(max_size=8), st.floats(min_value=0.01, max_value=0.99))

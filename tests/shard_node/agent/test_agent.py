@@ -81,7 +81,7 @@ async def test_a_bad_version_is_refused_and_other_models_go_on(under):
     under.actions.faults["films", 2] = [SnapshotCorruptError("rows are damaged")]
     await under.want("films", hold=(1, 2), live=1)
     await under.want("songs", hold=(5,))
-    await under.until(lambda: {("films", 1), ("songs", 5)} <= under.actions.held())
+    await under.until(lambda: {("films", 1), ("songs", 5)} <= under.actions.loaded())
     report = await under.announced("films", 2, "refused")
     assert report.reason == "SnapshotCorruptError: rows are damaged"
     await under.pass_time(20.0)
@@ -144,7 +144,7 @@ async def test_a_version_waits_for_the_one_that_it_replaces(under):
     assert (await under.report("films", 1)).state == "draining"
     under.actions.retire_gate.set()
     await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
-    assert under.actions.held() == {("films", 2)}
+    assert under.actions.loaded() == {("films", 2)}
 
 
 async def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(under):
@@ -187,29 +187,31 @@ async def test_no_more_processes_stage_than_the_fleet_allows(under, tmp_path):
 
 
 async def test_a_pointer_that_can_not_be_set_stops_no_other_model(under):
-    under.actions.settle_faults["films"] = ValueError("no such thing")
+    under.actions.reconcile_faults["films"] = ValueError("no such thing")
     await under.want("films", hold=(1,))
     songs = await under.want("songs", hold=(1,))
     await under.until(lambda: len(under.actions.ready) == 2)
     await under.step()
     assert under.agent.problems() == ["settling films: ValueError: no such thing"]
     assert (await under.record()).applied == {"songs": songs.epoch}
-    under.actions.settle_faults.clear()
+    under.actions.reconcile_faults.clear()
     await under.step()
     assert under.agent.problems() == []
 
 
-@pytest.mark.parametrize("under", [AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0))], indirect=True)
+@pytest.mark.parametrize(
+    "under", [AgentConfig(reconcile_timeout_s=0.2, staging=StagingConfig(jitter_s=0))], indirect=True
+)
 async def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(under):
     for model in ("a", "b", "c", "songs"):
         await under.want(model, hold=(1,))
     await under.until(lambda: len(under.actions.ready) == 4)
-    under.actions.settled.clear()
+    under.actions.reconciled.clear()
     for model in ("a", "b", "c"):
-        under.actions.settle_gates[model] = asyncio.Event()
+        under.actions.reconcile_gates[model] = asyncio.Event()
     problems: list[str] = []
     rounds = asyncio.create_task(under.agent.round())
-    while "songs" not in {desired.model for desired in under.actions.settled}:
+    while "songs" not in {desired.model for desired in under.actions.reconciled}:
         await asyncio.sleep(0.001)
         problems = under.agent.problems()
     # None of the others was waited for until its time was over.
@@ -219,7 +221,7 @@ async def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(under):
     assert under.agent.problems() == [f"settling {model}: {late}" for model in ("a", "b", "c")]
     assert (await under.record()).applied["songs"] > 0
     default = AgentConfig()
-    assert default.settle_timeout_s + 1.25 * default.poll_s + default.heartbeat_s < default.ttl_s
+    assert default.reconcile_timeout_s + 1.25 * default.poll_s + default.heartbeat_s < default.ttl_s
 
 
 @pytest.mark.parametrize("under", [AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0))], indirect=True)
@@ -228,7 +230,7 @@ async def test_only_the_models_of_its_config_are_staged(under):
     await under.want("songs", hold=(1,))
     await under.until(lambda: ("songs", 1) in under.actions.ready)
     assert under.actions.begun == [("songs", 1)]
-    assert set(under.agent.wanted) == {"songs"}
+    assert set(under.agent.desired) == {"songs"}
 
 
 async def test_leaving_is_announced_first_and_then_nothing(under):
@@ -288,8 +290,8 @@ async def test_an_emptied_registry_unloads_nothing_and_is_restored(tmp_path):
             server.kill()
             await under.pass_time(0.3)
             assert under.agent.problems()[0].startswith("registry: RegistryUnavailableError")
-            assert under.agent.wanted == {"films": wanted}
-            assert under.actions.held() == {("films", 1)}
+            assert under.agent.desired == {"films": wanted}
+            assert under.actions.loaded() == {("films", 1)}
 
             server.start()
             server.flush()

@@ -40,7 +40,7 @@ from shardrank_testing.snapshots import random_rows, random_tables, with_slices
 SPEC = delta_spec(rows=300)
 STREAM = delta_stream(MODEL, 1)
 TIMEOUT_S = 30.0
-CONFIG = FollowerConfig(poll_s=0.002, retry_s=0.002, look_at_end_s=0.01, max_entries=3)
+CONFIG = FollowerConfig(poll_s=0.002, retry_s=0.002, check_end_s=0.01, max_entries=3)
 PLACES = [
     *(OnCpu(num_cards, in_ram) for num_cards in (1, 3) for in_ram in (None, 0)),
     OnCards(1, "peers"),
@@ -381,7 +381,7 @@ async def test_an_interrupted_stop_starts_no_second_follower(scene, monkeypatch)
 
     await scene.registry.append(STREAM, 1, delta(1).payload)
     followers = Followers(scene.registry)
-    await followers.settle(MODEL, {1: scene.tables})
+    await followers.reconcile(MODEL, {1: scene.tables})
     await asyncio.to_thread(writing.wait)
     first = followers_running()
     # As a settling that takes too long is.
@@ -389,11 +389,11 @@ async def test_an_interrupted_stop_starts_no_second_follower(scene, monkeypatch)
     await asyncio.sleep(0)
     stopping.cancel()
     await asyncio.wait([stopping])
-    await followers.settle(MODEL, {1: scene.tables})
+    await followers.reconcile(MODEL, {1: scene.tables})
     assert followers_running() == first
     go_on.set()
     await asyncio.wait(first)
-    await followers.settle(MODEL, {1: scene.tables})
+    await followers.reconcile(MODEL, {1: scene.tables})
     assert len(followers_running()) == 1
     await followers.close()
     assert followers_running() == []

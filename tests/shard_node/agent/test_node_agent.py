@@ -146,7 +146,7 @@ async def test_a_followed_version_is_staged_with_its_deltas(under, lost, caplog)
     if not lost:
         assert user_3(under) == [3.0] * 16
         # From now on it follows as any other does.
-        await under.actions.settle(desired)
+        await under.actions.reconcile(desired)
         await append(under, 4)
         await reached(under, 4)
     assert ("version 1 of films is staged without deltas 1 to 3" in caplog.text) == lost
@@ -174,7 +174,7 @@ async def test_readiness_is_of_the_live_version_with_its_deltas(under):
     await seen_until(1, "ready")
     await until(lambda: not missing())
     await under.want("films", follow=(1,))
-    await until(lambda: under.agent.wanted["films"].follow == (1,) and not missing())
+    await until(lambda: under.agent.desired["films"].follow == (1,) and not missing())
     assert user_3(under) == [3.0] * 16
     await under.publish(2)
     await under.want("films", hold=(1, 2))

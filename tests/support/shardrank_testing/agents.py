@@ -64,18 +64,18 @@ class ScriptedActions:
     begun: list[tuple[str, int]] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
     retired: list[tuple[str, int]] = field(default_factory=list)
-    settled: list[WantedModel] = field(default_factory=list)
-    settle_faults: dict[str, Exception] = field(default_factory=dict)
-    settle_gates: dict[str, asyncio.Event] = field(default_factory=dict)
+    reconciled: list[WantedModel] = field(default_factory=list)
+    reconcile_faults: dict[str, Exception] = field(default_factory=dict)
+    reconcile_gates: dict[str, asyncio.Event] = field(default_factory=dict)
     retire_gate: asyncio.Event | None = None
 
-    def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
-        return sorted(wanted.held_by(self.node_id), key=lambda version: (version != wanted.live, version))
+    def desired_versions(self, desired: WantedModel) -> Sequence[int]:
+        return sorted(desired.held_by(self.node_id), key=lambda version: (version != desired.live, version))
 
-    def held(self) -> set[tuple[str, int]]:
+    def loaded(self) -> set[tuple[str, int]]:
         return set(self.ready)
 
-    async def stage(self, model: str, version: int, wanted: WantedModel, progress: Callable[[float], None]) -> None:
+    async def stage(self, model: str, version: int, desired: WantedModel, progress: Callable[[float], None]) -> None:
         key = (model, version)
         self.begun.append(key)
         progress(0.5)
@@ -89,13 +89,15 @@ class ScriptedActions:
             raise self.faults[key].pop(0)
         self.ready[key] = VersionReport(model=model, version=version, state="ready", progress=1.0, identity="i")
 
-    async def settle(self, wanted: WantedModel) -> bool:
-        if (fault := self.settle_faults.get(wanted.model)) is not None:
+    async def reconcile(self, desired: WantedModel) -> bool:
+        if (fault := self.reconcile_faults.get(desired.model)) is not None:
             raise fault
-        if (gate := self.settle_gates.get(wanted.model)) is not None:
+        if (gate := self.reconcile_gates.get(desired.model)) is not None:
             await gate.wait()
-        self.settled.append(wanted)
-        return set(self.wanted_versions(wanted)) == {version for model, version in self.ready if model == wanted.model}
+        self.reconciled.append(desired)
+        return set(self.desired_versions(desired)) == {
+            version for model, version in self.ready if model == desired.model
+        }
 
     async def retire(self, model: str, version: int) -> None:
         if self.retire_gate is not None:

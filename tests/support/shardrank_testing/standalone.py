@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.registry.fleet import FleetRecord
-from loader.registry.memory import fleet_of_one_process
+from loader.registry.memory import single_process_fleet
 from loader.snapshot.publishing import version_record
 from loader.snapshot.reader import Snapshot
 from serving.rank.service import RankingService
@@ -25,7 +25,7 @@ def member_alone(
     version = version_record(Snapshot.open(snapshot, verify=False), 0.0)
     division = FleetRecord(num_shards=len(shards), sharding="hash", replicate_bytes=0)
     config = ServingConfig(node_id="serve", store=snapshot.parent.parent, **{"dtype": "float32", **options})
-    fleet, agent = fleet_of_one_process("alone", version), AgentConfig.for_only_process(version.model)
+    fleet, agent = single_process_fleet("alone", version), AgentConfig.for_only_process(version.model)
     return FleetMember(fleet, service, config, agent, fixed=FixedShards(shards, division, version))
 
 
