@@ -21,13 +21,13 @@ from pydantic.fields import FieldInfo
 logger = logging.getLogger(__name__)
 
 
-def setting(default: Any, text: str, flag: str = "", *, file_only: bool = False, **more: Any) -> Any:
-    """Return a field: its help, bounds as `pydantic.Field` takes them, and its flag.
+def setting(default: Any, flag: str = "", *, file_only: bool = False, **more: Any) -> Any:
+    """Return a field with bounds as `pydantic.Field` takes them, and its flag; its docstring is the help.
 
     `flag` is `--flag METAVAR`, or one of both where the other follows from the field's name and type. With `file_only`
     there is none: the file and the variable set it.
     """
-    return Field(default, description=text, json_schema_extra={"flag": flag, "file_only": file_only}, **more)
+    return Field(default, json_schema_extra={"flag": flag, "file_only": file_only}, **more)
 
 
 def assignments(value: Any, expected: str = "NAME=VALUE") -> Any:
@@ -158,17 +158,24 @@ Seconds: TypeAlias = Annotated[float, BeforeValidator(seconds)]
 class Settings(BaseModel):
     """Immutable, and an unknown key is an error: a misspelt setting must not be ignored.
 
-    A setting is a field with a description. `overruled` has those that give way to others which come by a nearer road,
-    such as a variable to a flag.
+    A setting is a field that is not excluded from dumps; its docstring is its help. `overruled` has those that give way
+    to others which come by a nearer road, such as a variable to a flag.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
+    )
     overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
     def names(cls) -> list[str]:
         """Return the names of the settings, which are the keys of a file."""
-        return [name for name, field in cls.model_fields.items() if field.description]
+        return [name for name, field in cls.model_fields.items() if not field.exclude]
+
+    @classmethod
+    def help(cls, name: str) -> str:
+        """Return the help of a setting: its docstring in one line."""
+        return " ".join((cls.model_fields[name].description or "").split())
 
     @classmethod
     def is_file_only(cls, name: str) -> bool:

@@ -220,7 +220,7 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
     The option of one that only files and variables set is hidden and refused, unless `hidden` says otherwise.
     """
     field, metavar = schema.model_fields[name], schema.metavar(name)
-    kind, flag, text = plain_type(field), schema.flag(name), str(more.pop("help", field.description))
+    kind, flag, text = plain_type(field), schema.flag(name), str(more.pop("help", schema.help(name)))
     is_refused = more.setdefault("hidden", schema.is_file_only(name))
     bounds = {bound: getattr(rule, bound) for rule in field.metadata for bound in _BOUNDS if hasattr(rule, bound)}
     default = None if field.is_required() else field.default

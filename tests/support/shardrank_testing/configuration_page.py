@@ -33,7 +33,7 @@ def values_of(schema: type[Settings], name: str) -> str:
 def row_of(schema: type[Settings], name: str) -> str:
     """Return the row of a setting: its key, its flag, its values and its help."""
     flag = "" if schema.is_file_only(name) else f"`{schema.flag(name)}`"
-    help_text = str(schema.model_fields[name].description).replace("|", "\\|")
+    help_text = schema.help(name).replace("|", "\\|")
     return f"| `{name}` | {flag} | {values_of(schema, name)} | {help_text} |"
 
 
