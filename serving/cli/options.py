@@ -185,6 +185,11 @@ def together(*options: Option) -> Option:
     return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)
 
 
+earlier_options = together(
+    removed_option("--limits FILE", "use --limit NAME=VALUE, or limits in the file of --config", name="limits_file"),
+    ignored_option("--trusted-proxy CIDR", "addresses are not judged"),
+)
+"""Of earlier releases, of processes that serve."""
 pruning_options = together(
     switch("--prune", "Leave out rows that nobody asked for, of the tables that have --counts."),
     option(
