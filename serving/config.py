@@ -25,31 +25,18 @@ DEFAULT_PINNED_GB: Final = 16.0
 class StoreSettings(Settings):
     """Where a fleet's registry is, and where versions are."""
 
-    registry: str | None = setting(
-        None,
-        "redis://…, rediss://… or redis+sentinel://HOST,HOST/MASTER (with ?fleet=NAME for one of several), or a "
-        "folder. Use the variable SHARDRANK_REGISTRY if it has a password.",
-        "URL",
-    )
-    store: Store | None = setting(
-        None, "What holds <model>/<version>/ snapshots: a folder, or s3://, gs:// or az://BUCKET/PREFIX.", "FOLDER|URL"
-    )
-    store_cache: Path | None = setting(
-        None,
-        "Of a store at a URL: the folder that versions are fetched into, which processes of a machine may share. "
-        "Default: ~/.cache/shardrank/stores.",
-        "FOLDER",
-    )
-    store_cache_gb: float | None = setting(
-        None, "What that folder may hold, in 10^9 bytes; what was used longest ago goes. Default: 100.", "GB", gt=0
-    )
-    store_timeout_s: float | None = setting(
-        None,
-        "How long a store at a URL may take for one request, retries included. Default: 60.",
-        file_only=True,
-        gt=0,
-        le=3600,
-    )
+    registry: str | None = setting(None, "URL")
+    """redis://…, rediss://… or redis+sentinel://HOST,HOST/MASTER (with ?fleet=NAME for one of several), or a folder.
+    Use the variable SHARDRANK_REGISTRY if it has a password."""
+    store: Store | None = setting(None, "FOLDER|URL")
+    """What holds <model>/<version>/ snapshots: a folder, or s3://, gs:// or az://BUCKET/PREFIX."""
+    store_cache: Path | None = setting(None, "FOLDER")
+    """Of a store at a URL: the folder that versions are fetched into, which processes of a machine may share. Default:
+    ~/.cache/shardrank/stores."""
+    store_cache_gb: float | None = setting(None, "GB", gt=0)
+    """What that folder may hold, in 10^9 bytes; what was used longest ago goes. Default: 100."""
+    store_timeout_s: float | None = setting(None, file_only=True, gt=0, le=3600)
+    """How long a store at a URL may take for one request, retries included. Default: 60."""
 
     @property
     def store_place(self) -> StorePlace | None:
@@ -79,38 +66,26 @@ class StoreSettings(Settings):
         return self
 
 
-_MODEL = "With --registry only this model, repeatable; default: all. Without, the model; default: the only one."
-
-
 class MemberSettings(StoreSettings):
     """What a process serves: a version that is named, or what its fleet's registry says."""
 
     overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {"registry": ("version", "snapshot", "shards")}
     fleet_only: ClassVar[frozenset[str]] = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share"})
 
-    models: tuple[str, ...] = setting((), _MODEL, "--model NAME")
-    version: int | None = setting(None, "Without --registry: the version; default: the store's latest.", ge=1)
-    snapshot: Path | None = setting(
-        None,
-        "Without --registry: the snapshot's own folder, in place of --store, --model, --version.",
-        "FOLDER",
-    )
-    node_id: str | None = setting(
-        None,
-        "With --registry: the process' name, the same after a restart. Default: made of host, port and shard.",
-        "NAME",
-    )
-    advertise: str | None = setting(None, "With --registry: where others reach this process.", "ADDRESS")
-    stage_cpu_share: float = setting(
-        0.5,
-        "With --registry: share of one core for loading a version beside the live one.",
-        file_only=True,
-        ge=0.01,
-        le=1,
-    )
-    verify: bool = setting(
-        True, "Compare every file's SHA-256 before serving; leave it out only for a local store that you trust."
-    )
+    models: tuple[str, ...] = setting((), "--model NAME")
+    """With --registry only this model, repeatable; default: all. Without, the model; default: the only one."""
+    version: int | None = setting(None, ge=1)
+    """Without --registry: the version; default: the store's latest."""
+    snapshot: Path | None = setting(None, "FOLDER")
+    """Without --registry: the snapshot's own folder, in place of --store, --model, --version."""
+    node_id: str | None = setting(None, "NAME")
+    """With --registry: the process' name, the same after a restart. Default: made of host, port and shard."""
+    advertise: str | None = setting(None, "ADDRESS")
+    """With --registry: where others reach this process."""
+    stage_cpu_share: float = setting(0.5, file_only=True, ge=0.01, le=1)
+    """With --registry: share of one core for loading a version beside the live one."""
+    verify: bool = True
+    """Compare every file's SHA-256 before serving; leave it out only for a local store that you trust."""
 
     @property
     def in_fleet(self) -> bool:
@@ -138,78 +113,42 @@ class MemberSettings(StoreSettings):
 class DivisionSettings(Settings):
     """How rows are divided over shards and cards."""
 
-    cards: int = setting(
-        1,
-        "Cards of each shard node: GPUs, or logical cards on one (see --device); on the CPU arenas of rows.",
-        ge=1,
-        le=64,
-    )
-    sharding: Literal["hash", "range", "table"] = setting(
-        "hash",
-        "What a shard owns: rows by hash, contiguous ranges of rows, or whole tables. hash needs tables exported with "
-        "the bucketing mixed, range with range, except those that --replicate-bytes or a single shard leaves whole.",
-    )
-    plan_file: FilePath | None = setting(
-        None,
-        "A plan file of `shardrank plan --out`, in place of --sharding. Default: the one in the snapshot, if it is for "
-        "as many shards.",
-        "--plan FILE",
-    )
-    replicate_bytes: int = setting(
-        DEFAULT_REPLICATE_BYTES, "Tables of at most this many bytes are held whole by every shard.", ge=0
-    )
+    cards: int = setting(1, ge=1, le=64)
+    """Cards of each shard node: GPUs, or logical cards on one (see --device); on the CPU arenas of rows."""
+    sharding: Literal["hash", "range", "table"] = "hash"
+    """What a shard owns: rows by hash, contiguous ranges of rows, or whole tables. hash needs tables exported with the
+    bucketing mixed, range with range, except those that --replicate-bytes or a single shard leaves whole."""
+    plan_file: FilePath | None = setting(None, "--plan FILE")
+    """A plan file of `shardrank plan --out`, in place of --sharding. Default: the one in the snapshot, if it is for as
+    many shards."""
+    replicate_bytes: int = setting(DEFAULT_REPLICATE_BYTES, ge=0)
+    """Tables of at most this many bytes are held whole by every shard."""
 
 
 class RowSettings(Settings):
     """Where the rows of a process are, and what memory they may use."""
 
-    memory_budget_gb: float | None = setting(
-        None,
-        "RAM for rows, in 10^9 bytes; the largest tables beyond it stay in the mapped files. Default: all in RAM. "
-        "With GPUs, RAM for rows that no card has room for, if that is less than pinned_memory_gb.",
-        file_only=True,
-        ge=0,
-    )
-    max_memory_gb: float | None = setting(
-        None,
-        "With --registry: RAM for the rows of all versions together, on each process that has rows, in 10^9 bytes. A "
-        "version beyond it is refused before it is loaded. Default: what is available.",
-        file_only=True,
-        ge=0,
-    )
-    device: str = setting(
-        "auto",
-        "Where rows lie and are pooled: cpu; cuda (one GPU for each card); cuda:0 or cuda:0,1 (these, with several "
-        "logical cards on each if there are more cards); or auto: GPUs if CuPy and one for each card are here.",
-        "DEVICE",
-    )
-    card_memory_gb: float | None = setting(
-        None,
-        "With GPUs: memory of each card for the rows of one version, in 10^9 bytes. Default: half of what is free at "
-        "the start, so that two versions fit side by side.",
-        file_only=True,
-        gt=0,
-    )
-    pinned_memory_gb: float = setting(
-        DEFAULT_PINNED_GB,
-        "With GPUs: host memory for rows that no card has room for, which cards read in place. A version with more "
-        "rows is refused.",
-        "GB",
-        ge=0,
-    )
-    hot_gb: float | None = setting(
-        None,
-        "With GPUs: memory of each card for copies of the hottest rows, which every card has. Default: what is left "
-        "when all rows are on cards, else a sixteenth.",
-        file_only=True,
-        ge=0,
-    )
-    peer_access: Literal["auto", "required"] = setting(
-        "auto",
-        "With GPUs: required refuses to start unless every card reads the memory of every other. auto goes on without: "
-        "then rows are on all cards, or in pinned host memory.",
-        file_only=True,
-    )
+    memory_budget_gb: float | None = setting(None, file_only=True, ge=0)
+    """RAM for rows, in 10^9 bytes; the largest tables beyond it stay in the mapped files. Default: all in RAM. With
+    GPUs, RAM for rows that no card has room for, if that is less than pinned_memory_gb."""
+    max_memory_gb: float | None = setting(None, file_only=True, ge=0)
+    """With --registry: RAM for the rows of all versions together, on each process that has rows, in 10^9 bytes. A
+    version beyond it is refused before it is loaded. Default: what is available."""
+    device: str = setting("auto", "DEVICE")
+    """Where rows lie and are pooled: cpu; cuda (one GPU for each card); cuda:0 or cuda:0,1 (these, with several logical
+    cards on each if there are more cards); or auto: GPUs if CuPy and one for each card are here."""
+    card_memory_gb: float | None = setting(None, file_only=True, gt=0)
+    """With GPUs: memory of each card for the rows of one version, in 10^9 bytes. Default: half of what is free at the
+    start, so that two versions fit side by side."""
+    pinned_memory_gb: float = setting(DEFAULT_PINNED_GB, "GB", ge=0)
+    """With GPUs: host memory for rows that no card has room for, which cards read in place. A version with more rows is
+    refused."""
+    hot_gb: float | None = setting(None, file_only=True, ge=0)
+    """With GPUs: memory of each card for copies of the hottest rows, which every card has. Default: what is left when
+    all rows are on cards, else a sixteenth."""
+    peer_access: Literal["auto", "required"] = setting("auto", file_only=True)
+    """With GPUs: required refuses to start unless every card reads the memory of every other. auto goes on without:
+    then rows are on all cards, or in pinned host memory."""
 
 
 DEVICE_FIELDS: Final = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
@@ -218,16 +157,13 @@ DEVICE_FIELDS: Final = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb"
 class TlsSettings(Settings):
     """The certificate of a server, and who is let in."""
 
-    tls_cert: Path | None = setting(
-        None,
-        "Speak TLS with this certificate (PEM, with those between it and its CA). Files of TLS are read again when "
-        "they change; open connections stay.",
-        "FILE",
-    )
-    tls_key: Path | None = setting(None, "Private key of --tls-cert, PEM, without a password.", "FILE")
-    tls_client_ca: Path | None = setting(
-        None, "Let in only clients with a certificate of these CAs; a shard node's must be given.", "FILE"
-    )
+    tls_cert: Path | None = setting(None, "FILE")
+    """Speak TLS with this certificate (PEM, with those between it and its CA). Files of TLS are read again when they
+    change; open connections stay."""
+    tls_key: Path | None = setting(None, "FILE")
+    """Private key of --tls-cert, PEM, without a password."""
+    tls_client_ca: Path | None = setting(None, "FILE")
+    """Let in only clients with a certificate of these CAs; a shard node's must be given."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -237,16 +173,12 @@ class TlsSettings(Settings):
         return self
 
 
-_ROLE = (
-    "On the wire, a URI in certificates (subjectAltName) that stands for the role router, node or operator, such as a "
-    "SPIFFE id, beside shardrank:ROLE."
-)
-
-
 class RoleSettings(TlsSettings):
     """The roles of certificates on the wire."""
 
-    tls_role: RoleUris = setting((), _ROLE, "ROLE=URI", file_only=True)
+    tls_role: RoleUris = setting((), "ROLE=URI", file_only=True)
+    """On the wire, a URI in certificates (subjectAltName) that stands for the role router, node or operator, such as a
+    SPIFFE id, beside shardrank:ROLE."""
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
@@ -258,15 +190,12 @@ class RoleSettings(TlsSettings):
 class NodeTlsSettings(RoleSettings):
     """The certificate that is shown to shard nodes."""
 
-    node_ca: Path | None = setting(
-        None,
-        "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs. Default: --tls-client-ca.",
-        "FILE",
-    )
-    node_cert: Path | None = setting(
-        None, "Certificate to show to shard nodes. Default: --tls-cert, if TLS is spoken to them.", "FILE"
-    )
-    node_key: Path | None = setting(None, "Private key of --node-cert. Default: --tls-key.", "FILE")
+    node_ca: Path | None = setting(None, "FILE")
+    """Speak TLS to shard nodes at TCP addresses, with certificates of these CAs. Default: --tls-client-ca."""
+    node_cert: Path | None = setting(None, "FILE")
+    """Certificate to show to shard nodes. Default: --tls-cert, if TLS is spoken to them."""
+    node_key: Path | None = setting(None, "FILE")
+    """Private key of --node-cert. Default: --tls-key."""
 
     @model_validator(mode="after")
     def _check_node_tls(self) -> Self:
@@ -280,91 +209,54 @@ class NodeTlsSettings(RoleSettings):
 class TraceSettings(Settings):
     """Where traces are sent."""
 
-    trace_endpoint: str | None = setting(
-        None,
-        "Send traces of sampled requests to this OpenTelemetry collector, over OTLP; needs the extra otel. Default: "
-        "what OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere. docs/traces.md.",
-        "URL",
-    )
-    trace_protocol: Literal["grpc", "http"] | None = setting(
-        None,
-        "OTLP over gRPC or HTTP. Default: what OTEL_EXPORTER_OTLP_PROTOCOL says, else grpc at port 4317, and http.",
-        file_only=True,
-    )
-
-
-_SAMPLE_SHARE = "Of requests whose `traceparent` says nothing of sampling, the share that is sampled. Default: 0.01."
+    trace_endpoint: str | None = setting(None, "URL")
+    """Send traces of sampled requests to this OpenTelemetry collector, over OTLP; needs the extra otel. Default: what
+    OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere. docs/traces.md."""
+    trace_protocol: Literal["grpc", "http"] | None = setting(None, file_only=True)
+    """OTLP over gRPC or HTTP. Default: what OTEL_EXPORTER_OTLP_PROTOCOL says, else grpc at port 4317, and http."""
 
 
 class FrontSettings(TlsSettings, TraceSettings):
     """Ports of serving processes, and how they rank; `up` passes them on to its serving processes."""
 
-    host: str = setting("127.0.0.1", "Address to listen on.", "HOST")
-    http_port: int = setting(8080, "HTTP port; 0 takes a free one.", "PORT", ge=0, le=65535)
-    grpc_port: int = setting(8081, "gRPC port; 0 takes a free one.", "PORT", ge=0, le=65535)
-    admin_port: int | None = setting(
-        None,
-        "A port for probes, /metrics and the status page at /, with a thread of its own, shared by all workers; 0 "
-        "takes a free one.",
-        "PORT",
-        ge=0,
-        le=65535,
-    )
-    tokens: Path | None = setting(
-        None,
-        "Let in only who has one of these tokens; see `shardrank token new`. Probes need none. Read again on change.",
-        "FILE",
-    )
-    workers: int = setting(
-        1, "Serving processes that share the ports; each holds all rows, if it holds any.", ge=1, le=64
-    )
-    ranking_replicas: int | None = setting(
-        None,
-        "Ranking replicas of each serving process; each is a thread that scores one batch at a time. With rows on GPUs "
-        "in this process they take turns over the cards. 0: the event loop scores between requests, the default where "
-        "rows are in this process's RAM or on shard nodes. Else 1, or one for each GPU.",
-        file_only=True,
-        ge=0,
-        le=64,
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = setting(
-        "auto",
-        "Number format of the dense model; auto: the fastest that the device has (int8, bfloat16, float32) and golden "
-        "scores allow.",
-    )
-    wire_dtype: Literal["auto", "float32", "float16"] = setting(
-        "auto",
-        "Number format in which shard nodes send sums of rows; auto: float16 where golden scores allow it. Rows that "
-        "need no adding travel as they are stored, and lose nothing.",
-        file_only=True,
-    )
-    replica_policy: Policy = setting(
-        {},
-        "When a shard's replicas are asked twice and when one is ejected, such as hedge_after_ms = 50; docs/api.md "
-        "lists what there is.",
-        file_only=True,
-    )
-    limits: Limits = setting(
-        {}, "A limit, such as max_candidates=500; docs/api.md lists them. In a file, a table.", "--limit NAME=VALUE"
-    )
-    hot_rows_gb: float = setting(
-        0.0,
-        "Copies of the hottest rows in each serving process, of rows on shard nodes: memory for one version's, index "
-        "included, in 10^9 bytes. 0: none.",
-        "GB",
-        ge=0,
-    )
-    hot_rows: Literal["learning", "static"] = setting(
-        "learning",
-        "What is held: learning, the rows looked up most recently; static, those of the snapshot's access counts.",
-        file_only=True,
-    )
-    trust_exported: bool = setting(
-        False,
-        "Run exported programs (dense.pt2). They are code and can do whatever this process can: only for a store to "
-        "which nobody writes whom you do not trust. Without, a version that has one is refused.",
-    )
-    trace_sample_share: float | None = setting(None, _SAMPLE_SHARE, file_only=True, ge=0, le=1)
+    host: str = setting("127.0.0.1", "HOST")
+    """Address to listen on."""
+    http_port: int = setting(8080, "PORT", ge=0, le=65535)
+    """HTTP port; 0 takes a free one."""
+    grpc_port: int = setting(8081, "PORT", ge=0, le=65535)
+    """gRPC port; 0 takes a free one."""
+    admin_port: int | None = setting(None, "PORT", ge=0, le=65535)
+    """A port for probes, /metrics and the status page at /, with a thread of its own, shared by all workers; 0 takes a
+    free one."""
+    tokens: Path | None = setting(None, "FILE")
+    """Let in only who has one of these tokens; see `shardrank token new`. Probes need none. Read again on change."""
+    workers: int = setting(1, ge=1, le=64)
+    """Serving processes that share the ports; each holds all rows, if it holds any."""
+    ranking_replicas: int | None = setting(None, file_only=True, ge=0, le=64)
+    """Ranking replicas of each serving process; each is a thread that scores one batch at a time. With rows on GPUs in
+    this process they take turns over the cards. 0: the event loop scores between requests, the default where rows are
+    in this process's RAM or on shard nodes. Else 1, or one for each GPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Number format of the dense model; auto: the fastest that the device has (int8, bfloat16, float32) and golden
+    scores allow."""
+    wire_dtype: Literal["auto", "float32", "float16"] = setting("auto", file_only=True)
+    """Number format in which shard nodes send sums of rows; auto: float16 where golden scores allow it. Rows that need
+    no adding travel as they are stored, and lose nothing."""
+    replica_policy: Policy = setting({}, file_only=True)
+    """When a shard's replicas are asked twice and when one is ejected, such as hedge_after_ms = 50; docs/api.md lists
+    what there is."""
+    limits: Limits = setting({}, "--limit NAME=VALUE")
+    """A limit, such as max_candidates=500; docs/api.md lists them. In a file, a table."""
+    hot_rows_gb: float = setting(0.0, "GB", ge=0)
+    """Copies of the hottest rows in each serving process, of rows on shard nodes: memory for one version's, index
+    included, in 10^9 bytes. 0: none."""
+    hot_rows: Literal["learning", "static"] = setting("learning", file_only=True)
+    """What is held: learning, the rows looked up most recently; static, those of the snapshot's access counts."""
+    trust_exported: bool = False
+    """Run exported programs (dense.pt2). They are code and can do whatever this process can: only for a store to which
+    nobody writes whom you do not trust. Without, a version that has one is refused."""
+    trace_sample_share: float | None = setting(None, file_only=True, ge=0, le=1)
+    """Of requests whose `traceparent` says nothing of sampling, the share that is sampled. Default: 0.01."""
 
 
 class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings, MemberSettings):
@@ -372,51 +264,30 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
 
     fleet_only = MemberSettings.fleet_only | {"local", "max_staleness"}
 
-    advertise: str | None = setting(
-        None,
-        "With --registry: where this process is reached over HTTP, for people to read. Default: host and port.",
-        "URL",
-    )
-    shards: tuple[str, ...] = setting(
-        (),
-        "Without --registry: the replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. "
-        "Without any, the rows are loaded into this process.",
-        "--shard ADDRESS[,ADDRESS...]",
-    )
-    local: bool = setting(
-        False, "With --registry: load the rows into this process, swap them and apply row updates here."
-    )
-    max_staleness: Staleness = setting(
-        {},
-        "With --registry: how far a model's rows may be behind its row updates before /readyz calls it degraded.",
-        "MODEL=SECONDS",
-    )
-    shutdown_delay_s: float = setting(
-        0.5,
-        "After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
-        "S",
-        ge=0,
-        le=600,
-    )
-    record: Path | None = setting(
-        None,
-        "Record a share of the rank requests that are answered in this folder, with their scores: for `loadtest "
-        "replay`, and to warm new versions with. Ids, weights and floats; no headers, tokens or keys.",
-        "FOLDER",
-    )
-    record_share: float = setting(0.01, "How many of them, above 0 and up to 1.", "SHARE", gt=0, le=1)
-    record_max_mb: int = setting(
-        256, "Bytes of the folder at most, in 10^6; the oldest go first.", file_only=True, ge=1, le=10_000_000
-    )
-    warm_from: DirectoryPath | None = setting(
-        None,
-        "Before a version is ready it ranks requests that were recorded in this folder. Default: that of --record.",
-        file_only=True,
-    )
-    warm_requests: int = setting(512, "The last so many of them; 0: none.", file_only=True, ge=0, le=100_000)
-    probe_port: int | None = setting(
-        None, "A private HTTP port of this one worker, on loopback.", file_only=True, ge=0, le=65535
-    )
+    advertise: str | None = setting(None, "URL")
+    """With --registry: where this process is reached over HTTP, for people to read. Default: host and port."""
+    shards: tuple[str, ...] = setting((), "--shard ADDRESS[,ADDRESS...]")
+    """Without --registry: the replicas of a shard; the first --shard is shard 0, the second shard 1, and so on. Without
+    any, the rows are loaded into this process."""
+    local: bool = False
+    """With --registry: load the rows into this process, swap them and apply row updates here."""
+    max_staleness: Staleness = setting({}, "MODEL=SECONDS")
+    """With --registry: how far a model's rows may be behind its row updates before /readyz calls it degraded."""
+    shutdown_delay_s: float = setting(0.5, "S", ge=0, le=600)
+    """After SIGTERM, how long requests are still taken while /readyz says that the process is not ready."""
+    record: Path | None = setting(None, "FOLDER")
+    """Record a share of the rank requests that are answered in this folder, with their scores: for `loadtest replay`,
+    and to warm new versions with. Ids, weights and floats; no headers, tokens or keys."""
+    record_share: float = setting(0.01, "SHARE", gt=0, le=1)
+    """How many of them, above 0 and up to 1."""
+    record_max_mb: int = setting(256, file_only=True, ge=1, le=10_000_000)
+    """Bytes of the folder at most, in 10^6; the oldest go first."""
+    warm_from: DirectoryPath | None = setting(None, "FOLDER", file_only=True)
+    """Before a version is ready it ranks requests that were recorded in this folder. Default: that of --record."""
+    warm_requests: int = setting(512, file_only=True, ge=0, le=100_000)
+    """The last so many of them; 0: none."""
+    probe_port: int | None = setting(None, file_only=True, ge=0, le=65535)
+    """A private HTTP port of this one worker, on loopback."""
 
     @property
     def has_rows(self) -> bool:
@@ -453,29 +324,18 @@ class ShardNodeConfig(TraceSettings, RoleSettings, RowSettings, DivisionSettings
 
     fleet_only = MemberSettings.fleet_only | {"stage_mb_per_s"}
 
-    advertise: str | None = setting(
-        None,
-        "With --registry: where routers reach this node. Default: the first address that it listens on.",
-        "ADDRESS",
-    )
-    shard: Shard = setting(..., "Which shard of how many this node serves, counted from 0.", "I/N")
-    listen: tuple[str, ...] = setting(..., "host:port, or unix:/path of a socket.", "ADDRESS", min_length=1)
-    stage_mb_per_s: float | None = setting(
-        None,
-        "With --registry: read at most this much of a version in a second, in 10^6 bytes.",
-        file_only=True,
-        gt=0,
-    )
-    threads: int = setting(
-        1,
-        "Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once.",
-        file_only=True,
-        ge=1,
-        le=256,
-    )
-    admin_listen: str | None = setting(
-        None, "For operators: /healthz, /readyz, /metrics; over TLS if --listen has it.", "HOST:PORT"
-    )
+    advertise: str | None = setting(None, "ADDRESS")
+    """With --registry: where routers reach this node. Default: the first address that it listens on."""
+    shard: Shard = setting(..., "I/N")
+    """Which shard of how many this node serves, counted from 0."""
+    listen: tuple[str, ...] = setting(..., "ADDRESS", min_length=1)
+    """host:port, or unix:/path of a socket."""
+    stage_mb_per_s: float | None = setting(None, file_only=True, gt=0)
+    """With --registry: read at most this much of a version in a second, in 10^6 bytes."""
+    threads: int = setting(1, file_only=True, ge=1, le=256)
+    """Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once."""
+    admin_listen: str | None = setting(None, "HOST:PORT")
+    """For operators: /healthz, /readyz, /metrics; over TLS if --listen has it."""
 
     @model_validator(mode="after")
     def _check_node(self) -> Self:

@@ -6,11 +6,12 @@ there is a value.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, Union, get_args, get_origin
@@ -21,23 +22,23 @@ from pydantic.fields import FieldInfo
 logger = logging.getLogger(__name__)
 
 
-def setting(default: Any, text: str, flag: str = "", *, file_only: bool = False, **more: Any) -> Any:
-    """Return a field: its help, bounds as `pydantic.Field` takes them, and its flag.
+def setting(default: Any, flag: str = "", *, file_only: bool = False, **more: Any) -> Any:
+    """Return a field with bounds as `pydantic.Field` takes them, and its flag; its docstring is the help.
 
     `flag` is `--flag METAVAR`, or one of both where the other follows from the field's name and type. With `file_only`
     there is none: the file and the variable set it.
     """
-    return Field(default, description=text, json_schema_extra={"flag": flag, "file_only": file_only}, **more)
+    return Field(default, json_schema_extra={"flag": flag, "file_only": file_only}, **more)
 
 
-def assignments(value: Any, expected: str = "NAME=VALUE") -> Any:
+def assignments(value: Any) -> Any:
     """Return the dict of `NAME=VALUE` texts, as flags and variables have them; anything else as it is."""
     if not isinstance(value, list | tuple):
         return value
     pairs = [text.partition("=") for text in value if isinstance(text, str)]
     for (name, _, item), text in zip(pairs, value, strict=True):
         if not name or not item:
-            raise ValueError(f"{text!r} is not {expected}")
+            raise ValueError(f"{text!r} is not NAME=VALUE")
     return {name: item for name, _, item in pairs}
 
 
@@ -100,8 +101,8 @@ def plain_type(field: FieldInfo) -> Any:
     return kind if origin in (None, Literal) else str if origin in (Union, UnionType) else origin
 
 
-def _checked_by(load: Callable[[], type[BaseModel]]) -> AfterValidator:
-    """Return a validator of values by name that a model of another package checks, which is imported if there are."""
+def _checked_by(module: str, name: str) -> AfterValidator:
+    """Return a validator of values by name, by a model of a module that is imported if there are any."""
 
     def check(values: dict[str, Any]) -> dict[str, Any]:
         if not values:
@@ -110,25 +111,13 @@ def _checked_by(load: Callable[[], type[BaseModel]]) -> AfterValidator:
 
         from loader.snapshot.tables import schema_errors
 
-        schema = load()
+        schema: type[BaseModel] = getattr(importlib.import_module(module), name)
         try:
             return schema.model_validate(values).model_dump(exclude_unset=True)
         except ValidationError as error:
             raise ValueError("; ".join(map(str, schema_errors(error, [schema])))) from error
 
     return AfterValidator(check)
-
-
-def _limits_model() -> type[BaseModel]:
-    from serving.limits import RequestLimits
-
-    return RequestLimits
-
-
-def _policy_model() -> type[BaseModel]:
-    from router.outliers import ReplicaPolicy
-
-    return ReplicaPolicy
 
 
 def _without_removed_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +127,11 @@ def _without_removed_limits(limits: dict[str, Any]) -> dict[str, Any]:
 
 
 ByName: TypeAlias = Annotated[dict[str, Any], BeforeValidator(assignments)]
-Limits: TypeAlias = Annotated[ByName, AfterValidator(_without_removed_limits), _checked_by(_limits_model)]
-Policy: TypeAlias = Annotated[ByName, _checked_by(_policy_model)]
-Staleness: TypeAlias = Annotated[dict[str, float], BeforeValidator(lambda value: assignments(value, "MODEL=SECONDS"))]
+Limits: TypeAlias = Annotated[
+    ByName, AfterValidator(_without_removed_limits), _checked_by("serving.limits", "RequestLimits")
+]
+Policy: TypeAlias = Annotated[ByName, _checked_by("router.outliers", "ReplicaPolicy")]
+Staleness: TypeAlias = Annotated[dict[str, float], BeforeValidator(assignments)]
 RoleUris: TypeAlias = Annotated[
     tuple[tuple[str, str], ...],
     BeforeValidator(_role_pairs),
@@ -152,23 +143,29 @@ Shard: TypeAlias = Annotated[
     PlainSerializer(lambda shard: f"{shard[0]}/{shard[1]}", when_used="json"),
 ]
 Store: TypeAlias = Annotated[Path | str, BeforeValidator(store_or_path)]
-Seconds: TypeAlias = Annotated[float, BeforeValidator(seconds)]
 
 
 class Settings(BaseModel):
     """Immutable, and an unknown key is an error: a misspelt setting must not be ignored.
 
-    A setting is a field with a description. `overruled` has those that give way to others which come by a nearer road,
-    such as a variable to a flag.
+    A setting is a field that is not excluded from dumps; its docstring is its help. `overruled` has those that give way
+    to others which come by a nearer road, such as a variable to a flag.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
+    )
     overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
     def names(cls) -> list[str]:
         """Return the names of the settings, which are the keys of a file."""
-        return [name for name, field in cls.model_fields.items() if field.description]
+        return [name for name, field in cls.model_fields.items() if not field.exclude]
+
+    @classmethod
+    def help(cls, name: str) -> str:
+        """Return the help of a setting: its docstring in one line."""
+        return " ".join((cls.model_fields[name].description or "").split())
 
     @classmethod
     def is_file_only(cls, name: str) -> bool:
@@ -199,10 +196,8 @@ class Settings(BaseModel):
     def given(self, info: ValidationInfo | None = None) -> set[str]:
         """Return the settings that a flag or the file has set, and not to their defaults."""
         names = info.context["given"] if info is not None and info.context else self.model_fields_set
-        return {name for name in names if getattr(self, name) != self._default(name)}
-
-    def _default(self, name: str) -> Any:
-        return type(self).model_fields[name].get_default(call_default_factory=True)
+        fields = type(self).model_fields
+        return {name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)}
 
     def to_toml(self, *, masked: bool = False) -> str:
         """Return the settings as the text of a file, paths made absolute; `masked` without users and passwords."""

@@ -6,30 +6,23 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class CoordinatorConfig(BaseModel):
-    """How a coordinator works. All times in seconds."""
+    """How a coordinator works."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
+    )
 
-    tick_s: float = Field(default=0.1, gt=0, le=10, description="Pause between two reads of the registry.")
-    lock_ttl_s: float = Field(
-        default=3.0, gt=0, le=60, description="After so long without a sign of it, another coordinator takes over."
-    )
-    settle_s: float = Field(
-        default=2.0,
-        ge=0,
-        le=60,
-        description="How long nodes are listened to before the missing ones are known; above their heartbeat.",
-    )
-    restore_wait_s: float = Field(
-        default=5.0,
-        ge=0,
-        le=600,
-        description="How long nodes are given to bring back a desired record that the registry has lost.",
-    )
-    stage_timeout_s: float = Field(
-        default=3600.0, gt=0, description="How long staging may take before a rollout is rolled back."
-    )
-    step_timeout_s: float = Field(default=120.0, gt=0, description="How long every other step may take.")
-    step_delay_s: float = Field(
-        default=0.0, ge=0, le=60, description="Pause before each step, for drills that end processes in between."
-    )
+    tick_s: float = Field(default=0.1, gt=0, le=10)
+    """Pause between two reads of the registry."""
+    lock_ttl_s: float = Field(default=3.0, gt=0, le=60)
+    """After so long without a sign of it, another coordinator takes over."""
+    settle_s: float = Field(default=2.0, ge=0, le=60)
+    """How long nodes are listened to before the missing ones are known; above their heartbeat interval."""
+    restore_wait_s: float = Field(default=5.0, ge=0, le=600)
+    """How long nodes are given to bring back a desired record that the registry has lost."""
+    stage_timeout_s: float = Field(default=3600.0, gt=0)
+    """How long staging may take before a rollout is rolled back."""
+    step_timeout_s: float = Field(default=120.0, gt=0)
+    """How long every other step may take."""
+    step_delay_s: float = Field(default=0.0, ge=0, le=60)
+    """Pause between putting a step on record and doing it; for drills that end processes in between."""

@@ -77,12 +77,6 @@ class StoreUrl(Frozen):
         """The folder in which new versions of this store are made; not counted as the cache."""
         return self.cache / "exports" / xxhash.xxh3_64_hexdigest(self.url.encode())
 
-    @property
-    def arguments(self) -> list[str]:
-        """The flags that give a child process the same store."""
-        cache = ["--store-cache", str(self.cache.absolute()), "--store-cache-gb", repr(self.cache_bytes / 1e9)]
-        return ["--store", self.url, *cache, "--store-timeout-s", repr(self.timeout_s)]
-
 
 StorePlace: TypeAlias = Path | StoreUrl
 

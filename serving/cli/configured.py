@@ -25,7 +25,7 @@ _PREFIX = "SHARDRANK_"
 _OTHERS = frozenset({"SHARDRANK_LOG_LEVEL", "SHARDRANK_TOKEN", "SHARDRANK_WORKER", "SHARDRANK_FORK_SERVER"})
 """Variables of which something else reads the value."""
 _KUBERNETES = ("tcp://", "udp://", "sctp://")
-"""How the values begin of variables that Kubernetes makes of a service's name, such as SHARDRANK_GRPC_PORT."""
+"""How SHARDRANK_GRPC_PORT begins where Kubernetes makes it of a service's name."""
 
 
 def configured(name: str, schema: type[Settings]) -> Callable[[Callable[..., Any]], click.Command]:
@@ -71,9 +71,9 @@ def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
         "": {name: ctx.params[name] for name in schema.names() if is_given(name) is ParameterSource.COMMANDLINE},
     }
     order = list(sources)
-    origin = {name: place for place, values in sources.items() for name in values}
+    origin = {name: source for source, values in sources.items() for name in values}
     merged: dict[str, Any] = {}
-    for place, values in sources.items():
+    for source, values in sources.items():
         for name, value in values.items():
             nearer = [other for other in schema.overruled.get(name, ()) if other in origin]
             if any(order.index(origin[other]) > order.index(origin[name]) for other in nearer):
@@ -81,7 +81,7 @@ def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
             try:
                 by_name = assignments(value) if plain_type(schema.model_fields[name]) is dict else None
             except ValueError as error:
-                raise click.UsageError(f"{_label(schema, name, place)}: {error}", ctx) from error
+                raise click.UsageError(f"{_label(schema, name, source)}: {error}", ctx) from error
             merged[name] = merged.get(name, {}) | by_name if isinstance(by_name, dict) else value
     try:
         return schema.model_validate(merged, context={"given": {name for name in merged if origin[name] != _PREFIX}})
@@ -89,11 +89,11 @@ def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
         raise click.UsageError("; ".join(_problems(schema, error, origin)), ctx) from error
 
 
-def _label(schema: type[Settings], name: str, place: str) -> str:
+def _label(schema: type[Settings], name: str, source: str) -> str:
     """Return how a person finds a setting: its flag, its variable, or its key in a file."""
-    if place == _PREFIX:
+    if source == _PREFIX:
         return f"{_PREFIX}{name.upper()}"
-    return f"{place}{name}" if place or schema.is_file_only(name) else schema.flag(name)
+    return f"{source}{name}" if source or schema.is_file_only(name) else schema.flag(name)
 
 
 def _problems(schema: type[Settings], error: ValidationError, origin: Mapping[str, str]) -> Iterator[str]:
@@ -103,8 +103,8 @@ def _problems(schema: type[Settings], error: ValidationError, origin: Mapping[st
         if item["type"] == "missing":
             yield f"Missing option {schema.flag(str(name))!r}, or {name} in the file of --config"
         elif name:
-            place = ".".join((_label(schema, str(name), origin.get(str(name), "")), *map(str, inner)))
-            yield f"{place}: {problem}"
+            source = ".".join((_label(schema, str(name), origin.get(str(name), "")), *map(str, inner)))
+            yield f"{source}: {problem}"
         else:
             yield problem
 
@@ -112,12 +112,13 @@ def _problems(schema: type[Settings], error: ValidationError, origin: Mapping[st
 def read_file(path: Path, schema: type[Settings]) -> dict[str, Any]:
     """Return the settings of a file. Raises UsageError for a file that is not TOML, and for keys that are none."""
     try:
-        text = path.read_bytes()
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise click.UsageError(f"--config {path}: more than {MAX_FILE_BYTES} bytes")
         values = tomllib.loads(text.decode())
     except (OSError, ValueError) as error:
         raise click.UsageError(f"--config {path}: {error}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise click.UsageError(f"--config {path}: more than {MAX_FILE_BYTES} bytes")
     allowed = schema.names()
     if unknown := [name for name in values if name not in allowed]:
         raise click.UsageError(f"--config {path}: unknown key {', '.join(map(repr, unknown))}; allowed are {allowed}")
@@ -132,7 +133,8 @@ def read_variables(schema: type[Settings], environment: Mapping[str, str]) -> di
         if not variable.startswith(_PREFIX) or not text:
             continue
         name = variable.removeprefix(_PREFIX).lower()
-        if text.startswith(_KUBERNETES) or variable not in KNOWN_VARIABLES | _OTHERS:
+        is_service = variable.endswith("_PORT") and text.startswith(_KUBERNETES)
+        if is_service or variable not in KNOWN_VARIABLES | _OTHERS:
             ignored.append(variable)
         elif name in schema.names():
             values[name] = text.split() if plain_type(schema.model_fields[name]) in (tuple, dict) else text

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from serving.fleet.ray_fleet import RayConfig
 
 
-_LIMITS = "use --limit NAME=VALUE, or the table limits of the file of --config"
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
     "everything, metrics too."
@@ -70,8 +69,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 
 
 @configured("up", FleetConfig)
-@opts.removed_option("--limits FILE", _LIMITS, name="limits_file")
-@opts.ignored_option("--trusted-proxy CIDR", "addresses are not judged")
+@opts.earlier_options
 @click.pass_context
 def up(ctx: click.Context, /, config: FleetConfig) -> None:
     """Run a whole fleet on this machine, or on a Ray cluster.
@@ -95,8 +93,7 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
         settings.warn_if_open("its host's address", Protection.of(config))
     else:
         settings.warn_if_open(config.host, Protection.of(config))
-    update = _versions(config) | {"log_level": ctx.find_root().params.get("log_level", "info")}
-    config = config.model_copy(update=update)
+    config = config_of(FleetConfig, config, **_versions(config), log_level=ctx.find_root().params["log_level"])
     if config.on == "ray":
         _run_on_ray(config, ray)
     else:

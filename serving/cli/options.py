@@ -185,6 +185,11 @@ def together(*options: Option) -> Option:
     return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)
 
 
+earlier_options = together(
+    removed_option("--limits FILE", "use --limit NAME=VALUE, or limits in the file of --config", name="limits_file"),
+    ignored_option("--trusted-proxy CIDR", "addresses are not judged"),
+)
+"""Of earlier releases, of processes that serve."""
 pruning_options = together(
     switch("--prune", "Leave out rows that nobody asked for, of the tables that have --counts."),
     option(
@@ -220,7 +225,7 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
     The option of one that only files and variables set is hidden and refused, unless `hidden` says otherwise.
     """
     field, metavar = schema.model_fields[name], schema.metavar(name)
-    kind, flag, text = plain_type(field), schema.flag(name), str(more.pop("help", field.description))
+    kind, flag, text = plain_type(field), schema.flag(name), str(more.pop("help", schema.help(name)))
     is_refused = more.setdefault("hidden", schema.is_file_only(name))
     bounds = {bound: getattr(rule, bound) for rule in field.metadata for bound in _BOUNDS if hasattr(rule, bound)}
     default = None if field.is_required() else field.default
@@ -236,6 +241,8 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
         more = {"type": range_(low, bounds.get("le"), min_open="gt" in bounds), **more}
     elif kind is Path:
         more = {"type": FOLDER if metavar == "FOLDER" else FILE, **more}
+    else:
+        more = {"type": str, **more}
 
     def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         # A supervisor of an earlier release, which knows no file, passes flags to its children.

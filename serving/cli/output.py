@@ -8,15 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
-from rich.table import Table
-from rich.text import Text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from rich.console import Console
+    from rich.progress import TaskID
+    from rich.table import Table
 
     from loader.progress import Progress
 
@@ -36,6 +33,10 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]
 
     A cell that is a `Text` keeps its style.
     """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, min_width=len(title))
     for column in columns:
         table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left", **more)
@@ -51,6 +52,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 def stdout_console() -> Console:
     """Return the terminal, or a file or pipe whose lines are not cut at 80 columns."""
+    from rich.console import Console
+
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
@@ -86,6 +89,10 @@ def human_time(seconds: float) -> str:
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Progress]:
     """Show a bar on stderr for every `what` that a `loader.progress.Progress` caller reports, and leave it there."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
     text, percentage = TextColumn("{task.description}"), TextColumn("{task.percentage:>3.0f}%")
     bars = Bars(text, BarColumn(), percentage, TimeElapsedColumn(), console=Console(stderr=True))
     tasks: dict[str, TaskID] = {}

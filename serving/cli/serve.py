@@ -10,12 +10,9 @@ from serving.cli.configured import configured
 from serving.cli.settings import Protection
 from serving.config import ServeConfig, ShardNodeConfig
 
-_LIMITS = "use --limit NAME=VALUE, or the table limits of the file of --config"
-
 
 @configured("serve", ServeConfig)
-@opts.removed_option("--limits FILE", _LIMITS, name="limits_file")
-@opts.ignored_option("--trusted-proxy CIDR", "addresses are not judged")
+@opts.earlier_options
 @opts.removed_option(
     "--profile FILE", "stage histograms (shardrank_stage_seconds) and `loadtest bench serving` say what it said"
 )

@@ -25,14 +25,14 @@ from serving.settings import Settings, seconds, setting
 class CoordinatorSettings(CoordinatorConfig, StoreSettings):
     """What `shardrank coordinator` runs by."""
 
-    stage_timeout_s: float = setting(
-        3600.0, "How long staging may take before a rollout is rolled back.", "--stage-timeout TIME", gt=0
-    )
-    step_timeout_s: float = setting(120.0, "How long every other step may take.", "--step-timeout TIME", gt=0)
-    step_delay_s: float = setting(
-        0.0, "Pause before each step, for drills.", "--step-delay TIME", file_only=True, ge=0, le=60
-    )
-    owner: str | None = setting(None, "In whose name the lock is acquired. Default: of this process.", file_only=True)
+    stage_timeout_s: float = setting(3600.0, "--stage-timeout TIME", gt=0)
+    """How long staging may take before a rollout is rolled back."""
+    step_timeout_s: float = setting(120.0, "--step-timeout TIME", gt=0)
+    """How long every other step may take."""
+    step_delay_s: float = setting(0.0, "--step-delay TIME", file_only=True, ge=0, le=60)
+    """Pause before each step, for drills."""
+    owner: str | None = setting(None, file_only=True)
+    """In whose name the lock is acquired. Default: of this process."""
 
     @field_validator("stage_timeout_s", "step_timeout_s", "step_delay_s", mode="before")
     @classmethod
@@ -53,7 +53,6 @@ class SupervisionConfig(Settings):
 
 
 _ON_RAY: Final = frozenset({"address", "cpus", "detached"})
-_FURTHER: Final = "Further settings of each {}, by field; a table of a file."
 
 
 class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
@@ -65,35 +64,39 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
         passes: how children get their settings. Processes of an earlier release read no file.
     """
 
-    models: tuple[str, ...] = setting((), "What to serve; default: all of the store.", "--model NAME", max_length=256)
-    version: int | None = setting(
-        None,
-        "What the one model begins with. Default: the version that was live last; the first time, the store's latest.",
-        ge=1,
-    )
-    versions: dict[str, int] = setting({}, "The same by model, of several.", file_only=True)
-    snapshot: Path | None = setting(
-        None, "A snapshot's own folder, in place of --store, --model and --version.", "FOLDER"
-    )
-    shards: int = setting(2, "Shards.", ge=1, le=64)
-    replicas: int = setting(1, "Nodes of each shard.", ge=1, le=16)
-    verify: bool = setting(
-        True, "Compare every file's SHA-256 before serving; leave it out only for a local store that you trust."
-    )
-    on: Literal["here", "ray"] = setting("here", "This machine, or the hosts of a Ray cluster; see docs/ray.md.")
-    address: str | None = setting(
-        None, "With --on ray: the cluster. Default: RAY_ADDRESS, or the one that runs on this machine.", "HOST:PORT"
-    )
-    cpus: float = setting(1.0, "With --on ray: CPUs that Ray sets aside for each process.", ge=0, le=1024)
-    detached: bool = setting(False, "With --on ray: leave the fleet running; `shardrank down` ends it.", "--detach")
-    serve: dict[str, Any] = setting({}, _FURTHER.format("serving process"), file_only=True)
-    shard_node: dict[str, Any] = setting({}, _FURTHER.format("shard node"), file_only=True)
-    coordinator: dict[str, Any] = setting({}, _FURTHER.format("coordinator"), file_only=True)
+    models: tuple[str, ...] = setting((), "--model NAME", max_length=256)
+    """What to serve; default: all of the store."""
+    version: int | None = setting(None, ge=1)
+    """What the one model begins with. Default: the version that was live last; the first time, the store's latest."""
+    versions: dict[str, int] = setting({}, file_only=True)
+    """The same by model, of several."""
+    snapshot: Path | None = setting(None, "FOLDER")
+    """A snapshot's own folder, in place of --store, --model and --version."""
+    shards: int = setting(2, ge=1, le=64)
+    """Shards."""
+    replicas: int = setting(1, ge=1, le=16)
+    """Nodes of each shard."""
+    verify: bool = True
+    """Compare every file's SHA-256 before serving; leave it out only for a local store that you trust."""
+    on: Literal["here", "ray"] = "here"
+    """This machine, or the hosts of a Ray cluster; see docs/ray.md."""
+    address: str | None = setting(None, "HOST:PORT")
+    """With --on ray: the cluster. Default: RAY_ADDRESS, or the one that runs on this machine."""
+    cpus: float = setting(1.0, ge=0, le=1024)
+    """With --on ray: CPUs that Ray sets aside for each process."""
+    detached: bool = setting(False, "--detach")
+    """With --on ray: leave the fleet running; `shardrank down` ends it."""
+    serve: dict[str, Any] = setting({}, file_only=True)
+    """Further settings of each serving process, by field; a table of a file."""
+    shard_node: dict[str, Any] = setting({}, file_only=True)
+    """Further settings of each shard node, by field; a table of a file."""
+    coordinator: dict[str, Any] = setting({}, file_only=True)
+    """Further settings of each coordinator, by field; a table of a file."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
-    environment: dict[str, str] = Field(default_factory=dict)
-    passes: Literal["file", "flags"] = "file"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", exclude=True)
+    supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, exclude=True)
+    environment: dict[str, str] = Field(default_factory=dict, exclude=True)
+    passes: Literal["file", "flags"] = Field("file", exclude=True)
 
     @model_validator(mode="after")
     def _check_fleet(self, info: ValidationInfo) -> Self:
@@ -112,7 +115,7 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
             "shard_node": partial(self.shard_node_config, next(iter(self.shard_nodes)), "unix:/socket"),
             "coordinator": partial(self.coordinator_config, "coordinator"),
         }
-        for name in [name for name in children if getattr(self, name)]:
+        for name in [name for name in children if self.store is not None and getattr(self, name)]:
             try:
                 children[name]()
             except ValidationError as error:

@@ -148,7 +148,8 @@ class RayProcess:
         # This host's address in the cluster, and the folder of Ray's logs, to which ours go.
         host: str = _imported("ray.util").get_node_ip_address()
         folder = Path(_imported("ray._private.worker")._global_node.get_logs_dir_path())
-        file = Path(tempfile.mkdtemp(prefix="shardrank-")) / f"{name}.toml"
+        self._settings = tempfile.TemporaryDirectory(prefix="shardrank-")
+        file = Path(self._settings.name) / f"{name}.toml"
         write_private(file, settings.replace(HOST, host))
         arguments = shardrank_command("--log-level", log_level, command, "--config", str(file))
         spec = ChildSpec(name, arguments, _nobody_asks, {"PYTHONUNBUFFERED": "1"})
@@ -179,6 +180,7 @@ class RayProcess:
             self._failure = f"{self._child.spec.name} can't be started: {error}"
         if not self._is_stopping:
             await asyncio.sleep(0 if time.monotonic() - started > _HEALTHY_AFTER_S else _PAUSE_S)
+            self._settings.cleanup()
             # Not an orderly exit: after that Ray would not restart it.
             os._exit(1)
         # What `stop` waits for is answered by this loop.

@@ -105,6 +105,7 @@ REFUSALS = [
     (f"{SERVE} @limits.max_queue=0", USAGE, "limits: max_queue: Input should be greater"),
     (f"{SERVE} @http_port=", USAGE, "settings.toml: Invalid value"),
     (f"{SERVE} --config nowhere", USAGE, "--config nowhere: "),
+    (f"{SERVE} --config /dev/zero", USAGE, "--config /dev/zero: more than 1048576 bytes"),
     ("up --store s @serve.lunch=1", USAGE, "serve.lunch: Extra inputs are not permitted"),
     # Counts.
     ("counts --out f", USAGE, "either --registry, or --shard and --server"),

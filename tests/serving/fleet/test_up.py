@@ -117,7 +117,7 @@ def test_metrics_of_all_workers_are_added_up(fleet: Program) -> None:
 
 def test_a_killed_shard_node_costs_503_until_it_is_back(fleet: Program) -> None:
     scores = rank(fleet).json()["scores"]
-    (node,) = processes_of(fleet, " shard-node .*--shard 0/2 ")
+    (node,) = processes_of(fleet, r" shard-node .*/shard-0-0\.toml ")
     os.kill(node, signal.SIGKILL)
     statuses = []
     # The node takes longer to start than a request to fail, so the first ones meet no node.
@@ -127,7 +127,7 @@ def test_a_killed_shard_node_costs_503_until_it_is_back(fleet: Program) -> None:
         assert len(statuses) < 100_000
     assert set(statuses) == {503}
     assert answer.json()["scores"] == scores
-    assert processes_of(fleet, " shard-node .*--shard 0/2 ") != [node]
+    assert processes_of(fleet, r" shard-node .*/shard-0-0\.toml ") != [node]
     # The workers find out one after the other.
     wait_until(lambda: {rank(fleet).status_code for _ in range(16)} == {200}, "every worker to see it")
 

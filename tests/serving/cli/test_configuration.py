@@ -1,0 +1,276 @@
+"""Settings by each road: a flag beats a variable, which beats the file of `--config`, which beats the default."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from serving.cli.fleet import coordinator, up
+from serving.cli.serve import serve, shard_node
+from serving.config import DEFAULT_PINNED_GB, DEFAULT_REPLICATE_BYTES
+from serving.fleet.config import FleetConfig
+from serving.settings import Settings, plain_type
+from serving.versions.loading import ModelSource
+from shard_node.cuda.card_set import CardOptions
+from shardrank_testing.command_line import blocks, parse_command_line, shardrank
+from shardrank_testing.configuration_page import PAGE, page_of
+
+COMMANDS: dict[str, Any] = {command.name: command for command in (serve, shard_node, coordinator, up)}
+SETTINGS = [(command, name) for command, found in COMMANDS.items() for name in found.schema.names()]
+FLEET = {"registry": "redis://r/0", "store": "m"}
+PAIR = {"tls_cert": "c", "tls_key": "k"}
+BASE = {"shard-node": {"shard": "0/2", "listen": ["h:1"]}, "coordinator": {}, "serve": {}, "up": {}}
+# What else the file has for a setting that goes with others.
+NEEDS: list[tuple[str, dict[str, Any]]] = [
+    ("node_id advertise stage_cpu_share stage_mb_per_s local max_staleness", FLEET),
+    ("max_memory_gb", FLEET | {"local": True}),
+    ("registry", {"store": "m"}),
+    ("store_cache store_cache_gb store_timeout_s", {"registry": "r", "store": "s3://bucket/m"}),
+    ("tls_cert tls_key tls_client_ca tls_role", PAIR | {"tls_client_ca": "ca"}),
+    ("node_cert node_key", {"node_ca": "ca", "node_cert": "c", "node_key": "k"}),
+    ("serve.hot_rows_gb", {"shards": ["h:1"]}),
+    ("address cpus detached on", {"on": "ray", "registry": "r"}),
+]
+# In the file, in a variable, and as a flag.
+VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
+    ("registry owner device host node_id address", ("a", "b", "c")),
+    ("advertise admin_listen trace_endpoint", ("a:1", "b:1", "c:1")),
+    ("store store_cache snapshot record tls_cert tls_key tls_client_ca", (Path("/a"), Path("/b"), Path("/c"))),
+    ("node_ca node_cert node_key tokens", (Path("/a"), Path("/b"), Path("/c"))),
+    ("up.shards", (2, 3, 4)),
+    ("models", (("a",), ("b",), ("c",))),
+    ("shards listen", (("a",), ("b", "c"), ("d", "e"))),
+    ("shard", ((0, 2), (1, 2), (1, 3))),
+    ("tls_role", ((("node", "u:a"),), (("node", "u:b"), ("router", "u:c")), ())),
+    ("limits", ({"max_queue": 1}, {"max_queue": 2}, {"max_queue": 3})),
+    ("replica_policy", ({"failures": 1}, {"failures": 2}, {})),
+    ("max_staleness", ({"a": 1.0}, {"a": 2.0}, {"a": 3.0})),
+    ("versions", ({"a": 1}, {"a": 2}, {})),
+    ("serve", ({"workers": 1}, {"workers": "2"}, {})),
+    ("shard_node", ({"threads": 1}, {"threads": "2"}, {})),
+    ("coordinator", ({"tick_s": 1}, {"tick_s": "2"}, {})),
+    ("verify", (False, True, False)),
+    ("trust_exported local detached", (True, False, True)),
+    ("sharding", ("range", "table", "hash")),
+    ("dtype", ("float32", "int8", "bfloat16")),
+    ("wire_dtype", ("float32", "float16", "auto")),
+    ("peer_access", ("required", "auto", "auto")),
+    ("trace_protocol", ("http", "grpc", "http")),
+    ("hot_rows", ("static", "learning", "static")),
+    ("on", ("ray", "here", "ray")),
+    ("plan_file", (Path(__file__), Path(pytest.__file__), Path(click.__file__))),
+    ("warm_from", (Path("/"), Path("/usr"), Path("/"))),
+]
+
+
+def of(table: list[tuple[str, Any]], command: str, name: str, default: Any) -> Any:
+    return next((value for names, value in table if {name, f"{command}.{name}"} & {*names.split()}), default)
+
+
+def text_of(value: Any) -> str:
+    """Return a value as variables and flags have it; items of several are apart by spaces."""
+    if isinstance(value, dict):
+        return " ".join(f"{key}={item}" for key, item in value.items())
+    if isinstance(value, tuple) and value and isinstance(value[0], int):
+        return "/".join(map(str, value))
+    if isinstance(value, tuple):
+        return " ".join("=".join(item) if isinstance(item, tuple) else item for item in value)
+    return str(value)
+
+
+def toml_of(values: Mapping[str, Any]) -> str:
+    def written(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key} = {written(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, tuple) and value and not isinstance(value[0], str):
+            value = text_of(value) if isinstance(value[0], int) else text_of(value).split()
+        return json.dumps(str(value) if isinstance(value, Path) else value)
+
+    return "".join(f"{name} = {written(value)}\n" for name, value in values.items())
+
+
+def flag_of(schema: type[Settings], name: str, value: Any) -> list[str]:
+    flag = schema.flag(name)
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    many = plain_type(schema.model_fields[name]) in (tuple, dict)
+    return [word for item in (text_of(value).split() if many else [text_of(value)]) for word in (flag, item)]
+
+
+@pytest.mark.parametrize(("command", "name"), SETTINGS)
+def test_a_setting_by_each_road(command: str, name: str, tmp_path: Path) -> None:
+    schema, file = COMMANDS[command].schema, tmp_path / "settings.toml"
+    numbers = (2, 3, 4) if plain_type(schema.model_fields[name]) is int else (0.25, 0.5, 0.75)
+    in_file, in_variable, by_flag = of(VALUES, command, name, numbers)
+    needs = of(NEEDS, command, name, {})
+    base = BASE[command] | {key: value for key, value in needs.items() if key in schema.names()}
+    variable = {f"SHARDRANK_{name.upper()}": text_of(in_variable)}
+
+    def parsed(*words: str, **environment: str) -> Any:
+        return parse_command_line([command, "--config", str(file), *words], **environment)[name]
+
+    file.write_text(toml_of(base))
+    if name not in base:
+        assert parsed() == schema.model_fields[name].default
+    file.write_text(toml_of(base | {name: in_file}))
+    assert parsed() == in_file
+    assert parsed(**variable) == in_variable
+    if not schema.is_file_only(name):
+        assert parsed(*flag_of(schema, name, by_flag), **variable) == by_flag
+    elif flags := flag_of(schema, name, by_flag):
+        with pytest.raises(click.UsageError, match=f"is gone: {name} in the file of --config or SHARDRANK_"):
+            parsed(*flags)
+
+
+NUMBERS = [
+    (command, name)
+    for command, name in SETTINGS
+    if plain_type(COMMANDS[command].schema.model_fields[name]) in (int, float)
+]
+
+
+@pytest.mark.parametrize(("command", "name"), NUMBERS)
+def test_a_number_beyond_its_bounds_is_refused(command: str, name: str, tmp_path: Path) -> None:
+    schema, file = COMMANDS[command].schema, tmp_path / "settings.toml"
+    rules = schema.model_fields[name].metadata
+    beyond = [rule.gt for rule in rules if hasattr(rule, "gt")]
+    beyond += [rule.ge - 1 for rule in rules if hasattr(rule, "ge")] + [
+        rule.le + 1 for rule in rules if hasattr(rule, "le")
+    ]
+    assert beyond
+    for value in [*beyond, *(["nan", "inf"] if plain_type(schema.model_fields[name]) is float else [1.5])]:
+        file.write_text(toml_of(BASE[command]))
+        with pytest.raises(click.UsageError, match=f"SHARDRANK_{name.upper()}: Input should|is not a time"):
+            parse_command_line([command, "--config", str(file)], **{f"SHARDRANK_{name.upper()}": str(value)})
+        if not schema.is_file_only(name):
+            with pytest.raises(click.UsageError, match=r"not in the range|is not a|Input should"):
+                parse_command_line([command, "--config", str(file), schema.flag(name), str(value)])
+        file.write_text(f"{name} = {value}\n{toml_of(BASE[command])}")
+        with pytest.raises(click.UsageError, match=f"settings.toml: {name}: Input should"):
+            parse_command_line([command, "--config", str(file)])
+
+
+def test_limits_of_all_roads_are_merged(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text("[limits]\nmax_queue = 1\nmax_candidates = 1\nmax_in_flight = 1\n")
+    words = ["serve", "--config", str(tmp_path / "s.toml"), "--limit", "max_candidates=3"]
+    found = parse_command_line(words, SHARDRANK_LIMITS="max_candidates=2 max_in_flight=2")
+    assert found["limits"] == {"max_queue": 1, "max_in_flight": 2, "max_candidates": 3}
+
+
+def test_variables_that_are_no_settings_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Kubernetes makes `SHARDRANK_GRPC_PORT` of a service's name; settings of other commands are no mistakes."""
+    unknown = {"SHARDRANK_GRPC_PORT": "tcp://10.0.0.1:8081", "SHARDRANK_LUNCH": "soup"}
+    known = {"SHARDRANK_LISTEN": "h:1", "SHARDRANK_LOG_LEVEL": "info", "SHARDRANK_STORE": ""}
+    found = parse_command_line(["serve", "--store", "m"], **unknown, **known)
+    assert (found["grpc_port"], found["store"]) == (8081, Path("m"))
+    assert "ignored, no setting: SHARDRANK_GRPC_PORT, SHARDRANK_LUNCH" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_flag_for_one_version_beats_a_registry_in_a_variable(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('version = 3\nstore = "m"\n')
+    variable = {"SHARDRANK_REGISTRY": "redis://r/0", "SHARDRANK_NODE_ID": "a", "SHARDRANK_STORE_CACHE": "c"}
+    assert parse_command_line(["serve", "--store", "m", "--version", "3"], **variable)["registry"] is None
+    assert parse_command_line(["serve", "--store", "m"], **variable)["registry"] == "redis://r/0"
+    with pytest.raises(click.UsageError, match="--version: not with --registry"):
+        parse_command_line(["serve", "--config", str(tmp_path / "s.toml")], **variable)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_printed_settings_are_those_of_a_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without passwords, and with the defaults; `serve` alone prints what it would run by."""
+    (tmp_path / "s.toml").write_text(toml_of(BASE[command]))
+    words = [command, "--config", str(tmp_path / "s.toml")]
+    (tmp_path / "printed.toml").write_text(shardrank(*words, "--print-config").output)
+    assert parse_command_line([command, "--config", str(tmp_path / "printed.toml")]) == parse_command_line(words)
+    monkeypatch.setenv("SHARDRANK_REGISTRY", "redis://:secret@h/0")
+    monkeypatch.setenv("SHARDRANK_STORE", "m")
+    printed = shardrank(*words, "--print-config").output
+    assert 'registry = "redis://***@h/0"' in printed
+    assert "secret" not in printed
+
+
+def test_children_of_a_fleet_have_files_that_nobody_else_reads(tmp_path: Path) -> None:
+    config = FleetConfig(
+        registry="redis://:secret@h/0",
+        store=Path("m"),
+        models=("films",),
+        limits={"max_queue": 3},
+        serve={"shutdown_delay_s": 5},
+        shard_node={"threads": 2},
+    )
+    worker, node = config.serve_config("serve-0"), config.shard_node_config("shard-1-0", "unix:/n.sock")
+    assert (worker.limits, worker.shutdown_delay_s, worker.workers) == ({"max_queue": 3}, 5, 1)
+    assert (node.threads, node.shard, node.listen) == (2, (1, 2), ("unix:/n.sock",))
+    for command, child in (("serve", worker), ("shard-node", node), ("coordinator", config.coordinator_config("me"))):
+        words = config.child_arguments(command, child, tmp_path / command)
+        assert "secret" not in " ".join(words)
+        assert stat.S_IMODE((tmp_path / command).stat().st_mode) == 0o600
+        found = parse_command_line(words[2:])
+        assert found == dict(child) | {"store": child.store and child.store.absolute()}
+
+
+def test_children_of_an_earlier_release_get_flags(tmp_path: Path) -> None:
+    config = FleetConfig(
+        registry="r", store=tmp_path, models=("a", "b"), verify=False, wire_dtype="float16", passes="flags"
+    )
+    node = config.child_arguments("shard-node", config.shard_node_config("shard-0-0", "unix:/n"), tmp_path / "unused")
+    expected = f"--listen unix:/n --model a --model b --node-id shard-0-0 --shard 0/2 --store {tmp_path} --no-verify"
+    assert node == ["--log-level", "info", "shard-node", *expected.split()]
+    worker = config.child_arguments("serve", config.serve_config("serve-0"), tmp_path / "unused")
+    assert worker[-3:] == ["--no-verify", "--wire-dtype", "float16"]
+    assert list(tmp_path.iterdir()) == []
+
+
+SERVED = "--store /m --model films --verify --plan {plan}"
+CARDS = "--device cuda --card-memory-gb 1.0 --pinned-memory-gb 16.0 --hot-gb 0.5 --peer-access auto"
+FRONT = (
+    "--limit=max_candidates=20 --admin-port 9000 --tls-cert c --tls-key k --tls-client-ca ca --node-ca ca --node-cert "
+    "c --node-key k --tls-role node=urn:a --tokens t --trace-endpoint http://c:1 --trace-protocol grpc "
+    "--trace-sample-share 0.1 --ranking-replicas 2 --dtype auto --wire-dtype auto --replica-policy failures=4 "
+    "--hot-rows-gb 0.0 --hot-rows learning --trust-exported"
+)
+PORTS = "--host 127.0.0.1 --http-port 8080 --grpc-port 8081 --probe-port 4711"
+ALONE = (
+    "--verify --record /r/0 --record-max-mb 128 --shutdown-delay-s 0.5 --plan {plan} --warm-from / --warm-requests 512"
+)
+DIVIDED = "--cards 2 --sharding hash --replicate-bytes 1048576"
+# What `up` and `serve --workers` of the last release passed to their children.
+EARLIER = [
+    f"shard-node --node-id a --shard 0/2 --listen unix:/s {SERVED} {DIVIDED} --memory-budget-gb 1.0 "
+    f"--max-memory-gb 2.0 --trace-endpoint http://c:1 --trace-protocol grpc {CARDS}",
+    f"serve {SERVED} {FRONT} --node-id serve-0 {PORTS}",
+    f"serve --node-id a-0 --store /m --model films {FRONT} {ALONE} --record-share 0.01 --max-staleness films=30 "
+    f"--advertise http://h --stage-cpu-share 0.5 --local {DIVIDED} --memory-budget-gb 1.5 "
+    f"--max-memory-gb 2.0 {CARDS} {PORTS}",
+    "coordinator --owner coordinator-x --step-delay 3.0s",
+]
+
+
+@pytest.mark.parametrize(
+    "line", [*EARLIER, f"serve --snapshot /m/films/3 {FRONT} {ALONE} --shard h:1,h:2 {DIVIDED} {PORTS}"]
+)
+def test_command_lines_of_an_earlier_supervisor_start(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDRANK_REGISTRY", "redis://r/0")
+    name, *words = shlex.split(line.format(plan=__file__))
+    config = COMMANDS[name].make_context(name, words, obj={"is_supervised": True}).params["config"]
+    assert (config.registry is None) == ("--snapshot" in line)
+
+
+def test_defaults_that_are_repeated_are_those_of_the_router_and_the_engine() -> None:
+    assert ModelSource(snapshot=Path("x")).replicate_bytes == DEFAULT_REPLICATE_BYTES
+    assert CardOptions().pinned_memory_gb == DEFAULT_PINNED_GB
+
+
+def test_the_page_has_every_setting_of_this_release() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page_of(PAGE.read_text(encoding="utf-8"))
+    for block in blocks(PAGE.read_text(encoding="utf-8"), "toml"):
+        assert tomllib.loads(block).keys() <= set(COMMANDS["serve"].schema.names())
