@@ -1,4 +1,4 @@
-"""What commands make of their options: configs, folders, registries, devices, limits, TLS, and flags of children."""
+"""What commands make of their options and settings: configs, folders, registries, devices, TLS, plans and traces."""
 
 from __future__ import annotations
 
