@@ -28,7 +28,8 @@ class StopRequestedError(Exception):
 
 def num_workers() -> int:
     """Return how many workers share the ports of this process: 1 if it is alone."""
-    return int(os.environ.get(WORKER_VARIABLE, "0/1").partition("/")[2])
+    # A supervisor of an earlier release also names a folder: `2/8/run/shardrank`.
+    return int(os.environ.get(WORKER_VARIABLE, "0/1").split("/", 2)[1])
 
 
 def run_until_signalled(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import FleetError
+from serving.fleet.process import WORKER_VARIABLE, num_workers
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, SupervisionConfig, Supervisor
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.processes import is_alive, wait_until
@@ -206,3 +207,12 @@ def test_a_restarted_child_that_goes_on_refusing_is_not_killed(tmp_path: Path) -
 
     assert asyncio.run(run()) == int((tmp_path / "a.pid").read_text())
     assert probe.refusals == 0
+
+
+@pytest.mark.parametrize(("value", "count"), [(None, 1), ("2/8", 8), ("2/8/run/shardrank-1/connections", 8)])
+def test_workers_are_counted_also_for_an_earlier_supervisor(monkeypatch, value, count):
+    """An earlier release names a folder as well."""
+    monkeypatch.delenv(WORKER_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(WORKER_VARIABLE, value)
+    assert num_workers() == count
