@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from loadtest.workloads.catalog import SideSplit
 
 COMMANDS = ("run", "replay", "prepare", "report", "peers", "compare-cards", "bench")
-BENCHMARKS = ("lookup", "serving", "hot-rows", "levers")
+BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows", "levers")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
 TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
 PEER_NAMES = ("fastapi", "mosec", "triton")

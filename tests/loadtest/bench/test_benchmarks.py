@@ -49,6 +49,14 @@ def test_lookup_compares_five_ways_to_read_the_same_rows(bench) -> None:
         assert times["bare op"] < times["Unix socket"]
 
 
+def test_deltas_are_applied_beside_lookups(bench) -> None:
+    tables, _ = bench("deltas", "--seconds", "0.4", "--rows", "2000", "--rows-per-s", "1000", rounds=2)
+    subjects = tables["lookups beside row updates"]
+    assert medians(subjects, "rows applied")["with deltas"] > 100
+    assert medians(subjects, "rows applied")["without deltas"] == 0
+    assert min(medians(subjects, "lookups").values()) > 0
+
+
 def test_hot_rows_save_bytes_at_the_hit_rate(bench) -> None:
     sizes = ("--rows", "2000", "--hot-rows", "200")
     tables, _ = bench("hot-rows", *sizes, "--seconds", "0")

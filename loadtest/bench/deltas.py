@@ -1,0 +1,181 @@
+"""`bench deltas`: what row updates cost lookups."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
+
+import click
+import numpy as np
+
+from loader.deltas.publisher import DeltaPublisher
+from loader.registry import open_registry
+from loader.registry.fleet import FleetRegistry
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
+from loadtest.bench.harness import (
+    MODEL,
+    Bench,
+    BenchTable,
+    Subject,
+    UniformTables,
+    Values,
+    bench_command,
+    make_node,
+    measure,
+)
+from loadtest.errors import LoadError
+from router.plan import Plan
+from shard_node.agent.delta_follower import DeltaFollower, FollowedRows
+
+DIM, BAGS, HOTNESS = 64, 64, 20
+PUBLISHES_PER_S = 10
+BATCHES = 32
+WAIT_S = 60.0
+SWITCH_INTERVAL_S = 0.0005
+"""What serving processes set: how long a thread that waits for the interpreter lets another one have it."""
+MEASURES = (
+    measure("p50 of a lookup", "ms"),
+    measure("p99 of a lookup", "ms"),
+    measure("lookups", "/s", "higher"),
+    measure("rows applied", "/s", "higher"),
+    measure("staleness", "s"),
+)
+
+
+def _train(url: str, tables: UniformTables, rows_per_s: int, ended: Event) -> None:
+    """Publish at a steady rate."""
+    rng = np.random.default_rng(1)
+    step = max(1, rows_per_s // PUBLISHES_PER_S)
+    # Drawn beforehand, since lookups share the processor.
+    drawn = [rng.choice(tables.rows, step, replace=False) for _ in range(BATCHES)]
+    values = rng.standard_normal((step, tables.embedding_dim), dtype=np.float32)
+    (table,) = tables.spec().tables
+    with DeltaPublisher(url, MODEL, 1) as publisher:
+        due = time.monotonic()
+        while not ended.is_set():
+            publisher.publish(table.name, drawn[publisher.sequence % BATCHES], values)
+            due += 1 / PUBLISHES_PER_S
+            time.sleep(max(0.0, due - time.monotonic()))
+
+
+@contextmanager
+def _training(url: str, tables: UniformTables, rows_per_s: int) -> Iterator[None]:
+    context = multiprocessing.get_context("spawn")
+    ended = context.Event()
+    process = context.Process(target=_train, args=(url, tables, rows_per_s, ended), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        process.join(WAIT_S)
+        process.kill()
+
+
+def _wait_for(condition: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{problem} within {WAIT_S:g} s")
+        time.sleep(0.01)
+
+
+@contextmanager
+def _following(url: str, version: int, rows: FollowedRows) -> Iterator[None]:
+    """Apply deltas in an event loop in another thread, as a shard node does."""
+    ended = threading.Event()
+
+    async def follow() -> None:
+        registry = open_registry(url)
+        follower = DeltaFollower(registry, MODEL, version, rows)
+        try:
+            async with asyncio.TaskGroup() as group:
+                following = group.create_task(follower.run())
+                await asyncio.to_thread(ended.wait)
+                following.cancel()
+        finally:
+            await registry.close()
+
+    with ThreadPoolExecutor(1, "follower") as thread:
+        work = thread.submit(asyncio.run, follow())
+        try:
+            yield
+        finally:
+            ended.set()
+            work.result(WAIT_S)
+
+
+async def _register(url: str, snapshot: Snapshot) -> None:
+    registry = open_registry(url)
+    try:
+        await register(FleetRegistry(registry), snapshot, clock=time.time)
+    finally:
+        await registry.close()
+
+
+@bench_command
+@click.option("--seconds", type=click.FloatRange(0.01), default=2.0, show_default=True, help="Of each measurement.")
+@click.option("--rows-per-s", type=click.IntRange(1), default=50_000, show_default=True, help="Published.")
+@click.option("--rows", type=click.IntRange(1), default=2_000_000, show_default=True, help="Of the table.")
+def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
+    """Measure what row updates cost lookups.
+
+    A trainer in another process publishes changed rows through a real registry; a shard node in this process applies
+    them in a thread while the main thread looks rows up. After each measurement with row updates, nothing is measured
+    until all of them are applied.
+
+    Examples:
+      shardrank loadtest bench deltas --quick
+      shardrank loadtest bench deltas --rows-per-s 60000 --json deltas.json
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tables = UniformTables(1, rows, DIM)
+    rows_per_s = min(rows_per_s, rows * PUBLISHES_PER_S)
+    bench.say(f"writing {rows} rows")
+    snapshot = tables.export(bench.folder / "store")
+    url = f"{bench.folder}/registry"
+    bench.runner.run(_register(url, snapshot))
+    seconds = bench.seconds(seconds)
+    node, rng = make_node(snapshot, Plan.make(snapshot.spec)), np.random.default_rng(0)
+    batches = [tables.draw(rng, BAGS, HOTNESS) for _ in range(BATCHES)]
+    with (
+        node.generations.lease(MODEL, snapshot.version) as lease,
+        _following(url, snapshot.version, followed := lease.payload),
+    ):
+
+        def without_deltas(number: int) -> Values:
+            times, end = list[float](), time.perf_counter() + seconds
+            while (begin := time.perf_counter()) < end:
+                node.pool(MODEL, snapshot.version, batches[len(times) % BATCHES])
+                times.append(time.perf_counter() - begin)
+            p50_ms, p99_ms = (1e3 * np.percentile(times, (50, 99))).tolist()
+            return {"p50 of a lookup": p50_ms, "p99 of a lookup": p99_ms, "lookups": len(times) / seconds}
+
+        def with_deltas(number: int) -> Values:
+            before = followed.deltas.snapshot().rows
+            with _training(url, tables, rows_per_s):
+                _wait_for(lambda: followed.deltas.snapshot().rows > before, "no deltas came")
+                first, started_at = followed.deltas.snapshot().rows, time.perf_counter()
+                values = without_deltas(number)
+                progress, took_s = followed.deltas.snapshot(), time.perf_counter() - started_at
+                staleness_s = progress.staleness_s(time.time()) or 0.0
+            if progress.refused:
+                raise LoadError(f"{progress.refused} deltas were refused")
+            stopped_at = time.time()
+            # Fresh as of a moment after the last append: nothing waits.
+            _wait_for(lambda: (followed.deltas.snapshot().fresh_at or 0) >= stopped_at, "deltas were not applied")
+            return {**values, "rows applied": (progress.rows - first) / took_s, "staleness": staleness_s}
+
+        without_deltas(0)
+        subjects: dict[str, Subject] = {"without deltas": without_deltas, "with deltas": with_deltas}
+        setup = {"rows": f"{rows}", "rows published a second": f"{rows_per_s}"}
+        bench.run([BenchTable("lookups beside row updates", MEASURES, subjects, setup)])
+    node.close()
