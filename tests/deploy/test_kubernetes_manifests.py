@@ -215,8 +215,10 @@ def test_the_autoscaler_reads_a_metric_that_the_rule_makes_of_one_that_exists():
     (rule,) = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter-rule.yaml").read_text())["rules"]["custom"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     metrics = ServingMetrics()
-    call = Call("http", "rank", 1.0, "films", received=1.0, leased=1.0, parsed=1.0, queue_s=0.001, encoded=1.01)
-    call.batch = BatchTimes(ended=1.005)
+    call = Call(
+        "http", "rank", 1.0, "films", received_at=1.0, leased_at=1.0, parsed_at=1.0, queue_s=0.001, encoded_at=1.01
+    )
+    call.batch = BatchTimes(ended_at=1.005)
     metrics.call_ended(call, "ok", None, 1.01)
     text = metrics.render().decode()
     for series in ("shardrank_stage_seconds_sum", "shardrank_stage_seconds_count"):

@@ -73,7 +73,7 @@ class Nodes:
         for name in names or self.nodes:
             followers = Followers(self.registry)
             payload = self.nodes[name].generations.payload(MODEL, self.snapshot.version)
-            await followers.settle(MODEL, {self.snapshot.version: payload})
+            await followers.reconcile(MODEL, {self.snapshot.version: payload})
             self.stack.push_async_callback(followers.close)
 
     async def publish(self, table: str, rows: list[int], value: float) -> int:

@@ -16,6 +16,7 @@ from shardrank_testing.otlp_receiver import collector
 from shardrank_testing.processes import running
 from shardrank_testing.s3_server import Bucket
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, write_api_model
+from shardrank_testing.snapshots import num_buckets
 
 
 def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bucket: Bucket, tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def swapped(table: TablePlan) -> TablePlan:
     """Return a table's plan with another owner of every bucket."""
     if table.sharding_type == "data_parallel":
         return table
-    ranks = [RanksOfBuckets.of(3 - one.rank_of_bucket(table.num_buckets)) for one in table.slices]
+    ranks = [RanksOfBuckets.of(3 - one.rank_of_bucket(num_buckets(table))) for one in table.slices]
     return table.model_copy(update={"slices": tuple(ranks)})
 
 
