@@ -69,7 +69,13 @@ class StoreSettings(Settings):
 class MemberSettings(StoreSettings):
     """What a process serves: a version that is named, or what its fleet's registry says."""
 
-    overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {"registry": ("version", "snapshot", "shards")}
+    overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "registry": ("version", "snapshot", "shards"),
+        "store": ("snapshot",),
+        "models": ("snapshot",),
+        "version": ("snapshot",),
+        "snapshot": ("store", "models", "version"),
+    }
     fleet_only: ClassVar[frozenset[str]] = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share"})
 
     models: tuple[str, ...] = setting((), "--model NAME")

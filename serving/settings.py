@@ -206,10 +206,8 @@ class Settings(BaseModel):
             if isinstance(path := getattr(self, name), Path):
                 # A link is kept as it is: setting it anew is how secrets change.
                 dumped[name] = str(path.absolute())
-            elif masked and isinstance(value, str):
-                from loader.registry.registry import without_password
-
-                dumped[name] = without_password(value)
+            elif masked:
+                dumped[name] = _without_passwords(value)
         return "".join(f"{name} = {_toml(value)}\n" for name, value in dumped.items())
 
     def write(self, path: Path) -> None:
@@ -228,6 +226,16 @@ class Settings(BaseModel):
             for item in items if isinstance(items, list) else [items]:
                 passed += [flag, str(item)]
         return passed
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(item) for item in value]
+    from loader.registry.registry import without_password
+
+    return without_password(value) if isinstance(value, str) else value
 
 
 def write_private(path: Path, text: str) -> None:

@@ -222,7 +222,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         """Answer what is complete, to a client that has closed its side."""
         if self.state is not State.ANSWERING or self.cycle is None or self._listener.ssl is not None:
             return False
-        self.cycle.keep_alive = False
+        self.cycle.keep_alive, self._is_last = False, True
         return True
 
     def pause_writing(self) -> None:
@@ -330,12 +330,14 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         if self.unread_deadline != math.inf and self.state is State.ANSWERING:
             self.account.hold(self.transport.get_write_buffer_size())
             return
-        self._exchange = self.cycle = None
+        self._exchange = self.cycle = self.scope = None  # type: ignore[assignment]
         self._advance(Event.ANSWERED)
         self._idle_work_s = 0.0
         self._body_parts.clear()
         self.account.refund(self.account.held)
         if exchange is not None:
+            # Until the next request nothing may keep this one, its response, or the version that answered.
+            exchange.call = exchange._on_leave = None
             for callback in exchange.on_sent:
                 callback()
         if self.transport.is_closing():
@@ -509,6 +511,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
     def _forget(self) -> None:
         """Drop what came, and tell the application, if it has not answered, that its client has left."""
         exchange, cycle, self._exchange, self.cycle = self._exchange, self.cycle, None, None
+        self.scope = None  # type: ignore[assignment]
         self._body_parts.clear()
         if self.state in _CLOSED:
             self._buffered = b""

@@ -83,8 +83,11 @@ def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
             except ValueError as error:
                 raise click.UsageError(f"{_label(schema, name, source)}: {error}", ctx) from error
             merged[name] = merged.get(name, {}) | by_name if isinstance(by_name, dict) else value
+    # A supervisor has checked what it writes into a file for its children.
+    is_supervised = (ctx.find_root().obj or {}).get("is_supervised", False)
+    given = {name for name in merged if origin[name] != _PREFIX and not (is_supervised and origin[name])}
     try:
-        return schema.model_validate(merged, context={"given": {name for name in merged if origin[name] != _PREFIX}})
+        return schema.model_validate(merged, context={"given": given})
     except ValidationError as error:
         raise click.UsageError("; ".join(_problems(schema, error, origin)), ctx) from error
 

@@ -93,7 +93,8 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
         settings.warn_if_open("its host's address", Protection.of(config))
     else:
         settings.warn_if_open(config.host, Protection.of(config))
-    config = config_of(FleetConfig, config, **_versions(config), log_level=ctx.find_root().params["log_level"])
+    log_level = ctx.find_root().params["log_level"]
+    config = config_of(FleetConfig, config, "", (), **_versions(config), log_level=log_level)
     if config.on == "ray":
         _run_on_ray(config, ray)
     else:

@@ -274,7 +274,9 @@ def store_options(text: str, **more: Any) -> Option:
         @functools.wraps(function)
         def command(*args: Any, **options: Any) -> Any:
             values = {name: options.pop(name) for name in _STORE}
-            settings = config_of(StoreSettings, {name: value for name, value in values.items() if value is not None})
+            source = click.get_current_context().get_parameter_source
+            given = {name for name in _STORE if source(name) is ParameterSource.COMMANDLINE}
+            settings = config_of(StoreSettings, values, "", given)
             return function(*args, store=settings.store_place, **options)
 
         cache = (

@@ -46,10 +46,18 @@ _HELD: list[HeldSnapshot] = []
 """Versions that the one command of this process works with."""
 
 
-def config_of(schema: type[Config], options: Options | BaseModel, prefix: str = "", /, **more: Any) -> Config:
+def config_of(
+    schema: type[Config],
+    options: Options | BaseModel,
+    prefix: str = "",
+    given: Collection[str] | None = None,
+    /,
+    **more: Any,
+) -> Config:
     """Make a config of the options or settings that are its fields, and of `more`, which comes first.
 
-    Raises UsageError naming what is unknown or out of range.
+    `given` are those that are checked against each other, all by default (`Settings.given`). Raises UsageError naming
+    what is unknown or out of range.
     """
     from pydantic import ValidationError
 
@@ -59,9 +67,11 @@ def config_of(schema: type[Config], options: Options | BaseModel, prefix: str = 
     values = {name: given[name] for name in schema.model_fields.keys() & given if given[name] is not None} | more
     try:
         # Numbers may be strings, as they are on a command line.
-        return schema.model_validate(values)
+        return schema.model_validate(values, context=None if given is None else {"given": {*given}})
     except ValidationError as error:
-        problems = (str(one).removeprefix("Value error, ") for one in schema_errors(error, [schema]))
+        problems = (
+            str(one).removeprefix("document: ").removeprefix("Value error, ") for one in schema_errors(error, [schema])
+        )
         raise click.UsageError(prefix + "; ".join(problems)) from error
 
 

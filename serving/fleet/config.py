@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -53,6 +53,11 @@ class SupervisionConfig(Settings):
 
 
 _ON_RAY: Final = frozenset({"address", "cpus", "detached"})
+_SET_BY_FLEET: Final = {
+    "serve": {"registry", "node_id", "workers"},
+    "shard_node": {"registry", "node_id", "shard", "listen"},
+    "coordinator": {"registry", "owner"},
+}
 
 
 class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
@@ -63,6 +68,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
             of shard nodes say which one is theirs.
         passes: how children get their settings. Processes of an earlier release read no file.
     """
+
+    overruled: ClassVar = {"store": ("snapshot",), "models": ("snapshot",), "version": ("snapshot",)}
 
     models: tuple[str, ...] = setting((), "--model NAME", max_length=256)
     """What to serve; default: all of the store."""
@@ -104,6 +111,9 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
             raise ValueError(f"models has duplicates: {list(self.models)}")
         if self.models and (unknown := sorted(self.versions.keys() - set(self.models))):
             raise ValueError(f"versions of models that are not served: {unknown}")
+        for section, names in _SET_BY_FLEET.items():
+            if kept := sorted(names & getattr(self, section).keys()):
+                raise ValueError(f"{section}.{kept[0]}: the fleet sets it for each process.")
         if self.on != "ray" and (wrong := self.given(info) & _ON_RAY):
             raise ValueError(f"{self.labels(wrong)}: only with --on ray.")
         if self.on == "ray" and self.registry is None:
@@ -146,18 +156,20 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     def coordinator_config(self, owner: str) -> CoordinatorSettings:
         """Return the settings of a coordinator: one that comes after another is the same owner."""
-        return CoordinatorSettings(registry=self.registry_url, owner=owner, **self.coordinator)
+        values = {"registry": self.registry_url, "owner": owner, **self.coordinator}
+        return CoordinatorSettings.model_validate(values, context={"given": {*self.coordinator}})
 
     def shard_node_config(self, name: str, listen: str) -> ShardNodeConfig:
         """Return the settings of one of `shard_nodes`."""
         shard = self.shard_nodes[name], self.shards
         values = self._values_of(RowSettings, DivisionSettings, TraceSettings)
-        return ShardNodeConfig(**{**values, "node_id": name, "shard": shard, "listen": (listen,), **self.shard_node})
+        values |= {"node_id": name, "shard": shard, "listen": (listen,), **self.shard_node}
+        return ShardNodeConfig.model_validate(values, context={"given": {*self.shard_node}})
 
     def serve_config(self, name: str) -> ServeConfig:
         """Return the settings of one of `worker_names`."""
         values = self._values_of(FrontSettings) | {"plan_file": self.plan_file, "workers": 1, "node_id": name}
-        return ServeConfig(**values | self.serve)
+        return ServeConfig.model_validate(values | self.serve, context={"given": {*self.serve}})
 
     def _values_of(self, *schemas: type[Settings]) -> dict[str, Any]:
         """Return what a child has of these settings, and of what it serves."""

@@ -169,6 +169,7 @@ class RayProcess:
         self._is_stopping = True
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._child.stop(grace_s), self._loop).result()
+        self._settings.cleanup()
 
     async def _live(self) -> None:
         started = time.monotonic()

@@ -308,3 +308,10 @@ async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
             await supervisor.stop()
             if not is_kept:
                 shutil.rmtree(run_directory, ignore_errors=True)
+            _remove_settings(run_directory)
+
+
+def _remove_settings(run_directory: Path) -> None:
+    """Remove the files of children's settings, which may have the password of a registry."""
+    for settings in run_directory.glob("*.toml"):
+        settings.unlink()

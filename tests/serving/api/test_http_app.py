@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 
@@ -9,6 +10,7 @@ import pytest
 from serving.api.http import HttpApp
 from serving.api.openapi import LOOKUP_EXAMPLE, RANK_EXAMPLE
 from serving.limits import RequestLimits
+from serving.observe.calls import Call
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import (
     MODEL,
@@ -175,3 +177,17 @@ async def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
     cards = re.findall(r"memory_bytes\{" + labels + r"\} (\S+)", text)
     assert [card for card, _ in cards] == ["0", "1"]
     assert all(float(size) > 0 for _, size in cards)
+
+
+@pytest.mark.parametrize("method", ["rank", "lookup"])
+async def test_an_idle_connection_keeps_nothing_of_its_last_request(api_model, method):
+    """Neither the request nor its response, nor the version that answered."""
+    with api_service(api_model) as service:
+        async with running_api(service) as api:
+            body = api_request(0) if method == "rank" else {"sparse": {"film": [[1], [2]]}}
+            started_at = service.clock()
+            assert (await api.http.post(f"/v1/models/{MODEL}:{method}", json=body)).status_code == 200
+            await until(lambda: service.in_flight == 0)
+            gc.collect()
+            calls = [each for each in gc.get_objects() if isinstance(each, Call) and each.started_at >= started_at]
+            assert calls == []

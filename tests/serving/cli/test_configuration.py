@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import stat
 import tomllib
@@ -15,7 +16,7 @@ import pytest
 
 from serving.cli.fleet import coordinator, up
 from serving.cli.serve import serve, shard_node
-from serving.config import DEFAULT_PINNED_GB, DEFAULT_REPLICATE_BYTES
+from serving.config import DEFAULT_PINNED_GB, DEFAULT_REPLICATE_BYTES, ServeConfig
 from serving.fleet.config import FleetConfig
 from serving.settings import Settings, plain_type
 from serving.versions.loading import ModelSource
@@ -54,7 +55,7 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("replica_policy", ({"failures": 1}, {"failures": 2}, {})),
     ("max_staleness", ({"a": 1.0}, {"a": 2.0}, {"a": 3.0})),
     ("versions", ({"a": 1}, {"a": 2}, {})),
-    ("serve", ({"workers": 1}, {"workers": "2"}, {})),
+    ("serve", ({"shutdown_delay_s": 1}, {"shutdown_delay_s": "2"}, {})),
     ("shard_node", ({"threads": 1}, {"threads": "2"}, {})),
     ("coordinator", ({"tick_s": 1}, {"tick_s": "2"}, {})),
     ("verify", (False, True, False)),
@@ -274,3 +275,43 @@ def test_the_page_has_every_setting_of_this_release() -> None:
     assert PAGE.read_text(encoding="utf-8") == page_of(PAGE.read_text(encoding="utf-8"))
     for block in blocks(PAGE.read_text(encoding="utf-8"), "toml"):
         assert tomllib.loads(block).keys() <= set(COMMANDS["serve"].schema.names())
+
+
+def test_a_child_takes_what_a_variable_gave_its_supervisor(tmp_path, monkeypatch):
+    """A variable may name what goes with a registry where there is none; the file of a child has it as well."""
+    config = parse_command_line(["serve", "--store", str(tmp_path)], SHARDRANK_NODE_ID="a")
+    assert config["node_id"] == "a"
+    file = tmp_path / "serve-0.toml"
+    ServeConfig.model_validate({"store": tmp_path, "node_id": "a"}, context={"given": set()}).write(file)
+    command = ("serve", "--config", file, "--print-config")
+    assert "--node-id: only with --registry" in shardrank(*command, code=None).output
+    monkeypatch.setenv("SHARDRANK_PARENT_PID", str(os.getpid()))
+    assert tomllib.loads(shardrank(*command).stdout)["node_id"] == "a"
+
+
+def test_a_variable_of_another_store_harms_no_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDRANK_STORE_CACHE", str(tmp_path / "cache"))
+    refused = shardrank("inspect", "--store", tmp_path, code=None).output
+    assert "store-cache" not in refused
+    assert "document" not in refused
+    flag = shardrank("inspect", "--store", tmp_path, "--store-cache", tmp_path, code=None).output
+    assert "Error: --store-cache: only with a --store at a URL." in flag
+
+
+def test_a_flag_for_a_snapshot_beats_a_variable_for_a_store():
+    config = parse_command_line(["serve", "--snapshot", "m/films/1"], SHARDRANK_STORE="m", SHARDRANK_MODELS="a")
+    assert (config["store"], config["models"], config["snapshot"]) == (None, (), Path("m/films/1"))
+
+
+def test_settings_of_children_are_printed_without_passwords():
+    config = FleetConfig(store="m", serve={"trace_endpoint": "http://u:secret@h:4317"})
+    assert "secret" in config.to_toml()
+    assert "secret" not in config.to_toml(masked=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), [("coordinator", "owner"), ("shard_node", "node_id"), ("serve", "workers")]
+)
+def test_what_a_fleet_sets_for_each_process_is_no_setting_of_all(section, name):
+    with pytest.raises(ValueError, match=rf"{section}\.{name}: the fleet sets it"):
+        FleetConfig(store="m", **{section: {name: "x"}})
