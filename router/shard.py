@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 INFO_TIMEOUT_S = 1.0
+MAX_WAITING = 1024
+"""Lookups of a shard at one replica, sent or not: more are not queued for its connection."""
 # After these a replica will not have what is needed in a moment either.
 _UNFIT = (GenerationNotFoundError, UnfitReplicaError, CardError)
 # A lookup changes nothing, so after any of these it may be sent to another replica.
@@ -143,6 +145,7 @@ class ReplicatedShard:
         self._model, self._version, self._snapshot = snapshot.spec.model, snapshot.version, snapshot.identity
         self._round = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._clock = clock
         self.min_sequence = UNKNOWN_SEQUENCE
 
@@ -199,6 +202,7 @@ class ReplicatedShard:
 
     async def close(self) -> None:
         """Close the connections to all replicas, to those that are leaving as well."""
+        self._is_closed = True
         self._outliers.close()
         for replica in self._replicas:
             await replica.client.close()
@@ -228,7 +232,7 @@ class ReplicatedShard:
     def _follow(self) -> None:
         """Let replicas join and leave as the source says."""
         epoch, addresses = self._source.current()
-        if epoch == self._epoch:
+        if epoch == self._epoch or self._is_closed:
             return
         self._epoch = epoch
         for replica in [replica for replica in self._replicas if replica.client.address not in addresses]:
@@ -288,6 +292,9 @@ class ReplicatedShard:
             event = client.pending()
             connection = client.connection
             if event is not None:
+                if attempt.replica.calls > MAX_WAITING:
+                    error = f"{client.address}: {MAX_WAITING} lookups wait for the node, which is the limit"
+                    raise OverloadedError(error, kind="node_overloaded")
                 event.add_done_callback(partial(self._send, lookup, attempt))
                 return
             attempt.started_at = self._clock()

@@ -361,7 +361,7 @@ class ShardClient:
             if connection.failure is not None:
                 raise connection.failure
             if self.check is not None:
-                async with within(INFO_TIMEOUT_S, "no reply to INFO"):
+                async with within(INFO_TIMEOUT_S, "no reply to INFO", NodeUnavailableError):
                     info = await connection.info()
                 self.check(info)
                 connection.takes_traces = info.takes_traces

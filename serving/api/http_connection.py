@@ -336,8 +336,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         self._body_parts.clear()
         self.account.refund(self.account.held)
         if exchange is not None:
-            # Until the next request nothing may keep this one, its response, or the version that answered.
-            exchange.call = exchange._on_leave = None
+            exchange.call = exchange._on_leave = None  # they would keep the request and its version
             for callback in exchange.on_sent:
                 callback()
         if self.transport.is_closing():
@@ -510,8 +509,8 @@ class HttpConnection(Accepted, HttpToolsProtocol):
 
     def _forget(self) -> None:
         """Drop what came, and tell the application, if it has not answered, that its client has left."""
-        exchange, cycle, self._exchange, self.cycle = self._exchange, self.cycle, None, None
-        self.scope = None  # type: ignore[assignment]
+        exchange, cycle = self._exchange, self.cycle
+        self._exchange = self.cycle = self.scope = None  # type: ignore[assignment]
         self._body_parts.clear()
         if self.state in _CLOSED:
             self._buffered = b""

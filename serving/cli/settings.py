@@ -63,8 +63,8 @@ def config_of(
 
     from loader.snapshot.tables import schema_errors
 
-    given = options if isinstance(options, Mapping) else dict(options)
-    values = {name: given[name] for name in schema.model_fields.keys() & given if given[name] is not None} | more
+    named = options if isinstance(options, Mapping) else dict(options)
+    values = {name: named[name] for name in schema.model_fields.keys() & named if named[name] is not None} | more
     try:
         # Numbers may be strings, as they are on a command line.
         return schema.model_validate(values, context=None if given is None else {"given": {*given}})

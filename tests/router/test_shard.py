@@ -248,6 +248,16 @@ async def test_another_snapshot_of_the_same_version_is_refused(fleet, restart):
         await asyncio.sleep(0.01)
 
 
+async def test_a_node_that_never_reports_is_unavailable_and_no_deadline(fleet, monkeypatch):
+    """Its check is out of time, not the lookup."""
+    monkeypatch.setattr("router.shard_client.INFO_TIMEOUT_S", 0.05)
+    await fleet.link(0)
+    shard = fleet.shard(0)
+    for _ in range(3):
+        with raises_kind("shard_unavailable", match="no reply to INFO"):
+            await fleet.ask(shard, timeout_s=20.0)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 async def test_silent_nodes_cost_the_deadline_and_no_more(fleet, count):
     for number in range(count):

@@ -6,6 +6,8 @@ import json
 import os
 import shlex
 import stat
+import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -277,7 +279,7 @@ def test_the_page_has_every_setting_of_this_release() -> None:
         assert tomllib.loads(block).keys() <= set(COMMANDS["serve"].schema.names())
 
 
-def test_a_child_takes_what_a_variable_gave_its_supervisor(tmp_path, monkeypatch):
+def test_a_child_takes_what_a_variable_gave_its_supervisor(tmp_path):
     """A variable may name what goes with a registry where there is none; the file of a child has it as well."""
     config = parse_command_line(["serve", "--store", str(tmp_path)], SHARDRANK_NODE_ID="a")
     assert config["node_id"] == "a"
@@ -285,8 +287,11 @@ def test_a_child_takes_what_a_variable_gave_its_supervisor(tmp_path, monkeypatch
     ServeConfig.model_validate({"store": tmp_path, "node_id": "a"}, context={"given": set()}).write(file)
     command = ("serve", "--config", file, "--print-config")
     assert "--node-id: only with --registry" in shardrank(*command, code=None).output
-    monkeypatch.setenv("SHARDRANK_PARENT_PID", str(os.getpid()))
-    assert tomllib.loads(shardrank(*command).stdout)["node_id"] == "a"
+    # In a process of its own: it ends with its parent.
+    environment = os.environ | {"SHARDRANK_PARENT_PID": str(os.getpid())}
+    words = [sys.executable, "-m", "serving.cli", *map(str, command)]
+    printed = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert tomllib.loads(printed)["node_id"] == "a"
 
 
 def test_a_variable_of_another_store_harms_no_command(tmp_path, monkeypatch):
