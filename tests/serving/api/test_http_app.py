@@ -139,16 +139,18 @@ async def test_a_process_is_ready_from_its_first_model_to_its_end(api_model):
 
 async def test_a_deadline_that_passes_is_504_and_a_full_queue_503(api_model):
     async with gated_api(api_model, RequestLimits(max_queue=1)) as api:
+        ranked = asyncio.create_task(api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(0)))
+        await api.gate.wait_until_busy()
         answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(0) | {"timeout_ms": 20})
         assert (answer.status_code, answer.json()["error"]["kind"]) == (504, "deadline_exceeded")
         waiting = asyncio.create_task(api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1)))
-        served = api.service.generations.all()[0].payload
-        await until(lambda: served.num_waiting >= 1)
+        queue = api.service.generations.all()[0].payload.batcher
+        await until(lambda: any(not call.is_abandoned for call in queue._queue))
         answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(2))
         assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "overloaded")
         assert answer.headers["retry-after"] == "1"
         api.gate.open.set()
-        assert (await waiting).status_code == 200
+        assert [(await answer).status_code for answer in (ranked, waiting)] == [200, 200]
 
 
 async def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):

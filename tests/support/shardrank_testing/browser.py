@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-NEEDED = "SHARDRANK_NEEDS_CHROMIUM"
+NEEDED = "NEEDS_CHROMIUM"
 """A variable: with 1, a test that finds no Chromium fails instead of being skipped."""
 
 
