@@ -20,12 +20,15 @@ from loadtest.bench.serving import CALLS_SHAPE, load_over_shards
 from loadtest.workloads.catalog import bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
 from router.plan import Plan
+from serving import rank
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
 from shard_node.wire.address import Address
 from shardrank_testing.nodes import serving
 
 ROOT = Path(__file__).resolve().parent.parent
+INSTALLED = Path(rank.__file__).resolve().parent.parent.parent
+"""Where the packages are imported from: the checkout, or the environment."""
 PACKAGES = ("loader", "shard_node", "router", "serving")
 
 
@@ -80,7 +83,7 @@ async def passed_files(path: Path, folder: Path) -> set[str]:
             assert (response.status, bool(response.read())) == (200, True)
         sys.setprofile(None)
     counts = Counter(name for files in passed[2:] for name in files)
-    names = {name.removeprefix(f"{ROOT}/") for name, count in counts.items() if count >= 3}
+    names = {name.removeprefix(f"{INSTALLED}/") for name, count in counts.items() if count >= 3}
     return {name for name in names if name.startswith(tuple(f"{package}/" for package in PACKAGES))}
 
 
