@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 INFO_TIMEOUT_S = 1.0
-MAX_WAITING = 1024
-"""Lookups of a shard at one replica, sent or not: more are not queued for its connection."""
 # After these a replica will not have what is needed in a moment either.
 _UNFIT = (GenerationNotFoundError, UnfitReplicaError, CardError)
 # A lookup changes nothing, so after any of these it may be sent to another replica.
@@ -292,8 +290,8 @@ class ReplicatedShard:
             event = client.pending()
             connection = client.connection
             if event is not None:
-                if attempt.replica.calls > MAX_WAITING:
-                    error = f"{client.address}: {MAX_WAITING} lookups wait for the node, which is the limit"
+                if attempt.replica.calls > (limit := client.limits.max_in_flight):
+                    error = f"{client.address}: {limit} lookups wait for the node, which is the limit"
                     raise OverloadedError(error, kind="node_overloaded")
                 event.add_done_callback(partial(self._send, lookup, attempt))
                 return

@@ -240,6 +240,7 @@ class ShardClient:
 
     Attributes:
         check: raises if the node does not serve what it must; before each connection is used. None checks nothing.
+        limits: of each connection; lookups that wait for one count towards `max_in_flight`, too.
         connection: where requests are sent; None while there is none that accepts them.
         num_connections: made so far.
     """
@@ -258,7 +259,7 @@ class ShardClient:
         self.connection: ShardConnection | None = None
         self.num_connections = 0
         self._connect_timeout_s = connect_timeout_s
-        self._limits = limits or ClientLimits()
+        self.limits = limits or ClientLimits()
         self._sleep = sleep
         self._tls = tls
         # Every connection that has not ended, those that are leaving included.
@@ -343,7 +344,7 @@ class ShardClient:
         """Connect, and check what the node serves."""
         loop, context = asyncio.get_running_loop(), None if self._tls is None else self._tls.get()
         peers = None if context is None else context.peers
-        connection = ShardConnection(self.address, self._limits, peers, self._leave, self._end)
+        connection = ShardConnection(self.address, self.limits, peers, self._leave, self._end)
         self._open.add(connection)
         is_usable = False
         try:

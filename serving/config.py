@@ -66,15 +66,17 @@ class StoreSettings(Settings):
         return self
 
 
+BY_SNAPSHOT: Final = dict.fromkeys(("store", "models", "version"), ("snapshot",))
+"""What a snapshot's own folder overrules, see `Settings`."""
+
+
 class MemberSettings(StoreSettings):
     """What a process serves: a version that is named, or what its fleet's registry says."""
 
     overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "registry": ("version", "snapshot", "shards"),
-        "store": ("snapshot",),
-        "models": ("snapshot",),
-        "version": ("snapshot",),
-        "snapshot": ("store", "models", "version"),
+        "snapshot": tuple(BY_SNAPSHOT),
+        **BY_SNAPSHOT,
     }
     fleet_only: ClassVar[frozenset[str]] = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share"})
 

@@ -183,7 +183,7 @@ async def serve(
         await asyncio.to_thread(service.close)
 
 
-def run_serving(options: ServeConfig) -> None:
+def run_serving(options: ServeConfig, protection: Protection) -> None:
     """Serve what the registry says, or the one version that was named, until SIGTERM or SIGINT.
 
     A registry, and shards, that do not answer yet are waited for.
@@ -194,7 +194,7 @@ def run_serving(options: ServeConfig) -> None:
     """
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
-    membership, protection = Membership.of(options), Protection.of(options)
+    membership = Membership.of(options)
     config = config_of(ServerConfig, options, tls=protection.tls, num_workers=num_workers())
     service = RankingService(
         RequestLimits.model_validate(options.limits),

@@ -19,7 +19,7 @@ from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord, FleetRegistry
 from serving.cli import settings
-from serving.cli.settings import Protection, config_of
+from serving.cli.settings import config_of
 from serving.config import ShardNodeConfig
 from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, run_until_stopped, until_ready
@@ -40,7 +40,7 @@ JOIN_RETRY_S: Final = 0.5
 _JOINING: Final = {"": "it has not joined its fleet yet"}
 
 
-def run_shard_node(options: ShardNodeConfig) -> None:
+def run_shard_node(options: ShardNodeConfig, tls: TlsConfig | None) -> None:
     """Serve a shard of what the registry says, or of the one version that was named, until SIGTERM or SIGINT.
 
     Raises:
@@ -52,7 +52,7 @@ def run_shard_node(options: ShardNodeConfig) -> None:
     # Requests are the parallelism here: an op divided over threads waits for them, spinning, and with several processes
     # on one machine a lookup of 1 ms takes 15 ms and more.
     torch.set_num_threads(1)
-    membership, tls = Membership.of(options), Protection.of(options).tls
+    membership = Membership.of(options)
     # What can't be is refused before a card is opened.
     settings.node_config(options, options.node_id or "shard", store=membership.store)
     if options.advertise:

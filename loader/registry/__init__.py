@@ -10,8 +10,10 @@ from loader.errors import RegistryRecordError, cut
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.registry import REDIS_SCHEMES, Registry, local_path, without_password
 
-STORE_REGISTRY = ".registry"
-"""Folder in a store that is the registry of a fleet for which no other was named."""
+
+def registry_in(store: Path) -> str:
+    """Return the folder in a store that is the registry of a fleet for which no other was named."""
+    return str(store.resolve() / ".registry")
 
 
 def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Registry:

@@ -281,18 +281,10 @@ def _send(connection: HTTPConnection, request: Payload) -> None:
         raise RequestFailedError(body[:1000].decode(errors="replace"))
 
 
-def load_local(
-    snapshot: Path, _: Sequence[Address], service: RankingService, loop: asyncio.AbstractEventLoop
-) -> LoadedVersion:
-    """Load a version with its rows, to be ranked on a loop that runs in another thread."""
-    source = ModelSource(snapshot=snapshot, dtype="float32", num_replicas=0)
-    return load_served_model(source, service, loop=loop)
-
-
 def load_over_shards(
     path: Path, nodes: Sequence[Address], service: RankingService, loop: asyncio.AbstractEventLoop
 ) -> LoadedVersion:
-    """Load a version whose rows are on these nodes, one a shard, as `load_local`."""
+    """Load a version whose rows are on these nodes, one a shard, to be ranked on a loop that runs in another thread."""
     snapshot = Snapshot.open(path, verify=False)
     plan = Plan.make(snapshot.spec, len(nodes))
     return LoadedVersion.load(
@@ -316,8 +308,12 @@ async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) 
     service = RankingService(None, expected_models=["bench-mlp"])
     try:
         # As `shardrank serve` does where no row comes from a disk or a card: the event loop itself ranks.
-        load, loop = load_over_shards if shards else load_local, asyncio.get_running_loop()
-        service.install(await asyncio.to_thread(load, snapshot, shards, service, loop))
+        loop, source = asyncio.get_running_loop(), ModelSource(snapshot=snapshot, dtype="float32", num_replicas=0)
+        if shards:
+            served = await asyncio.to_thread(load_over_shards, snapshot, shards, service, loop)
+        else:
+            served = await asyncio.to_thread(load_served_model, source, service, loop=loop)
+        service.install(served)
         async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
             pool = bench_payloads(CALLS_SHAPE, "mlp", 1, api, 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:

@@ -191,8 +191,6 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         self._forget()
         self._listener.leave(self)
         self.account.close()
-        # It refers to the connection.
-        self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes as far as the end of one request, and keep the remainder."""

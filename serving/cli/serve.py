@@ -54,7 +54,7 @@ def serve(ctx: click.Context, /, config: ServeConfig) -> None:
     # Only now: a supervisor of workers has no use for a server's modules, which take 1.7 s and 214 MB.
     from serving.server import run_serving
 
-    run_serving(config)
+    run_serving(config, protection)
 
 
 @configured("shard-node", ShardNodeConfig)
@@ -79,9 +79,9 @@ def shard_node(config: ShardNodeConfig) -> None:
     """
     from shard_node.wire.address import Address
 
-    Protection.of(config)
+    tls = Protection.of(config).tls
     if config.admin_listen is not None and Address.parse(config.admin_listen).is_unix:
         raise click.UsageError(f"--admin-listen {config.admin_listen}: HOST:PORT is needed.")
     from serving.shard_server import run_shard_node
 
-    run_shard_node(config)
+    run_shard_node(config, tls)

@@ -186,9 +186,9 @@ def registry_url(registry: str | None, store: StorePlace | None) -> str:
         raise click.UsageError("Name the fleet: --registry URL, or --store FOLDER for the registry that lies in it.")
     if not isinstance(store, Path):
         raise click.UsageError(f"--registry URL is needed: no registry lies in a store at a URL, {store}.")
-    from loader.registry import STORE_REGISTRY
+    from loader.registry import registry_in
 
-    return str(store.resolve() / STORE_REGISTRY)
+    return registry_in(store)
 
 
 @contextlib.asynccontextmanager

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from loader.rollout.config import CoordinatorConfig
 from serving.config import (
+    BY_SNAPSHOT,
     DivisionSettings,
     FrontSettings,
     RowSettings,
@@ -69,7 +70,7 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
         passes: how children get their settings. Processes of an earlier release read no file.
     """
 
-    overruled: ClassVar = {"store": ("snapshot",), "models": ("snapshot",), "version": ("snapshot",)}
+    overruled: ClassVar = BY_SNAPSHOT
 
     models: tuple[str, ...] = setting((), "--model NAME", max_length=256)
     """What to serve; default: all of the store."""
@@ -138,9 +139,9 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
         """The registry that was named, or that of the store."""
         if self.registry is not None:
             return self.registry
-        from loader.registry import STORE_REGISTRY
+        from loader.registry import registry_in
 
-        return str(Path(str(self.store)).resolve() / STORE_REGISTRY)
+        return registry_in(Path(str(self.store)))
 
     @property
     def shard_nodes(self) -> dict[str, int]:

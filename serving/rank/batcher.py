@@ -156,9 +156,9 @@ class Batcher:
             self._estimate.begin(id(call), call.fraction, self._clock())
         try:
             (outcome,) = await rank([call])
+        except ShardrankError:
+            raise
         except Exception as error:
-            if isinstance(error, ShardrankError):
-                raise
             raise ranking_failed(error, 1) from error
         finally:
             call.lease.release()
@@ -277,7 +277,7 @@ class Batcher:
             now, waiting = self._clock(), self._queue
             self._cleared_at, self._queue = now, deque()
             for call in waiting:
-                # Read `abandoned` once per request: another thread may set it, and it must land in one of the two.
+                # Read `is_abandoned` once per request: another thread may set it, and it must land in one of the two.
                 (expired if call.is_abandoned or call.deadline <= now else self._queue).append(call)
             self._count()
         if len(self._queue) + ahead < limit:

@@ -105,7 +105,7 @@ class RankingService(VersionChoice):
         It would if, for each live model, an answer were due too late (`Batcher.overload`) within `remaining_s`, the
         seconds until its deadline, None if that is not known yet. Only on the loop of the APIs. Raises OverloadedError.
         """
-        if self._receiving + self._admitted:
+        if self.in_flight:
             refusal, live = None, self.generations.live()
             for generation in live:
                 # Those that were admitted in this loop iteration are not queued yet.
