@@ -73,8 +73,8 @@ def damage_rows(version: Path) -> str:
     return rows.name
 
 
-def rank(program: Program) -> httpx.Response:
-    return program.rank("films", REQUEST)
+def rank(program: Program, connection: httpx.Client | None = None) -> httpx.Response:
+    return program.rank("films", REQUEST, connection)
 
 
 def processes_of(program: Program, pattern: str) -> list[int]:
@@ -143,15 +143,19 @@ def test_a_killed_worker_is_replaced_and_the_others_go_on(fleet: Program) -> Non
 
 @contextmanager
 def requests_all_the_time(program: Program) -> Iterator[list[tuple[int, Any, Any]]]:
-    """Status, version and scores of one request after the other, while the block runs."""
+    """Status, version and scores of one request after the other, while the block runs.
+
+    They go over one connection, to one worker: two take up a version one after the other.
+    """
     answers: list[tuple[int, Any, Any]] = []
     stop = threading.Event()
 
     def run() -> None:
-        while not stop.is_set():
-            answer = rank(program)
-            document = answer.json()
-            answers.append((answer.status_code, document.get("version"), tuple(document.get("scores", ()))))
+        with httpx.Client() as connection:
+            while not stop.is_set():
+                answer = rank(program, connection)
+                document = answer.json()
+                answers.append((answer.status_code, document.get("version"), tuple(document.get("scores", ()))))
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -175,7 +175,7 @@ async def test_answers_that_are_not_read_are_counted_until_they_are(place, tmp_p
 
 async def test_a_connection_that_asks_nothing_is_asked_to_go(place, tmp_path):
     """And cut off if it stays; one that goes on asking is kept."""
-    async with place.peer(tmp_path, None, ServerLimits(idle_timeout_ms=150)) as (server, busy):
+    async with place.peer(tmp_path, None, ServerLimits(idle_timeout_ms=600)) as (server, busy):
         async with raw_peer(server.addresses[0]) as idle:
             asking = asyncio.create_task(keep_asking(busy))
             assert (await idle.read_frame()).header.frame_type == FrameType.GOAWAY

@@ -151,9 +151,9 @@ class Program:
         """Read on to the address of its gRPC API."""
         return self.read_until(r"gRPC: (127.0.0.1:\d+)")[1]
 
-    def rank(self, model: str, request: object) -> httpx.Response:
-        """Send a rank request over a connection of its own, so that the kernel spreads them over workers."""
-        return httpx.post(f"{self.url}/v1/models/{model}:rank", json=request, timeout=30)
+    def rank(self, model: str, request: object, connection: httpx.Client | None = None) -> httpx.Response:
+        """Send a rank request, by default over a connection of its own, so that the kernel spreads them over workers."""
+        return (connection or httpx).post(f"{self.url}/v1/models/{model}:rank", json=request, timeout=30)
 
 
 @contextlib.contextmanager
