@@ -152,7 +152,7 @@ class Program:
         return self.read_until(r"gRPC: (127.0.0.1:\d+)")[1]
 
     def rank(self, model: str, request: object, connection: httpx.Client | None = None) -> httpx.Response:
-        """Send a rank request, by default over a connection of its own, so that the kernel spreads them over workers."""
+        """Send a rank request, over a connection of its own if none is given: the kernel spreads these over workers."""
         return (connection or httpx).post(f"{self.url}/v1/models/{model}:rank", json=request, timeout=30)
 
 
