@@ -14,6 +14,11 @@ from shardrank_testing.http_wire import LIMITS, Served, Wire, chunked, errors, p
 from shardrank_testing.waiting import Clock
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["ranked", "by an application"])
+def is_ranked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Served, "is_ranked", request.param)
+
+
 def read_all(data: bytes, connection: Any) -> None:
     """Have a connection read all of it, as an event loop does."""
     while data:
@@ -277,7 +282,7 @@ async def test_a_client_has_read_one_answer_and_not_the_next():
 
     def write(data: bytes) -> None:
         Wire.write(wire, data)
-        if data == b"3":
+        if data.endswith(b"3"):
             connection.pause_writing()
 
     wire.write = write

@@ -268,15 +268,12 @@ class KeptAnswers:
 
 
 class Waiting:
-    """Whoever waits for an answer: sets no deadline, stays, and takes it at once."""
+    """Whoever waits for an answer: stays, and takes it at once."""
 
     owner = ""
 
     def __init__(self, watch: Callable[[Callable[[], None]], Any] = lambda callback: None) -> None:
         self.watch = watch
-
-    def time_remaining(self) -> float | None:
-        return None
 
     def when_taken(self, callback: Callable[[], None]) -> None:
         callback()
@@ -293,11 +290,9 @@ async def ask(
     """The answer to a request in the JSON form, as the one road gives it to any API."""
     codec = KeptAnswers(JsonCodec(method, model, "embedded"))
 
-    async def receive() -> bytes:
-        return request if isinstance(request, bytes) else encode_request(request)
-
+    body = request if isinstance(request, bytes) else encode_request(request)
     call = call or service.admit(codec.api, method, None)
-    await answer(service, call, codec, receive, Waiting() if watch is None else Waiting(watch))
+    await answer(service, call, codec, body, Waiting() if watch is None else Waiting(watch))
     return codec.answers[0]
 
 
