@@ -222,23 +222,24 @@ class ShardNode:
     def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
         """Pools as `pool`, and tells the last delta that those rows had before they were looked at."""
         # One lease for both: under the same number rows may be staged anew, and then they begin with an earlier delta.
-        generation = self.generations.take(model, version)
+        lease = self.generations.lease(model, version)
         try:
-            sequence = generation.payload.deltas.sequence
-            return generation.payload.engine.pool(bags), sequence
+            tables = lease.generation.payload
+            sequence = tables.deltas.sequence
+            return tables.engine.pool(bags), sequence
         finally:
-            self.generations.release(generation)
+            lease.release()
 
     def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
         """Pools as `pool`, in the forms that whoever asks takes."""
-        generation = self.generations.take(model, version)
+        lease = self.generations.lease(model, version)
         try:
-            engine = generation.payload.engine
+            tables = lease.generation.payload
             # Before the rows: they may be newer than it says, and never older.
-            sequence = generation.payload.deltas.sequence
-            answer = engine.answer(bags) if forms.stored else Answer(engine.pool(bags))
+            sequence = tables.deltas.sequence
+            answer = tables.engine.answer(bags) if forms.stored else Answer(tables.engine.pool(bags))
         finally:
-            self.generations.release(generation)
+            lease.release()
         sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
         return Answer(sums, answer.stored, sequence=sequence)
 
