@@ -137,24 +137,24 @@ class DeltaProgress:
 
 
 class DeltaPosition:
-    """The current `DeltaProgress` of one generation: written by one follower, read by any thread."""
+    """The current `DeltaProgress` of one generation, `now`: written by one follower, read by any thread."""
 
     def __init__(self, delta_base: int = 0, last_delta: int = 0) -> None:
-        self._now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
+        self.now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
 
     def snapshot(self) -> DeltaProgress:
         """Return all fields as of one moment."""
-        return self._now
+        return self.now
 
     @property
     def sequence(self) -> int:
         """The last delta whose rows are here, contained ones included."""
-        return self._now.sequence
+        return self.now.sequence
 
     def applied(self, sequence: int, published_at: float, rows: int, now: float) -> None:
         """Move past one delta: all of its rows are in place."""
-        before, published = self._now, min(published_at, now)
-        self._now = replace(
+        before, published = self.now, min(published_at, now)
+        self.now = replace(
             before,
             sequence=sequence,
             published_at=published_at,
@@ -170,17 +170,17 @@ class DeltaPosition:
 
         A stream that was seen to be longer is not forgotten: what was there once and is not applied is missing.
         """
-        before = self._now
+        before = self.now
         stream_last = max(stream_last, before.stream_last)
         until = stream_last if before.catch_up_to is None else before.catch_up_to
         if stream_last > before.sequence:
-            self._now = replace(before, stream_last=stream_last, catch_up_to=until)
+            self.now = replace(before, stream_last=stream_last, catch_up_to=until)
         else:
-            self._now = replace(before, stream_last=stream_last, catch_up_to=until, fresh_at=looked_at, reason="")
+            self.now = replace(before, stream_last=stream_last, catch_up_to=until, fresh_at=looked_at, reason="")
 
     def refused(self, reason: str) -> None:
         """Note why the next delta can't be applied."""
-        self._now = replace(self._now, refused=self._now.refused + 1, reason=reason)
+        self.now = replace(self.now, refused=self.now.refused + 1, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class ShardNode:
         lease = self.generations.lease(model, version)
         try:
             tables = lease.generation.payload
-            sequence = tables.deltas.sequence
+            sequence = tables.deltas.now.sequence
             return tables.engine.pool(bags), sequence
         finally:
             lease.release()

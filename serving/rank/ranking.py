@@ -220,12 +220,12 @@ class RankingParts:
     @property
     def dtype(self) -> NumberFormat:
         """Return the number format that the dense model is computed in."""
-        return self.models.on(CPU).number_format
+        return self.models.original.number_format
 
     @cached_property
     def projections(self) -> dict[str, torch.Tensor]:
         """Return the dense model's projections by part, on the CPU."""
-        return self.models.on(CPU).projections_by_part
+        return self.models.original.projections_by_part
 
 
 class Scored(NamedTuple):
@@ -458,7 +458,11 @@ class Ranking:
                 self._columns,
                 parts.projections,
             )
-            scores: Float32Array = parts.models.on(self.device).scores(inputs.on(self.device)).cpu().numpy()
+            if self.device is CPU:
+                scored = parts.models.original.scores(inputs)
+            else:
+                scored = parts.models.on(self.device).scores(inputs.on(self.device)).cpu()
+            scores: Float32Array = scored.numpy()
         # What a batch was rounded up by is nobody's.
         return scores[:, : batch.request_of_candidate.size]
 

@@ -89,8 +89,8 @@ class RankingService(VersionChoice):
 
     @contextlib.contextmanager
     def call(self, api: str, method: str) -> Iterator[Call]:
-        """Count one call in as `begin_call` does, and out with its status; all about it happens in a `with` block."""
-        call = self.begin_call(api, method)
+        """Count one call in that is never queued, and out with its status; all about it happens in a `with` block."""
+        call = self.admit(api, method, None, is_queued=False)
         try:
             yield call
         except BaseException as error:
@@ -98,40 +98,18 @@ class RankingService(VersionChoice):
             raise
         self.end_call(call)
 
-    def admit(self, api: str, method: str, remaining_s: float | None) -> Call:
-        """Count in a rank or lookup call whose head has come, unless it would wait in vain; `end_call` must follow.
+    def admit(self, api: str, method: str, remaining_s: float | None, *, is_queued: bool = True) -> Call:
+        """Count in a call whose head has come, as being received until it is complete; `end_call` must follow.
 
-        It would if, for each live model, an answer were due too late (`Batcher.overload`) within `remaining_s`, the
-        seconds until its deadline, None if that is not known yet. Only on the loop of the APIs. Raises OverloadedError.
+        One that is queued, on the loop of the APIs, is not let in if it would wait in vain: if, for each live model,
+        an answer were due too late (`Batcher.overload`) within `remaining_s`, the seconds until its deadline, None if
+        that is not known yet. Raises OverloadedError.
         """
-        if self.in_flight:
-            refusal, live = None, self.generations.live()
-            for generation in live:
-                # Those that were admitted in this loop iteration are not queued yet.
-                refusal = generation.payload.batcher.overload(remaining_s, self._num_ahead)
-                if refusal is None:
-                    break
-            if refusal is not None:
-                self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", refusal.kind)
-                try:
-                    raise refusal
-                finally:
-                    # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
-                    del refusal
-            if not self._num_ahead:
-                asyncio.get_running_loop().call_soon(self._end_iteration)
-            self._num_ahead += 1
-        call = self.begin_call(api, method)
+        if is_queued and self.in_flight:
+            self._check_queues(api, method, remaining_s)
+        call = Call(api, method, self.clock())
         if remaining_s is not None:
             call.deadline = call.started_at + remaining_s
-        return call
-
-    def _end_iteration(self) -> None:
-        self._num_ahead = 0
-
-    def begin_call(self, api: str, method: str) -> Call:
-        """Count one call in, as being received until it is complete; `end_call` must follow. Raises OverloadedError."""
-        call = Call(api, method, self.clock())
         with self._counting:
             is_full = self._receiving >= self.limits.max_receiving
             if not is_full:
@@ -143,6 +121,27 @@ class RankingService(VersionChoice):
             self.metrics.call_ended(call, error.kind, None, call.started_at)
             raise error
         return call
+
+    def _check_queues(self, api: str, method: str, remaining_s: float | None) -> None:
+        refusal, live = None, self.generations.live()
+        for generation in live:
+            # Those that were admitted in this loop iteration are not queued yet.
+            refusal = generation.payload.batcher.overload(remaining_s, self._num_ahead)
+            if refusal is None:
+                break
+        if refusal is not None:
+            self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", refusal.kind)
+            try:
+                raise refusal
+            finally:
+                # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
+                del refusal
+        if not self._num_ahead:
+            asyncio.get_running_loop().call_soon(self._end_iteration)
+        self._num_ahead += 1
+
+    def _end_iteration(self) -> None:
+        self._num_ahead = 0
 
     def complete(self, call: Call) -> None:
         """Count a call as complete; idempotent. Raises OverloadedError if too many are in flight."""
