@@ -207,7 +207,9 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         target = httptools.parse_url(self.url)
         if target.path is None:
             raise malformed("", "not HTTP/1.1: the target has no path")
-        path = urllib.parse.unquote(target.path.decode("ascii"))
+        path = target.path.decode("ascii")
+        if "%" in path:
+            path = urllib.parse.unquote(path)
         exchange = self._exchange = Exchange(self, method, path, fields)
         scope["method"], scope["http_version"], scope["state"] = method, version, {"exchange": exchange}
         scope["path"], scope["raw_path"], scope["query_string"] = path, target.path, target.query or b""
