@@ -31,8 +31,7 @@ from serving.fleet.workers import reserved_ports
 from serving.limits import RequestLimits
 from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
-from serving.versions.fixed_shards import FixedShards
-from serving.versions.fleet_member import FleetMember, LocalRows, ServingConfig
+from serving.versions.fleet_member import FixedShards, FleetMember, LocalRows, ServingConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
