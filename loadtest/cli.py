@@ -17,7 +17,6 @@ import click
 from serving.cli import LazyGroup, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
-from serving.config import DEVICE_FIELDS, DivisionSettings, RowSettings
 
 if TYPE_CHECKING:
     from loader.snapshot.tables import RowDtype
@@ -31,7 +30,7 @@ PEER_NAMES = ("fastapi", "mosec", "triton")
 ENVIRONMENTS = Path.home() / ".cache/shardrank/peers"
 
 
-@click.group(cls=LazyGroup, modules=dict.fromkeys(COMMANDS, __name__))
+@click.group(cls=LazyGroup, modules={**dict.fromkeys(COMMANDS, __name__), "compare-cards": "loadtest.compare"})
 def loadtest() -> None:
     """Measure how a server stands a load.
 
@@ -321,75 +320,6 @@ def peers(
     with tempfile.TemporaryDirectory(prefix="loadtest-peers-") as folder:
         comparison = run_peers(config, environments, Path(folder), click.echo)
     sys.exit(finish(comparison, json_file, html_file))
-
-
-server_options = opts.together(
-    opts.count("--workers", "Serving processes of each server. In arms without shards each holds all rows.", default=1),
-    opts.choice("--dtype", ["auto", "float32", "bfloat16"], "Number format of the dense model."),
-    opts.choice("--wire-dtype", ["auto", "float32", "float16"], "Number format of sums that shards send."),
-    opts.setting_option(DivisionSettings, "sharding"),
-    opts.settings_options(RowSettings, "memory_budget_gb", *DEVICE_FIELDS, hidden=False),
-    opts.count(
-        "--replicate-bytes",
-        "Tables of at most this many bytes are held whole by every shard. 0 divides all, so that small tables don't "
-        "hide what dividing costs; the default of `shardrank up` is 1048576.",
-        low=0,
-        default=0,
-    ),
-)
-
-
-@click.command(cls=WithExamples)
-@opts.numbers("--cards N,...", "In the serving process; each number is an arm, the first the baseline.", 1, 64, "1,2,4")
-@opts.numbers("--shards N,...", "Arms of so many shard processes, with the first of --cards each.", 1, 64)
-@opts.option(
-    "--transport unix,tcp",
-    "Between the serving process and the shards, an arm for each: Unix sockets, TCP over loopback. Default: unix.",
-    lambda text: tuple(text.split(",")),
-    name="transports",
-)
-@opts.count("--rounds", "Of every arm.", default=6)
-@workload_options
-@request_options
-@opts.option("--store", "Serve the workload's model from here, written if missing. Default: a temporary folder.",
-             opts.FOLDER)  # fmt: skip
-@opts.option("--rate R", "Requests a second while latency is measured, whatever the servers do.", float, 50.0)
-@opts.count("--in-flight", "Requests that are always out while throughput, CPU and bytes of a request are measured.",
-            default=32)  # fmt: skip
-@opts.numbers(
-    "--shares PERCENT,...",
-    "Offer every arm these shares of what the slowest arm answers in a rehearsal. '' to leave that out.",
-    1, 100, "30,60,80",
-)  # fmt: skip
-@opts.option("--cold S", "Measured from a server's start.", float, 2.0, name="cold_s")
-@opts.option("--warmup S", "Of each measure after that; not counted.", float, 2.0, name="warmup_s")
-@opts.option("--duration S", "Of each of these measures, after the warm-up.", float, 10.0, name="duration_s")
-@opts.choice("--api", APIS, "oip: Open Inference Protocol, over HTTP with binary tensors.")
-@sending_options
-@opts.count("--seed", "Of rows, requests, their times and the bootstrap.", low=0, default=0)
-@server_options
-@json_option
-@html_option
-@click.pass_context
-def compare_cards(ctx: click.Context, /, **given: Any) -> None:
-    """Measure what rows on several cards, or in shard processes, cost against rows in the serving process.
-
-    The same model, requests, times and memory budgets for each arm, as ratios to the first number of cards. In every
-    round each arm's server is started anew and asked: cold and warm at --rate; one request after the other; as fast as
-    it answers, for the processor time and the bytes of a request; and at --shares of the slowest arm's capacity. Arms
-    take turns. --card-memory-gb and --hot-gb are of each card; the shards of an arm divide --memory-budget-gb and
-    --pinned-memory-gb evenly. In the first round all must give the same scores. The exit code is 1 if a run can't be
-    believed.
-
-    Examples:
-      shardrank loadtest compare-cards --cards 1,2,4,8 --shards 1,2,4 --transport unix,tcp --html many.html
-      shardrank loadtest compare-cards --cards 1,2,4 --workload dlrm-v2:0.001 --rate 50 --html cards.html
-      shardrank loadtest compare-cards --cards 1,2 --device cuda --rate 500 --in-flight 64 --json cards.json
-      shardrank loadtest compare-cards --cards 1 --shards 2 --rounds 10 --shares 60 --workers 2
-    """
-    from loadtest.compare import execute
-
-    ctx.exit(execute(**given))
 
 
 @click.group(cls=LazyGroup, modules={name: f"loadtest.bench.{name.replace('-', '_')}" for name in BENCHMARKS})

@@ -32,10 +32,7 @@ Better: TypeAlias = Literal["lower", "higher"]
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-COUNTED = "requests that count in a round"
-"""In the setup: of fewer than a thousand, p99.9 is the slowest one."""
 FORM = "requests are"
-SHARES = "shares of capacity"
 # 97.5% quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 _T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
@@ -108,11 +105,10 @@ class ComparedMeasure(Frozen):
 
 
 class Arm(Frozen):
-    """What is compared: a name such as `2 cards`, and its load tests by round, warm and cold, where there are some."""
+    """What is compared: a name such as `2 cards`, and its load tests by round, where there are some."""
 
     name: str = Field(min_length=1)
     runs: tuple[LoadResult, ...] = ()
-    cold_runs: tuple[LoadResult, ...] = ()
 
 
 class Comparison(Frozen):
@@ -248,9 +244,5 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
         medians = f"medians of {comparison.rounds} rounds"
         sure = f"with {comparison.confidence:.0%} confidence intervals"
     line(console, f"{medians}, and ratios to {baseline} {sure}")
-    if COUNTED in comparison.setup:
-        line(console, f"{COUNTED}: {comparison.setup[COUNTED]}; p99.9 of fewer than 1000 is the slowest one")
-    if SHARES in comparison.setup:
-        line(console, f"{SHARES}: {comparison.setup[SHARES]}")
     for reason in comparison.invalid_because:
         line(console, f"not valid: {reason}")

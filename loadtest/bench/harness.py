@@ -42,6 +42,7 @@ from router.shard import ReplicaSource, ReplicatedShard
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.fleet.supervisor import shardrank_command
+from serving.models.layers import NumberFormat
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import Shard, ShardNode
@@ -51,6 +52,9 @@ WIDTH = 160
 ROUNDS, QUICK_ROUNDS = 5, 2
 QUICK_SHARE = 0.2
 """Of the seconds that each measurement takes otherwise."""
+
+TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
+"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
 
 Values: TypeAlias = Mapping[str, float]
 """A round of a subject: a value for each measure that it has."""

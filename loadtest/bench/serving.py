@@ -29,6 +29,7 @@ from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import (
+    TOLERANCES,
     Bench,
     BenchTable,
     Subject,
@@ -141,8 +142,6 @@ def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
 
 
 CHECKED_REQUESTS = 2
-TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
-"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
 FULL_LOAD = 32
 """Requests in flight."""
 WARM_UP_S = 1.0

@@ -87,7 +87,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, arguments, mes
 def test_a_page_is_refused_at_once_without_its_extra(tmp_path, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
-    for command in (["report", "none.json"], ["run", "--target", "http://127.0.0.1:1"], ["compare-cards"]):
+    for command in (["report", "none.json"], ["run", "--target", "http://127.0.0.1:1"], ["peers"]):
         result = CliRunner().invoke(loadtest, [*command, "--html", str(tmp_path / "out.html")])
         assert result.exit_code == 2
         assert "pip install 'shardrank[report]'" in result.output
