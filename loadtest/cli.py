@@ -6,9 +6,6 @@ Heavy imports are made inside commands, so that `--help` is quick.
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +16,16 @@ from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
 
 if TYPE_CHECKING:
-    from loader.snapshot.tables import RowDtype
     from loadtest.workloads.catalog import SideSplit
 
-COMMANDS = ("run", "replay", "prepare", "report", "peers", "compare-cards", "bench")
+COMMANDS = ("run", "replay", "prepare", "report", "bench")
+COMPARISONS = {"peers": "loadtest.peers.run", "compare-cards": "loadtest.compare"}
 BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows", "levers")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
 TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
-PEER_NAMES = ("fastapi", "mosec", "triton")
-ENVIRONMENTS = Path.home() / ".cache/shardrank/peers"
 
 
-@click.group(cls=LazyGroup, modules={**dict.fromkeys(COMMANDS, __name__), "compare-cards": "loadtest.compare"})
+@click.group(cls=LazyGroup, modules={**dict.fromkeys(COMMANDS, __name__), **COMPARISONS})
 def loadtest() -> None:
     """Measure how a server stands a load.
 
@@ -222,104 +217,19 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
 
 
 @click.command(cls=WithExamples)
-@click.argument("files", nargs=-1, required=True, metavar="[NAME=]FILE...")
+@click.argument("file", type=opts.FILE)
 @opts.option("--html", "Write the page to this file.", PAGE, name="html_file", required=True)
-@opts.option("--json", "Write the comparison to this file.", opts.FILE, name="json_file")
-@opts.option("--title TEXT", "Of a comparison. Default: its names.")
-@opts.count("--seed", "Of a comparison's bootstrap.", 0, 2**31 - 1, 0)
-def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, title: str | None, seed: int) -> None:
+def report(file: Path, html_file: Path) -> None:
     """Write a page with plots from what `loadtest run --json` wrote.
-
-    From one file: of that run, sweep or comparison. From several: a comparison of these runs, with the first as the
-    baseline. Files of the same NAME are the rounds of one arm, in their order; without a NAME each file is an arm.
 
     Examples:
       shardrank loadtest report run.json --html run.html
-      shardrank loadtest report before.json after.json --html compared.html
-      shardrank loadtest report one=a1.json two=b1.json one=a2.json two=b2.json --html compared.html
     """
     from loadtest.load.run import write_files
-    from loadtest.page import compare_runs, read_reported, read_runs
+    from loadtest.page import read_reported
 
-    if len(files) == 1 and json_file is not None:
-        raise click.UsageError("--json is for comparisons; it needs at least two files")
-    named: list[tuple[str, Path]] = []
-    for text in files:
-        name, equals, file = text.partition("=")
-        if not equals or Path(text).exists():
-            name, file = Path(text).stem, text
-            if name in dict(named):
-                raise click.UsageError(f"{text!r}: there is another {name}; give each a name, as in {name}2={text}")
-        elif not name or not file:
-            raise click.UsageError(f"{text!r}: expected FILE or NAME=FILE")
-        named.append((name, Path(file)))
-    if len(named) == 1:
-        write_files(read_reported(named[0][1]), None, html_file)
-    else:
-        arms = read_runs(named)
-        write_files(compare_runs(title or " against ".join(arms), arms, seed=seed), json_file, html_file)
+    write_files(read_reported(file), None, html_file)
     click.echo(f"{html_file}: written")
-
-
-@click.command(cls=WithExamples)
-@opts.option("--peer", "Repeatable; else all.", click.Choice(PEER_NAMES), PEER_NAMES, name="names", multiple=True)
-@opts.option("--env-dir", "Has each environment.", opts.FOLDER, ENVIRONMENTS, name="environments")
-@opts.switch("--install", "Make the environments with pip, and measure nothing.")
-@opts.count("--rounds", "Of every server.", 1, 100, 5)
-@opts.option("--seconds S", "Of each load.", click.FloatRange(0.1, 3600), 5.0)
-@opts.numbers("--hotness N,...", "Ids a bag.", 1, 1000, "1,20")
-@opts.count("--in-flight", "Requests that are always out while throughput is measured.", 1, 1024, 32)
-@opts.count("--rows", "Of the one table.", 1, 2**31, 1_000_000)
-@side_split_option("product")
-@same_option
-@opts.count("--workers", "Of each server. Default: the cores.", 1, 64)
-@opts.choice("--row-dtype", ["int8", "fp16", "fp32"], "Of shardrank's rows.")
-@opts.choice("--dtype", ["auto", "float32", "bfloat16", "int8"], "Of shardrank's dense model.")
-@json_option
-@html_option
-def peers(
-    names: tuple[str, ...],
-    environments: Path,
-    install: bool,
-    rows: int,
-    row_dtype: RowDtype,
-    varied: bool,
-    side_split: SideSplit,
-    workers: int | None,
-    json_file: Path | None,
-    html_file: Path | None,
-    hotness: tuple[float, ...],
-    **options: Any,
-) -> None:
-    """Compare shardrank with what one would serve the model with instead, on this machine.
-
-    Every server has the same weights and is sent the same requests by the same client, and scores are compared before
-    anything is measured; each peer is sent the context's columns with every candidate, and once. Ratios are to the best
-    peer of each round. --row-dtype and --dtype are of shardrank's rows and dense model; peers compute in float32. The
-    exit code is 1 if the client was the bottleneck, so that the numbers can't be believed.
-
-    Examples:
-      shardrank loadtest peers --install --env-dir ~/peers
-      shardrank loadtest peers --env-dir ~/peers --json peers.json --html peers.html
-      shardrank loadtest peers --env-dir ~/peers --workload candidates --same
-      shardrank loadtest peers --env-dir ~/peers --row-dtype fp32 --dtype float32
-    """
-    from loadtest.load.run import finish
-    from loadtest.peers.run import PEERS, PeersConfig, run_peers
-    from loadtest.workloads.catalog import BenchShape
-
-    chosen = tuple(PEERS[name] for name in dict.fromkeys(names))
-    if install:
-        for peer in chosen:
-            click.echo(f"{peer.title}: installing {peer.requirements.name} into {environments / peer.name}")
-            peer.install(environments)
-        return
-    shape = BenchShape.of(rows, row_dtype, varied=varied, side_split=side_split)
-    workers = workers or len(os.sched_getaffinity(0))
-    config = PeersConfig(shape=shape, peers=chosen, hotness=tuple(map(int, hotness)), workers=workers, **options)
-    with tempfile.TemporaryDirectory(prefix="loadtest-peers-") as folder:
-        comparison = run_peers(config, environments, Path(folder), click.echo)
-    sys.exit(finish(comparison, json_file, html_file))
 
 
 @click.group(cls=LazyGroup, modules={name: f"loadtest.bench.{name.replace('-', '_')}" for name in BENCHMARKS})

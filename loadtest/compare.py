@@ -22,11 +22,12 @@ import click
 from loader.errors import ConfigError
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from loadtest.bench.harness import TOLERANCES, Bench, BenchTable, Values, bench_command, measure
+from loadtest.bench.harness import BUSY_MEASURES, CPU, TOLERANCES, Bench, BenchTable, bench_command
 from loadtest.cli import APIS, request_options, workload_options
 from loadtest.load.config import MAX_TIMEOUT_MS, OfferedLoad
 from loadtest.load.generator import Generators
 from loadtest.load.run import checked
+from loadtest.rounds import Measure, Values
 from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
@@ -45,15 +46,12 @@ TRANSPORTS = {"unix": "Unix socket", "tcp": "TCP"}
 CHECKED_REQUESTS = 8
 REHEARSAL_S = 0.1
 MEASURES = (
-    measure("requests", "/s", "higher"),
-    measure("CPU of a request", "ms"),
-    *(measure(f"CPU of a request, {role}", "ms") for role in ("serve", "serve, kernel", "nodes", "nodes, kernel")),
-    measure("p50, 1 in flight", "ms"),
-    measure("p99, 1 in flight", "ms"),
-    measure("bytes of a request, back", "B"),
-    *(measure(f"bytes of a request, back as {form}", "B") for form in ("stored", "float16", "float32")),
-    measure("bytes of a request, to shards", "B"),
-    measure("CPU of the client", "cores"),
+    *BUSY_MEASURES,
+    *(Measure(f"{CPU}, {role}", "ms") for role in ("serve", "serve, kernel", "nodes", "nodes, kernel")),
+    *(Measure(f"{percentile}, 1 in flight", "ms") for percentile in ("p50", "p99")),
+    Measure("bytes of a request, back", "B"),
+    *(Measure(f"bytes of a request, back as {form}", "B") for form in ("stored", "float16", "float32")),
+    Measure("bytes of a request, to shards", "B"),
 )
 
 
@@ -167,18 +165,12 @@ class ArmMeasure:
         commands = arm.commands(self.snapshot, folder, self.flags, self.serve_flags)
         with running_server(arm.name, commands) as server:
             load = self.load.model_copy(update={"target": server.target(self.load.spoken)})
-            alone = self.generators.busy(load, 1, seconds / 5, seconds, server.process_ids)
-            before = server.metrics()
-            busy = self.generators.busy(load, self.in_flight, seconds / 5, seconds, server.process_ids)
-            wire = wire_bytes(before, server.metrics())
+            alone, before = self.bench.busy_values(self.generators, load, server, 1, seconds), server.metrics()
+            values = self.bench.busy_values(self.generators, load, server, self.in_flight, seconds)
+            values |= wire_bytes(before, server.metrics())
             if number == 0:
                 self.check(arm.name, [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)])
-        values = {"requests": busy.requests_per_s, "CPU of a request": busy.cpu_ms}
-        for role, cpu in busy.server_cpu.items():
-            values[f"CPU of a request, {role}"] = sum(cpu) / busy.requests * 1e3
-            values[f"CPU of a request, {role}, kernel"] = cpu.kernel_s / busy.requests * 1e3
-        values |= {"p50, 1 in flight": alone.p50_ms, "p99, 1 in flight": alone.p99_ms, **wire}
-        return {**values, "CPU of the client": busy.client_cpu_s / busy.seconds}
+        return values | {f"{percentile}, 1 in flight": alone[percentile] for percentile in ("p50", "p99")}
 
     def check(self, name: str, scores: list[Float32Array]) -> None:
         """Compare scores with those of the first arm that was measured. Raises LoadError: request and difference."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
@@ -21,7 +21,6 @@ from loadtest.documents import check_writable, line, show_document, value_text, 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
-from loadtest.rounds import Comparison, show_comparison
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
@@ -89,21 +88,14 @@ def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
         raise click.UsageError("; ".join(map(str, schema_errors(error, [schema])))) from error
 
 
-def write_files(document: BaseModel, json_file: Path | None, html_file: Path | None) -> None:
+def write_files(document: LoadResult | SweepResult, json_file: Path | None, html_file: Path | None) -> None:
     """Write a result and its page, as far as they are wanted. Raises ConfigError."""
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
         from loadtest.page import html
 
-        write_text(html(document), html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
-
-
-def finish(comparison: Comparison, json_file: Path | None, html_file: Path | None) -> int:
-    """Write and print a comparison. Returns the exit code: 1 if it can't be believed. Raises ConfigError."""
-    write_files(comparison, json_file, html_file)
-    show_comparison(stdout_console(), comparison)
-    return 0 if comparison.valid else 1
+        write_text(html(document), html_file)
 
 
 def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
