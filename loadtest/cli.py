@@ -88,9 +88,8 @@ workload_options = opts.together(
 """Which model."""
 request_options = opts.together(
     opts.option(
-        "--ids uniform|zipf:S|reuse",
-        "Which rows are asked for; reuse is as in the lookups that Meta published. Default: uniform for dlrm-v2, "
-        "zipf:1.05 for merlin-tiny.",
+        "--ids uniform|zipf:S",
+        "Which rows are asked for. Default: uniform for dlrm-v2, zipf:1.05 for merlin-tiny.",
     ),
     opts.option(
         "--candidates N|LEAST-MOST:MEAN",
@@ -137,7 +136,6 @@ html_option = opts.option("--html", "Write a page with plots to this file.", PAG
 @opts.option("--connections N", "Of HTTP. Default: 512.", int, name="max_connections")
 @opts.count("--max-in-flight", "One beyond fails unsent. Default: 4096.")
 @opts.count("--seed", "Of requests and their times. Default: 0.", low=0)
-@opts.option("--marks", "Lines of `UNIX_SECONDS LABEL`; read when the run is over.", opts.FILE)
 @json_option
 @html_option
 @click.pass_context

@@ -100,7 +100,7 @@ def draw_deadline(axes: Axes, slo_ms: float) -> None:
 
 
 def run_chart(run: LoadResult) -> Markup:
-    """Draw the time line with its marks, and above it latency by percentile if there are answers."""
+    """Draw the time line, and above it latency by percentile if there are answers."""
     figure, (*of_answers, latency, requests, in_flight) = new_figure(*((3,) if run.answered else ()), 2.5, 2, 1.5)
     for axes in of_answers:
         lines = {
@@ -125,12 +125,6 @@ def run_chart(run: LoadResult) -> Markup:
     for axes in (latency, requests, in_flight):
         axes.axvspan(0, run.warmup_s, alpha=0.15)
         axes.set_xlim(0, run.warmup_s + run.duration_s)
-        for mark in run.marks:
-            axes.axvline(mark.at_s, color="C4")
-    for mark in run.marks:
-        latency.annotate(
-            mark.label, (mark.at_s, 1), xycoords=("data", "axes fraction"), rotation=90, va="top", clip_on=True
-        )
     return to_svg(figure)
 
 
