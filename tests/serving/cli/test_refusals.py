@@ -32,7 +32,6 @@ REFUSALS = [
         "error: --json nowhere/report.json: there is no folder 'nowhere'",
     ),
     (f"demo {QUICK} --device tpu", ERROR, "error: device 'tpu' is none of "),
-    (f"demo {QUICK} --local --device tpu", ERROR, "error: device 'tpu' is none of "),
     # Nodes and serving processes.
     ("shard-node --store a --listen b:1 --shard 2/2", USAGE, "'2/2' is not I/N with 0 <= I < N"),
     ("shard-node --store a --listen b:1 --shard x", USAGE, "'x' is not I/N"),
