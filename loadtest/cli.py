@@ -69,7 +69,7 @@ workload_options = opts.together(
         "--workload NAME",
         "dlrm-v2[:SCALE] or merlin-tiny[:SCALE], SCALE being the share of the rows, such as dlrm-v2:0.01; "
         "bench-mlp[:HOTNESS] or bench-dlrm[:HOTNESS], the benchmarks' one table of a million rows, such as "
-        "bench-mlp:20; films, or films:profile for a model trained with --profile.",
+        "bench-mlp:20.",
         default="dlrm-v2:0.001",
     ),
     opts.count(
@@ -78,11 +78,6 @@ workload_options = opts.together(
         "histories) instead of once a candidate. The same for `prepare` and `run`.",
         low=0,
         default=0,
-    ),
-    opts.option(
-        "--movielens",
-        "For films: folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre).",
-        opts.EXISTING_FOLDER,
     ),
 )
 """Which model."""
@@ -93,14 +88,7 @@ request_options = opts.together(
     ),
     opts.option(
         "--candidates N|LEAST-MOST:MEAN",
-        "Candidates of a request, such as 100 or 100-700:270. Default: 50-500:200, with --same 100-700:270; for films, "
-        "those that each user rated.",
-    ),
-    opts.count(
-        "--split-seed",
-        "For films: which ratings are asked for; the --seed that the model was trained or prepared with, so that it "
-        "has not learnt them. Default: 0.",
-        low=0,
+        "Candidates of a request, such as 100 or 100-700:270. Default: 50-500:200, with --same 100-700:270.",
     ),
     same_option,
 )
@@ -191,14 +179,13 @@ def replay(ctx: click.Context, /, json_file: Path | None, **given: object) -> No
 @click.command(cls=WithExamples)
 @workload_options
 @opts.out_store_option
-@opts.count("--seed", "Of the rows and weights; for films, of the split and the training.", 0, 2**32 - 1, 0)
-@opts.count("--epochs", "For films: passes over the data; default: the trainer's own.", high=1000)
+@opts.count("--seed", "Of the rows and weights.", 0, 2**32 - 1, 0)
 def prepare(workload: str, store: Path, **given: Any) -> None:
     """Write a workload's model into a store, to be served and load tested.
 
-    dlrm-v2 and merlin-tiny get random rows and weights: answers mean nothing, but cost what a trained model's do.
-    films is trained, as by `shardrank train`. The whole of dlrm-v2 has 28 GB of rows, merlin-tiny 1.7 GB; both go with
-    the scale. An export that was interrupted goes on when it is run again.
+    Rows and weights are random: answers mean nothing, but cost what a trained model's do. The whole of dlrm-v2 has
+    28 GB of rows, merlin-tiny 1.7 GB; both go with the scale. An export that was interrupted goes on when it is run
+    again.
 
     Examples:
       shardrank loadtest prepare --workload dlrm-v2:0.01 --store models

@@ -29,7 +29,7 @@ from loadtest.load.generator import Generators
 from loadtest.load.run import checked
 from loadtest.rounds import Measure, Values
 from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
-from loadtest.workloads.catalog import FilmsWorkload, open_workload
+from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload
 from serving.cli import options as opts
@@ -185,14 +185,11 @@ def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
     Raises ConfigError: the store's model has other tables or features.
     """
     assert isinstance(load.workload, str)
-    chosen: dict[str, Any] = {"context_features": load.context_features, "movielens": load.movielens}
-    workload = open_workload(load.workload, split_seed=load.split_seed, **chosen)
-    expected = workload.spec
+    expected = open_workload(load.workload, context_features=load.context_features).spec
     if not Store(store).versions(expected.model):
-        # What is trained on ratings must not learn those that are asked for.
-        seed = load.split_seed if isinstance(workload, FilmsWorkload) else load.seed
         with progress_bars() as bars:
-            prepare_workload(load.workload, store, seed=seed, progress=bars, **chosen)
+            given = {"context_features": load.context_features, "seed": load.seed}
+            prepare_workload(load.workload, store, progress=bars, **given)
     folder = Store(store).snapshot_path(expected.model)
     spec = Snapshot.open(folder, verify=False).spec
     for what in ("tables", "features"):
