@@ -35,7 +35,7 @@ def loadtest() -> None:
     """
 
 
-class PageFile(click.Path):
+class PageFile(opts.WritableFile):
     """A page to write, refused where what draws it is not installed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -100,7 +100,7 @@ sending_options = opts.together(
     opts.count("--processes", "That send. Default: 1."),
     opts.count("--requests", "Distinct ones in each process. Default: 1024."),
 )
-json_option = opts.option("--json", "Write the result to this file.", opts.FILE, name="json_file")
+json_option = opts.option("--json", "Write the result to this file.", opts.WRITABLE_FILE, name="json_file")
 html_option = opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 
 
@@ -202,7 +202,7 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
 
 
 @click.command(cls=WithExamples)
-@click.argument("file", type=opts.FILE)
+@click.argument("file", type=opts.EXISTING_FILE)
 @opts.option("--html", "Write the page to this file.", PAGE, name="html_file", required=True)
 def report(file: Path, html_file: Path) -> None:
     """Write a page with plots from what `loadtest run --json` wrote.

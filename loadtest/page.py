@@ -6,7 +6,7 @@ Charts are drawn by matplotlib, as SVG for a light ground; the page's style shee
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -84,12 +84,12 @@ def to_svg(figure: Figure) -> Markup:
     return Markup(svg.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
 
 
-def draw_percentiles(axes: Axes, lines: Mapping[str, Sequence[Percentiles]], slo_ms: float) -> None:
-    """Draw the medians of rounds' percentiles by name; a line ends before those that are None in some round."""
+def draw_percentiles(axes: Axes, lines: Mapping[str, Percentiles], slo_ms: float) -> None:
+    """Draw percentiles by name; a line ends before those that are None."""
     axes.set(xscale="log", xlabel="percentile", yscale="log", ylabel="ms")
-    for name, rounds in lines.items():
-        times = np.array([[times.min_ms, times.p50_ms, times.p90_ms, times.p99_ms, times.p999_ms] for times in rounds])
-        axes.plot(tuple(PERCENTILES), np.median(times.astype(np.float64), axis=0), "o-", label=name)
+    for name, times in lines.items():
+        values = [times.min_ms, times.p50_ms, times.p90_ms, times.p99_ms, times.p999_ms]
+        axes.plot(tuple(PERCENTILES), np.array(values, np.float64), "o-", label=name)
     axes.set_xticks(tuple(PERCENTILES), tuple(PERCENTILES.values()))
     draw_deadline(axes, slo_ms)
 
@@ -104,8 +104,8 @@ def run_chart(run: LoadResult) -> Markup:
     figure, (*of_answers, latency, requests, in_flight) = new_figure(*((3,) if run.answered else ()), 2.5, 2, 1.5)
     for axes in of_answers:
         lines = {
-            "service time of answers, from when they were sent": [run.service],
-            "latency of all that were due": [run.latency_of_due],
+            "service time of answers, from when they were sent": run.service,
+            "latency of all that were due": run.latency_of_due,
         }
         draw_percentiles(axes, lines, run.slo_ms)
     second = {

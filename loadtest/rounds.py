@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from loadtest.documents import line, make_table, ratio_text, significant
+from loadtest.documents import line, ratio_text, significant
+from serving.cli.output import table_of
 
 Item = TypeVar("Item")
 Better: TypeAlias = Literal["lower", "higher"]
@@ -147,12 +148,13 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     room = max(1, (console.width - max(map(len, names), default=0) - len(subjects[0]) - 6) // width)
     for begin in range(1, max(2, len(subjects)), room):
         group = range(begin, min(begin + room, len(subjects)))
-        table = make_table([""], [subjects[number] for number in (0, *group)])
+        rows: list[list[str]] = []
         for name, compared in zip(names, measures, strict=True):
-            table.add_row(name, *[significant(compared.middle[number]) for number in (0, *group)])
+            rows.append([name, *(significant(compared.middle[number]) for number in (0, *group))])
             if compared.ratios:
-                table.add_row("", "", *[str(compared.ratios[number]) for number in group])
-        console.print(table)
+                rows.append(["", "", *(str(compared.ratios[number]) for number in group)])
+        columns = ["", *(f"#{subjects[number]}" for number in (0, *group))]
+        console.print(table_of("", columns, rows, no_wrap=True))
     medians, sure = "values of one round", "(one round has no confidence interval)"
     if comparison.rounds > 1:
         medians, sure = f"medians of {comparison.rounds} rounds", f"with {CONFIDENCE:.0%} confidence intervals"

@@ -190,18 +190,10 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
     """Train, serve by a fleet of these settings, rank and report. Returns the exit code: 0, or 1 if a request failed.
 
     With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal. Raises
-    ShardrankError if a stage fails; for a port, a device or a file that can't be used, before the work.
+    ShardrankError if a stage fails; for a port or a device that can't be used, before the work.
     """
     with ExitStack() as stack:
         ports = stack.enter_context(reserved_ports(fleet.host, fleet.http_port, fleet.grpc_port, workers=1))
-        if json_file is not None:
-            # An older report stays as it is until there is a new one.
-            try:
-                json_file.open("a").close()
-            except OSError as error:
-                folder = json_file.parent
-                problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
-                raise InternalError(f"--json {json_file}: {problem}") from error
         DeviceChoice.parse(fleet.device)
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
         with progress_bars() as bars:

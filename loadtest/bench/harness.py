@@ -224,7 +224,7 @@ def bench_command(function: Callable[..., None]) -> click.Command:
 
     @click.option("--rounds", type=click.IntRange(1, 1000), help=f"Default: {ROUNDS}; with --quick {QUICK_ROUNDS}.")
     @click.option("--quick", is_flag=True, help="A fifth of the time for each measurement; its numbers are rough.")
-    @opts.option("--json", "Write the results to this file.", opts.FILE, name="json_file")
+    @opts.option("--json", "Write the results to this file.", opts.WRITABLE_FILE, name="json_file")
     @wraps(function)
     def command(rounds: int | None, quick: bool, json_file: Path | None, **options: Any) -> None:
         torch.set_num_threads(1)

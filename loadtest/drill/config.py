@@ -245,7 +245,7 @@ def make_command(schema: type[Frozen], module: str = "") -> click.Command:
         type_ = click.Choice(get_args(kind)) if get_origin(kind) is Literal else opts.FOLDER if kind is Path else kind
         params.append(click.Option([f"--{flag}", key], type=type_, multiple=is_many, required=required, help=text))
     keep = "Keep stores, logs and answers in this folder, which must be empty."
-    params.append(click.Option(["--json", "json_file"], type=opts.FILE, metavar="FILE", help="Write the report."))
+    params.append(click.Option(["--json", "json_file"], type=opts.WRITABLE_FILE, help="Write the report."))
     params.append(click.Option(["--keep"], type=opts.FOLDER, metavar="FOLDER", help=keep))
 
     def run(json_file: Path | None, keep: Path | None, **options: Any) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from loader.snapshot.tables import Frozen, schema_errors
-from loadtest.documents import check_writable, line, show_document, value_text, write_document, write_text
+from loadtest.documents import line, show_document, value_text, write_document, write_text
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Measured, Outcome, SweepResult, outcome_of
@@ -50,7 +50,6 @@ def execute(
     if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
     load, run, console = checked(OfferedLoad, given), checked(RunConfig, given), Console(stderr=True)
-    check_writable(json_file, html_file)
     result: LoadResult | SweepResult
     with stopping_on_signals(), Generators(load.processes) as generators:
         generators.prepare(load)

@@ -70,7 +70,7 @@ def train(
     epochs: int = DEFAULT_EPOCHS,
     progress: Progress = no_progress,
 ) -> TrainedModel:
-    """Train a model that `films_spec` describes on the dataset's training part, which is seen `epochs` times.
+    """Train a model of `films_description`, compiled, on the dataset's training part, which is seen `epochs` times.
 
     The seed is that of the rows and weights at the beginning, the order of batches, and dropout. A model whose tables
     are divided by popularity needs their `row_classes`. Raises RankingModelError if the dense model is not valid.

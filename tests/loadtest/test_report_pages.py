@@ -132,7 +132,7 @@ def test_a_curve_ends_where_requests_failed():
     ends = []
     for run in runs:
         axes = Figure().add_subplot()
-        draw_percentiles(axes, {"due": [run.latency_of_due, run.latency_of_due]}, 25)
+        draw_percentiles(axes, {"due": run.latency_of_due}, 25)
         at, times = axes.lines[0].get_data()
         ends.append(np.flatnonzero(np.isfinite(times))[-1])
         assert (at[:2].tolist(), times[:2].tolist()) == ([1, 2], [run.latency_of_due.min_ms, run.latency_of_due.p50_ms])
