@@ -14,6 +14,7 @@ import click
 from serving.cli import LazyGroup, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
+from serving.cli.settings import config_of
 
 if TYPE_CHECKING:
     from loadtest.workloads.catalog import SideSplit
@@ -93,15 +94,7 @@ request_options = opts.together(
     same_option,
 )
 """What its requests are like."""
-sending_options = opts.together(
-    opts.option("--arrivals", "Gaps of requests at a rate. Default: poisson.", click.Choice(["poisson", "constant"])),
-    opts.option("--slo-ms MS", "Deadline. Default: 60.", float),
-    opts.option("--timeout-ms MS", "A request is given up after it. Default: 1000.", float),
-    opts.count("--processes", "That send. Default: 1."),
-    opts.count("--requests", "Distinct ones in each process. Default: 1024."),
-)
 json_option = opts.option("--json", "Write the result to this file.", opts.WRITABLE_FILE, name="json_file")
-html_option = opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 
 
 @click.command(cls=WithExamples)
@@ -120,12 +113,16 @@ html_option = opts.option("--html", "Write a page with plots to this file.", PAG
     click.Choice(APIS),
 )
 @request_options
-@sending_options
+@opts.option("--arrivals", "Gaps of requests at a rate. Default: poisson.", click.Choice(["poisson", "constant"]))
+@opts.option("--slo-ms MS", "Deadline. Default: 60.", float)
+@opts.option("--timeout-ms MS", "A request is given up after it. Default: 1000.", float)
+@opts.count("--processes", "That send. Default: 1.")
+@opts.count("--requests", "Distinct ones in each process. Default: 1024.")
 @opts.option("--connections N", "Of HTTP. Default: 512.", int, name="max_connections")
 @opts.count("--max-in-flight", "One beyond fails unsent. Default: 4096.")
 @opts.count("--seed", "Of requests and their times. Default: 0.", low=0)
 @json_option
-@html_option
+@opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 @click.pass_context
 def run(ctx: click.Context, /, **given: Any) -> None:
     """Send requests at a given rate and measure latency from when each was due.
@@ -169,11 +166,10 @@ def replay(ctx: click.Context, /, json_file: Path | None, **given: object) -> No
       shardrank loadtest replay recorded --target http://127.0.0.1:8080 --rate 200 --requests 5000
     """
     from loadtest.load.replay import ReplayConfig, execute
-    from loadtest.load.run import checked
 
     if given["speed"] is not None and given["rate"] is not None:
         raise click.UsageError("--speed and --rate: one of them, or neither")
-    ctx.exit(execute(checked(ReplayConfig, given), json_file))
+    ctx.exit(execute(config_of(ReplayConfig, given), json_file))
 
 
 @click.command(cls=WithExamples)

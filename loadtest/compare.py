@@ -26,7 +26,6 @@ from loadtest.bench.harness import BUSY_MEASURES, CPU, TOLERANCES, Bench, BenchT
 from loadtest.cli import APIS, request_options, workload_options
 from loadtest.load.config import MAX_TIMEOUT_MS, OfferedLoad
 from loadtest.load.generator import Generators
-from loadtest.load.run import checked
 from loadtest.rounds import Measure, Values
 from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
 from loadtest.workloads.catalog import open_workload
@@ -34,6 +33,7 @@ from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload
 from serving.cli import options as opts
 from serving.cli.output import progress_bars
+from serving.cli.settings import config_of
 from serving.config import RowSettings
 from serving.fleet.supervisor import shardrank_command
 from serving.models.layers import choose_dtype
@@ -253,7 +253,7 @@ def compare_cards(
     arms = compared_arms(cards, shards or (), transports)
     # Until a server has its port: the settings are checked before anything is started.
     target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"
-    load = checked(OfferedLoad, {**given, "target": target, "timeout_ms": MAX_TIMEOUT_MS})
+    load = config_of(OfferedLoad, {**given, "target": target, "timeout_ms": MAX_TIMEOUT_MS})
     DeviceChoice.parse(device)
     serve_flags = ("--workers", str(workers), "--dtype", dtype, "--wire-dtype", wire_dtype)
     with Generators() as generators:

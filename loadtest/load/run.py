@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import click
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from loader.snapshot.tables import Frozen, schema_errors
 from loadtest.documents import line, show_document, value_text, write_document, write_text
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
@@ -22,6 +20,7 @@ from loadtest.load.result import LoadResult, Measured, Outcome, SweepResult, out
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
+from serving.cli.settings import config_of
 
 MIN_RATE = 1.0
 TOLERANCE = 0.05
@@ -30,8 +29,6 @@ MIN_REQUESTS_OF_A_STEP = 1000
 MAX_LONGER_STEP_S = 60.0
 # After a step that the server did not stand, it may still be busy with what was given up.
 MAX_RECOVERY_S = 3.0
-
-Config = TypeVar("Config", bound=Frozen)
 
 
 def execute(
@@ -49,7 +46,7 @@ def execute(
     """
     if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
-    load, run, console = checked(OfferedLoad, given), checked(RunConfig, given), Console(stderr=True)
+    load, run, console = config_of(OfferedLoad, given), config_of(RunConfig, given), Console(stderr=True)
     result: LoadResult | SweepResult
     with stopping_on_signals(), Generators(load.processes) as generators:
         generators.prepare(load)
@@ -61,15 +58,6 @@ def execute(
     write_files(result, json_file, html_file)
     show_result(stdout_console(), result)
     return 0 if is_good else 1
-
-
-def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
-    """Make settings from those options that are fields of them; None is the default. Raises click.UsageError."""
-    fields = {name: given[name] for name in schema.model_fields if given.get(name) is not None}
-    try:
-        return schema.model_validate(fields)
-    except ValidationError as error:
-        raise click.UsageError("; ".join(map(str, schema_errors(error, [schema])))) from error
 
 
 def write_files(document: LoadResult | SweepResult, json_file: Path | None, html_file: Path | None) -> None:
