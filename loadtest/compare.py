@@ -24,7 +24,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loadtest.bench.harness import BUSY_MEASURES, CPU, TOLERANCES, Bench, BenchTable, bench_command
 from loadtest.cli import APIS, request_options, workload_options
-from loadtest.load.config import MAX_TIMEOUT_MS, OfferedLoad
+from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.rounds import Measure, Values
 from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
@@ -44,11 +44,15 @@ MAX_ARMS = 16
 TRANSPORTS = {"unix": "Unix socket", "tcp": "TCP"}
 """Between serving and shard processes, as names of arms spell it."""
 CHECKED_REQUESTS = 8
-REHEARSAL_S = 0.1
+REHEARSAL_S = 1.0
+RATE_SHARE = 0.5
+"""Of the requests/s of the rehearsal: the rate of arrivals, if none is given."""
+AT_RATE = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
 MEASURES = (
     *BUSY_MEASURES,
     *(Measure(f"{CPU}, {role}", "ms") for role in ("serve", "serve, kernel", "nodes", "nodes, kernel")),
     *(Measure(f"{percentile}, 1 in flight", "ms") for percentile in ("p50", "p99")),
+    *(Measure(f"{percentile}, at the rate", "ms") for percentile in AT_RATE),
     Measure("bytes of a request, back", "B"),
     *(Measure(f"bytes of a request, back as {form}", "B") for form in ("stored", "float16", "float32")),
     Measure("bytes of a request, to shards", "B"),
@@ -145,7 +149,8 @@ def wire_bytes(before: str, after: str) -> Values:
 class ArmMeasure:
     """Measure one server after the other, asked by the same process with the same requests; `tolerance` is of scores.
 
-    `expected` are those of the first arm that was measured, float32 [candidates] by request.
+    `expected` are those of the first arm that was measured, float32 [candidates] by request; `rate` is the requests/s
+    of an open loop, 0 for none.
     """
 
     bench: Bench
@@ -157,6 +162,7 @@ class ArmMeasure:
     in_flight: int
     seconds: float
     tolerance: float
+    rate: float = 0.0
     expected: list[Float32Array] = field(default_factory=list)
 
     def measure(self, arm: ServedArm, number: int, seconds: float | None = None) -> Values:
@@ -168,9 +174,22 @@ class ArmMeasure:
             alone, before = self.bench.busy_values(self.generators, load, server, 1, seconds), server.metrics()
             values = self.bench.busy_values(self.generators, load, server, self.in_flight, seconds)
             values |= wire_bytes(before, server.metrics())
+            if self.rate:
+                values |= self.values_at_rate(f"{arm.name}, round {number + 1}", load, number, seconds)
             if number == 0:
                 self.check(arm.name, [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)])
         return values | {f"{percentile}, 1 in flight": alone[percentile] for percentile in ("p50", "p99")}
+
+    def values_at_rate(self, what: str, load: OfferedLoad, number: int, seconds: float) -> Values:
+        """Offer requests at the same times to every arm of a round; a failed one counts as later than any answer."""
+        run = RunConfig(rate=self.rate, warmup_s=seconds / 5, duration_s=seconds, seed=number)
+        result = self.generators.offer(load, run)
+        self.bench.problems += [f"{what}: {problem}" for problem in result.invalid_because]
+        times = result.latency_of_due
+        found = {name: getattr(times, percentile) for name, percentile in AT_RATE.items()}
+        if missing := [name for name, time_ms in found.items() if time_ms is None]:
+            self.bench.problems.append(f"{what}: {', '.join(missing)} at the rate: requests failed ({result.errors})")
+        return {f"{name}, at the rate": time_ms for name, time_ms in found.items() if time_ms is not None}
 
     def check(self, name: str, scores: list[Float32Array]) -> None:
         """Compare scores with those of the first arm that was measured. Raises LoadError: request and difference."""
@@ -217,7 +236,9 @@ def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
 @opts.count("--requests", "Distinct ones. Default: 1024.")
 @opts.count("--in-flight", "Requests that are always out while throughput, CPU and bytes of a request are measured.",
             1, 4096, 32)  # fmt: skip
-@opts.option("--seconds S", "Of each of the two measures, after a fifth of them as a warm-up.",
+@opts.option("--rate R", "Arrivals a second of an open loop, for latency under load. Default: half of what the first "
+             "arm answers.", click.FloatRange(0.1, MAX_RATE))  # fmt: skip
+@opts.option("--seconds S", "Of each of the three measures, after a fifth of them as a warm-up.",
              click.FloatRange(0.1, 3600), 5.0)  # fmt: skip
 @opts.count("--seed", "Of rows and requests.", low=0, default=0)
 @opts.count("--workers", "Serving processes of each server. In arms without shards each holds all rows.", 1, 64, 1)
@@ -231,6 +252,7 @@ def compare_cards(
     transports: tuple[str, ...],
     store: Path | None,
     in_flight: int,
+    rate: float | None,
     seconds: float,
     workers: int,
     dtype: Any,
@@ -242,8 +264,8 @@ def compare_cards(
 
     The same model and requests for each arm, as ratios to the first number of cards. In every round each arm's server
     is started anew and asked one request after the other, then as fast as it answers, for the processor time and the
-    bytes of a request. Arms take turns, and must give the same scores. Other settings of the servers, such as memory
-    of cards, are variables (SHARDRANK_HOT_GB).
+    bytes of a request, then at a rate, for latency under load. Arms take turns, and must give the same scores. Other
+    settings of the servers, such as memory of cards, are variables (SHARDRANK_HOT_GB).
 
     Examples:
       shardrank loadtest compare-cards --cards 1,2,4,8 --shards 1,2,4 --transport unix,tcp --json many.json
@@ -263,12 +285,14 @@ def compare_cards(
             TOLERANCES[choose_dtype(dtype)],
         )  # fmt: skip
         # What the first start on a machine pays, such as reading files from the disk, would be in one arm alone.
-        measured.measure(arms[0], 1, REHEARSAL_S)
+        rehearsed = measured.measure(arms[0], 1, bench.seconds(REHEARSAL_S))
+        measured.rate = rate or RATE_SHARE * rehearsed["requests"]
         subjects = {arm.name: partial(measured.measure, arm) for arm in arms}
         setup = {
             "workload": generators.prepare(load)[0].workload,
             "api": load.spoken,
             "requests are": FORMS[load.varied],
         }
+        setup["rate"] = f"{measured.rate:.1f}/s"
         setup |= {"serving processes": f"{workers}", "device": device, "dense model": dtype, "sums": wire_dtype}
         bench.run([BenchTable(f"cards and shards, {in_flight} in flight", MEASURES, subjects, setup)])

@@ -128,6 +128,10 @@ def test_every_arm_is_measured_and_has_the_same_scores(tmp_path: Path):
     assert list(subjects) == ["1 card", "2 shards, Unix socket", "2 shards, TCP"]
     for name in ("CPU of a request, nodes", "bytes of a request, back", "bytes of a request, to shards"):
         assert [measures[name]["median"] > 0 for measures in subjects.values()] == [False, True, True]
+    for measures in subjects.values():
+        assert measures["p99, 1 in flight"]["median"] > 0
+        # Percentiles at a rate are those of all that were due, and missing, which is a problem, where some failed.
+        assert measures["p99, at the rate"]["median"] > 0 or document["problems"]
     for name in ("requests", "CPU of a request", "p50, 1 in flight", "p99, 1 in flight", "CPU of the client"):
         assert all(measures[name]["median"] > 0 for measures in subjects.values())
 
