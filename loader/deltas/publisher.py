@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from loader.access_counts import AccessCounter, AccessCounts, write_access_counts
-from loader.deltas.batch import DeltaBatch, PrunedRows, rows_per_batch, stored_updates
+from loader.deltas.batch import DeltaBatch, rows_per_batch, stored_updates
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
 from loader.errors import (
     DeltaError,
@@ -166,22 +166,19 @@ class AsyncDeltaPublisher:
             return self._sequence
 
     @property
-    def pruned_updates(self) -> Mapping[str, PrunedRows]:
+    def pruned_updates(self) -> Mapping[str, AccessCounts]:
         """The rows that were published though their table is pruned of them, by table, and how often each was."""
-        counted = {table: counter.fold() for table, counter in list(self._pruned.items())}
-        return {table: PrunedRows(counts.keys, counts.counts) for table, counts in counted.items()}
+        sizes = {table.name: table.num_embeddings for table in self._spec.divided} if self._spec is not None else {}
+        return {table: replace(counter.fold(), limit=sizes[table]) for table, counter in list(self._pruned.items())}
 
     def write_pruned(self, path: str | Path) -> int:
         """Write `pruned_updates`, if there are any, as a file of access counts for `shardrank export --keep`.
 
         Returns how many rows are in it. Raises OSError if it can't be written.
         """
-        pruned = self.pruned_updates
-        if self._spec is not None and pruned:
-            sizes = {table.name: table.num_embeddings for table in self._spec.divided}
-            counts = {name: AccessCounts(rows.rows, rows.counts, sizes[name]) for name, rows in pruned.items()}
-            write_access_counts(Path(path), counts)
-        return sum(rows.rows.size for rows in pruned.values())
+        if pruned := self.pruned_updates:
+            write_access_counts(Path(path), pruned)
+        return sum(rows.keys.size for rows in pruned.values())
 
     async def publish_dense(
         self,
@@ -465,7 +462,7 @@ class DeltaPublisher:
         return self._result(self._publisher.publish_dense(step, tensors, **options), f"dense step {step}")
 
     @property
-    def pruned_updates(self) -> Mapping[str, PrunedRows]:
+    def pruned_updates(self) -> Mapping[str, AccessCounts]:
         """As of `AsyncDeltaPublisher`; also after it is closed."""
         return self._publisher.pruned_updates
 
