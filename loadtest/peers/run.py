@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from loader.errors import ConfigError
-from loader.snapshot.row_source import TensorRows
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.writer import export_snapshot
 from loadtest.documents import this_machine, versions
 from loadtest.errors import RequestFailedError
@@ -171,7 +171,7 @@ def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callab
     rows = torch.randn((config.shape.rows, config.shape.embedding_dim), generator=draw) * ROW_DEVIATION
     dense = random_dense(spec, BENCH_SEED)
     save_file({"rows": rows, **dense}, weights)
-    snapshot = export_snapshot(folder / "store", spec, rows={"rows": TensorRows(rows)}, dense=dense)
+    snapshot = export_snapshot(folder / "store", spec, rows={"rows": ArrayRows(rows)}, dense=dense)
     arguments = ("--no-verify", "--workers", str(config.workers), "--dtype", choose_dtype(config.dtype))
     figures = {subject: [dict[Row, float]() for _ in range(config.rounds)] for subject in config.subjects}
     reasons: list[str] = []
