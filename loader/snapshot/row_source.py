@@ -95,10 +95,9 @@ class ArrayRows(RowSource):
 
     def _read(self, chosen: Any) -> Float32Array:
         if isinstance(self._rows, torch.Tensor):
-            rows: Float32Array = self._rows[chosen].to("cpu", torch.float32).numpy()
-            return rows
+            return np.asarray(self._rows[chosen].to("cpu", torch.float32).numpy())
         with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
-            return self._rows[chosen].astype(np.float32, copy=False)
+            return np.asarray(self._rows[chosen], np.float32)
 
 
 class SafetensorsRows(ArrayRows):
