@@ -323,9 +323,8 @@ class FleetMember:
         hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
         files = closing.enter_context(hold(verify=verify, keep=keep, progress=progress))
         with_rows = isinstance(self._config.store, Path)
-        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=with_rows, progress=progress)
-        _check_identity(snapshot, published.identity, "was published")
-        return snapshot
+        checked = partial(Snapshot.open, files.path, published.identity, verify=verify, files="other")
+        return checked(rows_here=with_rows, progress=progress)
 
     def _connect(
         self, snapshot: Snapshot, topology: FleetRecord | None, closing: ExitStack
@@ -334,8 +333,9 @@ class FleetMember:
         model, version, clock, config = snapshot.spec.model, snapshot.version, self._service.clock, self._config
         if self._local is not None:
             with self._local.node.generations.lease(model, version) as lease:
-                rows = f"is of the rows of version {version} of model {model!r} that are in this process"
-                _check_identity(snapshot, lease.payload.manifest_identity, rows)
+                if snapshot.identity != lease.payload.manifest_identity:
+                    problem = f"its manifest has SHA-256 {snapshot.identity}, that of the rows in this process has "
+                    raise SnapshotCorruptError(f"{snapshot.path}: {problem}{lease.payload.manifest_identity}")
             return self._local.plan_of(snapshot), local_shards([self._local.node]), None
         assert topology is not None
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
@@ -404,9 +404,3 @@ class FleetMember:
                     logger.warning("nodes are those that are known: %s", error, exc_info=trace)
                 is_silent = True
             await asyncio.sleep(POLL_S * random.uniform(0.75, 1.25))
-
-
-def _check_identity(snapshot: Snapshot, identity: str, what: str) -> None:
-    if snapshot.identity != identity:
-        problem = f"its manifest has SHA-256 {snapshot.identity}, but {identity} {what}"
-        raise SnapshotCorruptError(f"{snapshot.path}: {problem}")

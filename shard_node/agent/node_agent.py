@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from loader.errors import RolloutError, SnapshotCorruptError, SnapshotNotFoundError
+from loader.errors import RolloutError, SnapshotNotFoundError
 from loader.progress import CancelToken, Progress, Throttle, in_background, no_progress
 from loader.registry.fleet import (
     FleetRecord,
@@ -78,11 +78,7 @@ def stage_tables(
     or with a row that is not finite; PlanError as `plan_of`.
     """
     paced = (pace or Throttle()).over(progress)
-    snapshot = Snapshot.open(folder, verify=False, files="rows")
-    if snapshot.identity != published.identity:
-        raise SnapshotCorruptError(
-            f"{folder}: identity (SHA-256 of its manifest) is {snapshot.identity}, published was {published.identity}"
-        )
+    snapshot = Snapshot.open(folder, published.identity, verify=False, files="rows")
     partition, plan_digest = plan_of(snapshot)
     load = prepare_load(
         snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set, observed=observed

@@ -11,7 +11,7 @@ import pytest
 from loader.access_counts import read_access_counts
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import DeltaError, DeltaFormatError
+from loader.errors import DeltaError, DeltaFormatError, SnapshotCorruptError
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.publishing import publish
 from loader.snapshot.tensor_files import load_numpy
@@ -92,7 +92,7 @@ async def test_rows_of_a_divided_table_need_its_own_snapshot(directory, publishe
     other = all_divisions(1).export(tmp_path, version=1).path.parent.parent
     for store, error, message in (
         (None, DeltaError, "'item' of 'fresh' is divided by popularity, .* give the publisher `store`"),
-        (other, DeltaError, "has identity .*, published is "),
+        (other, SnapshotCorruptError, "identity .* is .*, published was "),
     ):
         with pytest.raises(error, match=message):
             await AsyncDeltaPublisher(directory, MODEL, 1, store).publish("item", [0], np.ones((1, 8), np.float32))
