@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from loader.errors import RegistryError, SnapshotCorruptError, UnavailableError
-from loader.progress import CancelToken, Progress, Throttle, ended, in_background
+from loader.progress import CancelToken, Progress, ended, in_background, throttled
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -281,7 +281,7 @@ class FleetMember:
             # OpenMP would give this thread helpers of its own.
             torch.set_num_threads(1)
             progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
-            paced = Throttle(self._config.stage_cpu_share, sleep=wish.rest).over(progress)
+            paced = throttled(progress, self._config.stage_cpu_share, wish.rest)
             with ExitStack() as closing:
                 snapshot = self._open(published, keep, paced, closing)
                 wish.check()
@@ -334,8 +334,11 @@ class FleetMember:
         if self._local is not None:
             with self._local.node.generations.lease(model, version) as lease:
                 if snapshot.identity != lease.payload.manifest_identity:
-                    problem = f"its manifest has SHA-256 {snapshot.identity}, that of the rows in this process has "
-                    raise SnapshotCorruptError(f"{snapshot.path}: {problem}{lease.payload.manifest_identity}")
+                    problem = (
+                        f"its manifest has SHA-256 {snapshot.identity}, but {lease.payload.manifest_identity} is of"
+                    )
+                    where = f"the rows of version {version} of model {model!r} that are in this process"
+                    raise SnapshotCorruptError(f"{snapshot.path}: {problem} {where}")
             return self._local.plan_of(snapshot), local_shards([self._local.node]), None
         assert topology is not None
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
