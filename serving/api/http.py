@@ -23,7 +23,6 @@ from serving.api.bodies import CODINGS, expand, read_body
 from serving.api.documents import RANKING_ROUTE, create_documents, create_probes
 from serving.api.http_connection import CHECK_S, Exchange, HttpListener, State
 from serving.api.http_messages import Fields, HttpReply, error_reply, internal_error_reply
-from serving.api.listening import CountFailure
 from serving.api.tokens import Tokens
 from serving.dashboard.board import FleetSource, run_board
 from serving.errors import invalid_field
@@ -35,6 +34,7 @@ from serving.limits import RequestLimits
 from serving.observe.traces import TRACEPARENT, parent_of
 from serving.rank.service import RankingService, answer
 from shard_node.wire.address import Address
+from shard_node.wire.listening import CountFailure
 
 logger = logging.getLogger(__name__)
 

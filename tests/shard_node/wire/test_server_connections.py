@@ -112,8 +112,8 @@ async def test_a_peer_that_does_not_read_is_not_read_from(place, tmp_path):
     async with place.peer(tmp_path, None, limits) as (server, peer):
         for number in range(num_requests):
             peer.write(*encode_pool(number + 1, 0, MODEL, VERSION, bags))
-        await until(lambda: any(connection.is_reading_held for connection in server._connections))
-        (connection,) = server._connections
+        await until(lambda: any(connection.is_reading_held for connection in server.open))
+        (connection,) = server.open
         unsent_bytes = connection._transport.get_write_buffer_size()
         ids = [(await peer.read_frame()).header.request_id for _ in range(num_requests)]
     assert unsent < unsent_bytes < unsent + 2 * answer_bytes
