@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from loader.errors import ConfigError
@@ -97,8 +97,20 @@ async def bind(address: Address) -> list[socket.socket]:
 
 
 def _bind_unix(address: Address) -> socket.socket:
-    # The file may be what a process that died has left.
-    _remove_stale(address)
+    try:
+        if not stat.S_ISSOCK(os.lstat(address.path).st_mode):
+            raise ConfigError(f"can't listen on {address}: there is a file that is not a socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            # One whose queue of connections is full is a BlockingIOError: it listens, and is busy.
+            with suppress(BlockingIOError):
+                probe.connect(address.path)
+        raise ConfigError(f"can't listen on {address}: another process listens there")
+    except ConnectionRefusedError:
+        # It is what a process that died has left.
+        os.unlink(address.path)
+    except FileNotFoundError:
+        pass
     with ExitStack() as undo:
         sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.bind(address.path)
@@ -107,23 +119,3 @@ def _bind_unix(address: Address) -> socket.socket:
         sock.listen(BACKLOG)
         undo.pop_all()
     return sock
-
-
-def _remove_stale(address: Address) -> None:
-    try:
-        mode = os.lstat(address.path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"can't listen on {address}: there is a file that is not a socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(address.path)
-        except ConnectionRefusedError:
-            os.unlink(address.path)
-            return
-        except BlockingIOError:
-            # Its queue of connections is full: somebody listens, and is busy.
-            pass
-    raise ConfigError(f"can't listen on {address}: another process listens there")

@@ -12,7 +12,7 @@ import socket
 import ssl as tls
 import struct
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from loader.errors import ConfigError, OverloadedError
 from shard_node.byte_budget import ByteBudget
@@ -152,7 +152,7 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             # Any error, such as too many open files, stops it as an empty queue does: it is closed anyway.
             with listener, contextlib.suppress(OSError):
                 while True:
-                    self._accept_socket(listener.accept()[0])
+                    self._accept_socket(*listener.accept())
         if self._connecting:
             _, unfinished = await asyncio.wait(self._connecting, timeout=min(timeout_s, LAST_HANDSHAKE_S))
             for task in unfinished:
@@ -169,7 +169,7 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             if listener not in self._sockets:
                 return
             try:
-                connection, _ = listener.accept()
+                connection, peer = listener.accept()
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
@@ -180,17 +180,11 @@ class ConnectionListener(abc.ABC, Generic[Made]):
                 loop.remove_reader(listener)
                 loop.call_later(_EXHAUSTED_PAUSE_S, self._watch, listener)
                 return
-            self._accept_socket(connection)
+            self._accept_socket(connection, peer)
 
-    def _accept_socket(self, connection: socket.socket) -> None:
-        try:
-            address: str = "" if connection.family == socket.AF_UNIX else connection.getpeername()[0]
-            connection.setblocking(False)
-            if address:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:
-            connection.close()
-            return
+    def _accept_socket(self, connection: socket.socket, peer: Any) -> None:
+        """Make the protocol of an accepted connection; `peer` is its address, "" of a Unix socket."""
+        connection.setblocking(False)
         if (error := self.refusal()) is not None:
             if self.ssl is None:
                 with contextlib.suppress(OSError):
@@ -201,7 +195,7 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             oldest = next(iter(self._connecting))
             del self._connecting[oldest]
             oldest.cancel()
-        task = asyncio.create_task(self._connect(connection, self.make(address)))
+        task = asyncio.create_task(self._connect(connection, self.make(peer[0] if peer else "")))
         self._connecting[task] = None
         task.add_done_callback(lambda done: self._connecting.pop(done, None))
 
