@@ -168,7 +168,12 @@ class RemoteStore(Store):
         `store_cache`: the cache has no room, or its disk fails.
         """
         version = self.latest(model) if version is None else version
-        content = self._cached_manifest(model, version, identity) or self._read_manifest(model, version)
+        content = None
+        if identity is not None and _IDENTITY.fullmatch(identity) and MODEL_NAME.fullmatch(model):
+            with suppress(OSError):
+                content = (self.path / identity / model / str(version) / MANIFEST_NAME).read_bytes()
+        if content is None or hashlib.sha256(content).hexdigest() != identity:
+            content = self._read_manifest(model, version)
         if content is None:
             raise self.no_version(model, version)
         url, digest = f"{self.name}/{model}/{version}", hashlib.sha256(content).hexdigest()
@@ -327,15 +332,6 @@ class RemoteStore(Store):
             if stated != checksum_line(hashlib.sha256(content).hexdigest()).encode():
                 raise SnapshotCorruptError(f"{self.name}/{path}: SHA-256 is not the one in {CHECKSUM_NAME}")
         return content
-
-    def _cached_manifest(self, model: str, version: int, identity: str | None) -> bytes | None:
-        """Return a manifest of that identity from the cache; None if it is not there."""
-        if identity is None or not _IDENTITY.fullmatch(identity) or not MODEL_NAME.fullmatch(model):
-            return None
-        with suppress(OSError):
-            content = (self.path / identity / model / str(version) / MANIFEST_NAME).read_bytes()
-            return content if hashlib.sha256(content).hexdigest() == identity else None
-        return None
 
     def _has(self, model: str, version: int, identity: str, source: Path) -> bool:
         """Return whether the store has that snapshot. Raises SnapshotExistsError if it has another one."""
