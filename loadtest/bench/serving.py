@@ -29,14 +29,14 @@ from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import (
+    BUSY_MEASURES,
+    TOLERANCES,
     Bench,
     BenchTable,
     Subject,
-    Values,
     bench_command,
     make_node,
     make_router,
-    measure,
     node_process,
     remote_shards,
 )
@@ -44,6 +44,7 @@ from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load
 from loadtest.load.generator import Generators
+from loadtest.rounds import Measure, Values
 from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
 from loadtest.servers import serving as serving_process
 from loadtest.workloads.catalog import (
@@ -142,22 +143,12 @@ def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
 
 
 CHECKED_REQUESTS = 2
-TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
-"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
 FULL_LOAD = 32
 """Requests in flight."""
-WARM_UP_S = 1.0
 LIMIT = "without a server"
-CPU, P50 = "CPU of a request", "p50"
-LOADED_MEASURES = (
-    measure(CPU, "ms"),
-    measure("requests", "/s", "higher"),
-    measure(P50, "ms"),
-    measure("p99", "ms"),
-    measure("batch", "requests", "higher"),
-    measure("CPU of the client", "cores"),
-)
-SINGLE_MEASURES = (measure(P50, "ms"), measure("p50 beyond computing", "ms"))
+P50 = "p50"
+LOADED_MEASURES = (*BUSY_MEASURES, Measure("batch", "requests", "higher"))
+SINGLE_MEASURES = (Measure(P50, "ms"), Measure("p50 beyond computing", "ms"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +176,9 @@ class ServedModel:
     def load(self, server: Server, workload: BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
         """Measure a server that is kept busy."""
         load, before = bench_load(server.target(api), api, workload), _batch_counts(server)
-        weighed = self.generators.busy(load, in_flight, min(WARM_UP_S, self.seconds), self.seconds, server.process_ids)
+        values = self.bench.busy_values(self.generators, load, server, in_flight, self.seconds)
         requests, batches = (after - count for after, count in zip(_batch_counts(server), before, strict=True))
-        return {
-            CPU: weighed.cpu_ms,
-            "requests": weighed.requests_per_s,
-            P50: weighed.p50_ms,
-            "p99": weighed.p99_ms,
-            "batch": requests / batches,
-            "CPU of the client": weighed.client_cpu_s / weighed.seconds,
-        }
+        return {**values, "batch": requests / batches}
 
     def scores(self, server: Server, workload: BenchWorkload, api: Api) -> list[Float32Array]:
         """Return a server's scores of a few requests."""

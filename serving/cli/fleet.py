@@ -39,7 +39,7 @@ _SCOPES = (
 @opts.setting_option(DivisionSettings, "cards", default=2)
 @opts.setting_option(RowSettings, "device", default="cpu")
 @opts.settings_options(DivisionSettings, "sharding", "plan_file")
-@opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
+@opts.removed_option("--local", "`shardrank train`, then `serve`, have all in one process.", flag_value="yes")
 @opts.settings_options(FrontSettings, "hot_rows_gb", "hot_rows", "host", "http_port", "grpc_port", hidden=False)
 @opts.switch("--once", "Stop after the report.")
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
@@ -55,16 +55,13 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     Examples:
       shardrank demo
       shardrank demo --movielens ml-100k --shards 3 --sharding table
-      shardrank demo --local --once --json report.json
-      shardrank demo --local --device cuda:0
+      shardrank demo --once --json report.json
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
     """
     from serving.demo import DemoConfig, run_demo
 
-    if options["local"] and options["hot_rows_gb"]:
-        raise click.UsageError("--hot-rows-gb holds copies of rows on shard nodes; with --local there are none.")
-    config = config_of(DemoConfig, options, **({"shards": 1} if options["local"] else {}))
-    ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
+    config, fleet = config_of(DemoConfig, options), config_of(FleetConfig, options, store=None)
+    ctx.exit(run_demo(config, fleet, stdout_console(), once=once, json_file=json_file))
 
 
 @configured("up", FleetConfig)
