@@ -27,7 +27,7 @@ from rich.console import Console
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.documents import line, this_machine, versions
@@ -266,7 +266,7 @@ class UniformTables:
         tables = tuple(TableSpec(name=name, feature_names=(name,), **shape) for name in names)
         features = tuple(FeatureSpec(name=name, side="candidate") for name in names)
         spec = ModelSpec(model=MODEL, tables=tables, features=features, dense_model=DenseModelSpec(kind="mlp"))
-        rows = dict.fromkeys(names, rows_of(self.all_rows()))
+        rows = dict.fromkeys(names, ArrayRows(self.all_rows()))
         return Snapshot.open(export_snapshot(store, spec, rows=rows, dense={"unused": torch.zeros(1)}), verify=False)
 
     def draw(self, rng: np.random.Generator, bags: int, hotness: int) -> KeyedBags:

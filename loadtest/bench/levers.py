@@ -15,7 +15,7 @@ from loader.description import ModelDescription
 from loader.divided_rows import divide_rows, kept_rows
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import RowSource, rows_of
+from loader.snapshot.row_source import ArrayRows, RowSource
 from loader.snapshot.writer import export_snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, make_node, make_router
 from loadtest.rounds import Measure
@@ -76,7 +76,7 @@ def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool
         # Parts that have all columns are cut out of the undivided table at export.
         if all(part.embedding_dim == DIM for part in parts) and "id_mapping" not in words:
             shapes = {logical.name: (counts.size, DIM)}
-        rows |= {name: rows_of(rng.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
+        rows |= {name: ArrayRows(rng.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
     cut, model = divide_rows(spec, rows, dict.fromkeys(names, counts)), build_model(spec)
     dense = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     path = export_snapshot(folder, spec, rows=cut.rows, dense=dense, row_classes=cut.row_classes, version=1)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from loader.errors import ConfigError
-from loader.snapshot.row_source import TensorRows
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import RowDtype
 from loader.snapshot.writer import export_snapshot
 from loadtest.bench.harness import BUSY_MEASURES, Bench, BenchTable, bench_command
@@ -196,7 +196,7 @@ def start_servers(
     rows = torch.randn((shape.rows, shape.embedding_dim), generator=torch.Generator().manual_seed(BENCH_SEED))
     rows, dense = rows * ROW_DEVIATION, random_dense(spec, BENCH_SEED)
     save_file({"rows": rows, **dense}, weights)
-    snapshot = export_snapshot(bench.folder / "store", spec, rows={"rows": TensorRows(rows)}, dense=dense)
+    snapshot = export_snapshot(bench.folder / "store", spec, rows={"rows": ArrayRows(rows)}, dense=dense)
     bench.say("starting shardrank")
     arguments = ("--no-verify", "--workers", str(workers), "--dtype", dtype)
     shardrank = stack.enter_context(serving(snapshot, arguments, bench.folder / "shardrank.log"))

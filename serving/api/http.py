@@ -23,7 +23,6 @@ from serving.api.bodies import CODINGS, expand
 from serving.api.documents import RANKING_ROUTE, create_documents, create_probes
 from serving.api.http_connection import CHECK_S, HttpListener, State
 from serving.api.http_messages import Exchange, Fields, HttpReply, error_reply, internal_error_reply
-from serving.api.listening import CountFailure
 from serving.api.tokens import Tokens
 from serving.dashboard.board import FleetSource, run_board
 from serving.errors import InvalidRequestError, invalid_field
@@ -36,6 +35,7 @@ from serving.observe.calls import Call
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from serving.rank.service import RankingService, answer
 from shard_node.wire.address import Address
+from shard_node.wire.listening import CountFailure
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from loader.divided_rows import Counts, PrunedRow, classes_by_counts, divide_row
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping, schema_errors
 from loader.snapshot.writer import export_snapshot
 from loader.traces import count_values
@@ -214,7 +214,7 @@ def train_described(
 
 def divided(trained: TrainedModel, spec: ModelSpec, counts: Counts, pruned_row: PrunedRow = "mean") -> TrainedModel:
     """Cut what is to be stored, as `spec` says, out of what was trained. Raises ExportError as `divide`."""
-    sources = {name: rows_of(rows) for name, rows in trained.tables.items()}
+    sources = {name: ArrayRows(rows) for name, rows in trained.tables.items()}
     made = divide_rows(spec, sources, counts, row_classes=trained.row_classes, pruned_row=pruned_row)
     tables = {name: np.concatenate(list(rows.blocks(0, rows.num_embeddings))) for name, rows in made.rows.items()}
     return replace(trained, spec=spec, tables=tables, row_classes=made.row_classes, access_counts=made.access_counts)
@@ -292,7 +292,7 @@ def export_trained(
     return export_snapshot(
         store,
         trained.spec,
-        rows={name: rows_of(rows) for name, rows in trained.tables.items()},
+        rows={name: ArrayRows(rows) for name, rows in trained.tables.items()},
         dense=trained.dense,
         vocabularies=trained.vocabularies,
         access_counts=trained.access_counts,

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from loader.errors import SnapshotCorruptError, UnavailableError
-from loader.progress import CancelToken, Progress, Throttle, ended, in_background
+from loader.progress import CancelToken, Progress, ended, in_background, throttled
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -337,7 +337,7 @@ class FleetMember:
             # OpenMP would give this thread helpers of its own.
             torch.set_num_threads(1)
             progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
-            paced = Throttle(self._config.stage_cpu_share, sleep=wish.rest).over(progress)
+            paced = throttled(progress, self._config.stage_cpu_share, wish.rest)
             with ExitStack() as closing:
                 snapshot = self._open(published, keep, paced, closing)
                 wish.check()
@@ -379,9 +379,8 @@ class FleetMember:
         hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
         files = closing.enter_context(hold(verify=verify, keep=keep, progress=progress))
         with_rows = isinstance(self._config.store, Path)
-        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=with_rows, progress=progress)
-        _check_identity(snapshot, published.identity, "was published")
-        return snapshot
+        checked = partial(Snapshot.open, files.path, published.identity, verify=verify, files="other")
+        return checked(rows_here=with_rows, progress=progress)
 
     def _connect(
         self, snapshot: Snapshot, topology: FleetRecord | None, closing: ExitStack
@@ -390,8 +389,12 @@ class FleetMember:
         model, version, clock, config = snapshot.spec.model, snapshot.version, self._service.clock, self._config
         if self._local is not None:
             with self._local.node.generations.lease(model, version) as lease:
-                rows = f"is of the rows of version {version} of model {model!r} that are in this process"
-                _check_identity(snapshot, lease.payload.manifest_identity, rows)
+                if snapshot.identity != lease.payload.manifest_identity:
+                    problem = (
+                        f"its manifest has SHA-256 {snapshot.identity}, but {lease.payload.manifest_identity} is of"
+                    )
+                    where = f"the rows of version {version} of model {model!r} that are in this process"
+                    raise SnapshotCorruptError(f"{snapshot.path}: {problem} {where}")
             return self._local.plan_of(snapshot), local_shards([self._local.node]), None
         assert topology is not None
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
@@ -450,9 +453,3 @@ class FleetMember:
 
     async def _watch_nodes(self) -> None:
         self.directory.update(await self.fleet.nodes())
-
-
-def _check_identity(snapshot: Snapshot, identity: str, what: str) -> None:
-    if snapshot.identity != identity:
-        problem = f"its manifest has SHA-256 {snapshot.identity}, but {identity} {what}"
-        raise SnapshotCorruptError(f"{snapshot.path}: {problem}")

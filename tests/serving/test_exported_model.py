@@ -22,7 +22,7 @@ from loader.errors import SnapshotCorruptError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import MANIFEST_NAME, ExportedModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.writer import export_snapshot
 from serving.cli import main as command
 from serving.client.client import AsyncClient
@@ -110,7 +110,7 @@ def folder(model: TwoTasksModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return export_snapshot(
         tmp_path_factory.mktemp("store"),
         model.spec,
-        rows={name: rows_of(rows) for name, rows in model.network.rows().items()},
+        rows={name: ArrayRows(rows) for name, rows in model.network.rows().items()},
         dense=export_program(model.spec, model.module),
         vocabularies=model.vocabularies,
         golden=model.requests(32),

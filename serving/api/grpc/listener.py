@@ -15,8 +15,8 @@ from typing import TypeAlias, cast
 from loader.errors import OverloadedError
 from serving.api.grpc.connection import Connection, Exchange, Phase
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
+from shard_node.wire.listening import MAX_READ_S, Accepted, ConnectionListener, forget_unsent
 
 ALL_CONNECTIONS_S = 0.01
 """Of an iteration of the event loop, for all connections of a listener."""

@@ -24,7 +24,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from serving.api import listening
 from serving.api.documents import HIDDEN_PROBLEMS
 from serving.api.grpc import wire as frames
 from serving.api.tokens import Scope, TokenFile, new_token
@@ -36,6 +35,7 @@ from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService
 from serving.server import Listening, serve
+from shard_node.wire import listening
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments

@@ -33,7 +33,7 @@ PAIR = {"tls_cert": "c", "tls_key": "k"}
 BASE = {"shard-node": {"shard": "0/2", "listen": ["h:1"]}, "coordinator": {}, "serve": {}, "up": {}}
 # What else the file has for a setting that goes with others.
 NEEDS: list[tuple[str, dict[str, Any]]] = [
-    ("node_id advertise stage_cpu_share stage_mb_per_s local max_staleness", FLEET),
+    ("node_id advertise stage_cpu_share local max_staleness", FLEET),
     ("max_memory_gb", FLEET | {"local": True}),
     ("registry", {"store": "m"}),
     ("store_cache store_cache_gb store_timeout_s", {"registry": "r", "store": "s3://bucket/m"}),

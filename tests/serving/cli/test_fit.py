@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,8 @@ def test_six_terabytes_become_a_fifth_by_popularity() -> None:
 
 
 def test_a_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Path) -> None:
-    out, plot = tmp_path / "smaller.json", tmp_path / "smaller.svg"
-    arguments = (shop, *traces(shop), "--bytes", "100kB", "--out", out, "--plot", plot)
+    out = tmp_path / "smaller.json"
+    arguments = (shop, *traces(shop), "--bytes", "100kB", "--out", out)
     document = found(*arguments)
     items, users = document["tables"]
     ids = np.load(shop.parent / "item.npy")
@@ -93,9 +92,6 @@ def test_a_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Pa
     assert proposal["bytes_after"] <= 100_000
     described = ModelDescription.model_validate_json(out.read_text(), strict=True)
     described.compiled()
-    drawn = ET.fromstring(plot.read_text())
-    texts = {one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"bytes of all rows", "proposal", "prune", "precision"} <= texts
     text = shardrank("fit", *arguments).output
     for one in proposal["steps"]:
         assert one["lever"] in text
@@ -112,7 +108,6 @@ def test_a_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Pa
         ("--keep-share 0", "0.0 is not in the range"),
         ("--levers prune,fold", "'fold' is none of prune, precision"),
         ("--out x.json", "--out needs --bytes"),
-        ("--plot x.svg", "--plot: nothing to draw without a --trace or --counts"),
         ("--trace user=far.npy", "table 'users': id 10000 of features ['user'] is not below"),
         ("--trace item=below.npy", "id -1 is not in [0, 2^63)"),
         ("--trace shop=far.npy", "no feature 'shop'; the model has ['item', 'user']"),
