@@ -17,6 +17,7 @@ import grpc
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
 from serving.api.bodies import CODINGS, expand
+from serving.api.grpc.connection import Stream
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
@@ -248,7 +249,7 @@ class GrpcMethods:
                 task.cancel()
 
 
-class GrpcCall:
+class GrpcCall(Stream):
     """One call: a stream whose data are messages."""
 
     def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: GrpcMethods) -> None:
@@ -260,7 +261,7 @@ class GrpcCall:
         self._waiter: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._on_leave: Callable[[], object] | None = None
-        self._has_head = self._has_all = self._has_left = False
+        self._has_head = self._has_left = False
         self._ignores_more = method is None
         self._started_at = connection.clock()
         self._received_bytes, self._working_since = 0, 0.0
@@ -306,14 +307,11 @@ class GrpcCall:
             return
         if self._messages:
             self._wake()
-        if missing := self._reader.missing:
-            connection, stream = self.connection, self.connection.streams[self._stream_id]
-            if stream.receive_window < missing:
-                connection.grant(self._stream_id, missing - stream.receive_window)
+        if self.receive_window < (missing := self._reader.missing):
+            self.connection.grant(self._stream_id, missing - self.receive_window)
 
     def on_end(self) -> None:
         """Note that no further message comes."""
-        self._has_all = True
         if not self._ignores_more and self._reader.buffer:
             self._messages.append(malformed("", "the call ends before its request message does"))
             self._ignore_more()
@@ -327,7 +325,7 @@ class GrpcCall:
     def on_dropped(self) -> None:
         """Free what came, and end the method, or call back its `watch`: the client has left."""
         self._discard()
-        self._has_all = self._has_left = True
+        self.has_all = self._has_left = True
         if self._on_leave is not None:
             self.connection.spent(CANCELLED_CALL_S)
             self._on_leave()
@@ -368,12 +366,9 @@ class GrpcCall:
 
     async def messages(self) -> AsyncIterator[Buffer]:
         """All messages; others come between after a few. Raises ShardrankError for one that can't be read."""
-        connection = self.connection
         for number in itertools.count(1):
             await self._wait()
             if number % MESSAGES_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            while connection.clock() >= connection.listener.deadline():  # noqa: ASYNC110  # in the next iteration
                 await asyncio.sleep(0)
             if not self._messages:
                 return
@@ -476,7 +471,7 @@ class GrpcCall:
         self._ignore_more()
 
     async def _wait(self) -> None:
-        if not self._messages and not self._has_all:
+        if not self._messages and not self.has_all:
             self._waiter = self.connection.loop.create_future()
             await self._waiter
 

@@ -7,26 +7,24 @@ import fcntl
 import ssl as tls
 import struct
 import termios
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import TypeAlias, cast
 
 from loader.errors import OverloadedError
-from serving.api.grpc.connection import Connection, Exchange, Phase
-from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
+from serving.api.grpc.connection import Connection, Phase, Stream
+from serving.api.grpc.wire import ConnectionLimits, ErrorCode, HeaderList, Http2Error
 from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, forget_unsent
 from shard_node.byte_budget import ByteAccount, ByteBudget
 
-ALL_CONNECTIONS_S = 0.01
-"""Of an iteration of the event loop, for all connections of a listener."""
 MAX_BEGUN_CALLS = 16
 """That one connection may begin in an iteration: each parses its message in the next one."""
 MAX_CREDIT_S = 0.02
 """Work that completed calls pay for ahead: more than one of the largest allowed size costs."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
 
-MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
+OpenStream: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Stream]
 
 
 class Http2Protocol(Connection, Accepted, asyncio.Protocol):
@@ -80,28 +78,27 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         """Read frames, unless others come first."""
         self.feed(data)
         if not self._is_waiting and not self._is_lingering:
-            self.work(self.listener.deadline())
+            self.work()
 
     def eof_received(self) -> None:
         """Send what is answered by now; then the transport closes itself."""
         self.flush()
 
-    def work(self, until: float) -> None:
-        """Read until the clock says `until`. What is left is read once others had their part of the loop."""
+    def work(self) -> None:
+        """Read for `MAX_READ_S`. What is left is read in the next iteration, once others had their part of the loop."""
         started_at = self.clock()
         self._is_waiting = False
-        if started_at < until:
-            self.read(until)
-            begun = [stream_id for stream_id in self._begun if stream_id in self.streams]
-            self._begun = begun[MAX_BEGUN_CALLS:]
-            for stream_id in begun[:MAX_BEGUN_CALLS]:
-                self.streams[stream_id].exchange.begin()
-            # By the wall clock, and so no more than is allowed: the processor may have been somewhere else for longer.
-            self.spent(min(MAX_READ_S, self.clock() - started_at))
+        self.read(started_at + MAX_READ_S)
+        begun = [stream_id for stream_id in self._begun if stream_id in self.streams]
+        self._begun = begun[MAX_BEGUN_CALLS:]
+        for stream_id in begun[:MAX_BEGUN_CALLS]:
+            self.streams[stream_id].begin()
+        # By the wall clock, and so no more than is allowed: the processor may have been somewhere else for longer.
+        self.spent(min(MAX_READ_S, self.clock() - started_at))
         if self.can_read or self._begun:
             self._is_waiting = True
             self._transport.pause_reading()
-            self.listener.wait(self)
+            self.loop.call_soon(self.work)
         else:
             self._resume()
         self.changed()
@@ -117,7 +114,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         """Charge the peer for time that it made the event loop spend; end one that completes nothing for it."""
         self._balance_s -= seconds
         if self._balance_s < -self.listener.max_idle_work_s:
-            self.fail(FloodError("too much work without a call that is completed"))
+            self.fail(Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too much work without a call that is completed"))
 
     def completed(self, worth_s: float) -> None:
         """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
@@ -169,15 +166,15 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
                 self._transport.pause_reading()
             self.loop.call_later(LINGER_S, self._end_linger, self._num_unread())
 
-    def open_stream(self, stream_id: int, request: HeaderList) -> Exchange:
+    def open_stream(self, stream_id: int, request: HeaderList) -> Stream:
         """See `Connection`."""
         self._begun.append(stream_id)
         self.listener.busy(self)
-        return self.listener.make_exchange(self, stream_id, request)
+        return self.listener.new_stream(self, stream_id, request)
 
     def _give_way(self, error: OverloadedError) -> None:
         for stream in list(self.streams.values()):
-            stream.exchange.give_way(error)
+            stream.give_way(error)
 
     def _resume(self) -> None:
         if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
@@ -218,7 +215,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
 class Http2Listener(ConnectionListener[Http2Protocol]):
     """Listens, and keeps the connections. Belongs to one event loop.
 
-    `make_exchange` makes what serves a stream. A connection that causes more than `max_idle_work_s` of work without a
+    `new_stream` makes what serves a stream. A connection that causes more than `max_idle_work_s` of work without a
     call that is completed is ended. `note` is called with the kind of each refusal.
     """
 
@@ -227,7 +224,7 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         limits: ConnectionLimits,
         max_connections: int,
         buffers: ByteBudget,
-        make_exchange: MakeExchange,
+        new_stream: OpenStream,
         clock: Callable[[], float],
         max_idle_work_s: float,
         ssl: tls.SSLContext | None = None,
@@ -235,15 +232,13 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
     ) -> None:
         super().__init__(buffers, max_connections, limits.patience_s, ssl)
         self.new_connection = partial(Http2Protocol, self)
-        self.limits, self.make_exchange, self.clock = limits, make_exchange, clock
+        self.limits, self.new_stream, self.clock = limits, new_stream, clock
         self.max_idle_work_s = max_idle_work_s
         self.is_stopping = False
         self._note = note
         self.tick_s = max(0.01, min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2))
         # Those without a stream; the one that is idle for longest is the first.
         self._idle: dict[Http2Protocol, None] = {}
-        self._waiting: deque[Http2Protocol] = deque()
-        self._iteration = self._iteration_ends = 0.0
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -282,27 +277,3 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         """Note that it has none any more."""
         if connection in self.open:
             self._idle[connection] = None
-
-    def deadline(self) -> float:
-        """Until when a connection may read in this iteration of the loop."""
-        # The loop's time stands still within an iteration; asyncio's does not, and then only each one's share counts.
-        iteration, now = self.loop.time(), self.clock()
-        if iteration != self._iteration:
-            self._iteration, self._iteration_ends = iteration, now + ALL_CONNECTIONS_S
-        return min(now + MAX_READ_S, self._iteration_ends)
-
-    def wait(self, connection: Http2Protocol) -> None:
-        """Let a connection go on when others have read."""
-        if not self._waiting:
-            self.loop.call_soon(self._go_on)
-        self._waiting.append(connection)
-
-    def _go_on(self) -> None:
-        for _ in range(len(self._waiting)):
-            until = self.deadline()
-            if self.clock() >= until:
-                break
-            self._waiting[0].work(until)
-            self._waiting.popleft()
-        if self._waiting:
-            self.loop.call_soon(self._go_on)

@@ -13,6 +13,7 @@ from typing import Any
 import hpack
 
 from serving.api.grpc import wire as frames
+from serving.api.grpc.connection import Stream
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, Header
 from serving.limits import RequestLimits
@@ -28,7 +29,6 @@ LIMITS = ConnectionLimits(
     stream_window=1000,
     connection_window=100_000,
     frame_size=50_000,
-    max_control_frames=200,
 )
 REQUEST = [(b":method", b"POST"), (b":path", b"/echo"), (b":scheme", b"http")]
 SETTINGS = frames.settings({})
@@ -139,7 +139,7 @@ class Http2Peer:
         self._writer.close()
 
 
-class EchoStream:
+class EchoStream(Stream):
     """Answers with the request's data, when there are all of them, unless its path says `/hold`."""
 
     def __init__(self, connection: Http2Protocol, stream_id: int, headers: list[Header], echo: Echo) -> None:
@@ -163,9 +163,6 @@ class EchoStream:
         if (b":path", b"/hold") not in self.headers:
             self.reply()
 
-    def on_drained(self) -> None:
-        """Nothing is sent in pieces."""
-
     def reply(self) -> None:
         """Answers now."""
         self.connection.completed(self.echo.worth_s)
@@ -174,9 +171,6 @@ class EchoStream:
     def send(self, head: bytes, body: bytes, trailers: bytes = b"") -> None:
         """Sends on its stream."""
         self.connection.send(self.stream_id, head, body, trailers)
-
-    def give_way(self, error: Exception) -> None:
-        """Holds nothing that it is charged for."""
 
     def on_dropped(self) -> None:
         """Counts it."""

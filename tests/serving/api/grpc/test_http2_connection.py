@@ -174,13 +174,6 @@ BREACHES = [
     ("a reset of an idle stream", frames.rst_stream(1, ErrorCode.CANCEL), ErrorCode.PROTOCOL_ERROR),
     ("a reset of no stream", frames.rst_stream(0, ErrorCode.CANCEL), ErrorCode.PROTOCOL_ERROR),
     ("a push promise", frames.frame(frames.PUSH_PROMISE, 0, 1, bytes(4)), ErrorCode.PROTOCOL_ERROR),
-    ("a flood of resets", b"".join(
-        frames.frame(HEADERS, END_HEADERS, number, b"\x82") + frames.rst_stream(number, ErrorCode.CANCEL)
-        for number in range(1, 601, 2)), ErrorCode.ENHANCE_YOUR_CALM),
-    # Requests that are whole, and are given up at once: none is ever answered.
-    ("a flood of requests and resets", b"".join(
-        frames.frame(HEADERS, END_HEADERS | END, number, b"\x04\x05/hold") + frames.rst_stream(number, ErrorCode.CANCEL)
-        for number in range(1, 1001, 2)), ErrorCode.ENHANCE_YOUR_CALM),
 ]  # fmt: skip
 
 
