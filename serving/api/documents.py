@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from enum import Enum
 from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import version as package_version
@@ -14,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 from fastapi import Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, Field
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
@@ -26,7 +26,7 @@ from loader.access_counts import encode_access_counts, merged_by_table
 from loader.errors import ShardrankError
 from serving.api.bodies import read_body
 from serving.api.http_messages import OPEN_INFERENCE, error_reply, internal_error_reply
-from serving.api.openapi import WRONG, ErrorDocument, with_ranking_calls
+from serving.api.openapi import ERRORS, INFERENCE_TAGS, PARAMETERS, ranking_routes
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
@@ -54,11 +54,6 @@ HIDDEN_PROBLEMS = "it is not ready; a token with the scope 'describe' is told wh
 # https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto
 _CONFIG_TYPES = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
 _READY_STATES = ("live", "staged")
-_INFERENCE_TAGS: list[str | Enum] = ["open inference protocol"]
-_PARAMETERS: dict[str, dict[str, Any]] = {
-    name: {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
-    for name, schema in (("model", {"type": "string"}), ("version", {"type": "integer", "minimum": 1}))
-}
 Document: TypeAlias = dict[str, Any]
 
 RANKING_ROUTE = re.compile(
@@ -109,9 +104,10 @@ def create_documents(service: RankingService, tokens: Tokens | None = None) -> F
     documents.add_models()
     documents.add_inference()
     documents.add_probes(service.watch.refresh)
-    generate = documents.app.openapi
-    documents.app.openapi = cache(lambda: with_ranking_calls(generate()))  # type: ignore[method-assign]
-    return documents.app
+    app, routes = documents.app, ranking_routes()
+    about: dict[str, Any] = {"title": app.title, "version": app.version, "description": app.description}
+    app.openapi = cache(lambda: get_openapi(routes=[*routes, *app.routes], **about))  # type: ignore[method-assign]
+    return app
 
 
 def create_probes(service: RankingService, tokens: Tokens | None, board: Board | None, *, is_loopback: bool) -> FastAPI:
@@ -150,8 +146,8 @@ class _Documents:
 
         add = partial(self._add, api="http", tags=["models"])
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
-        responses = {404: {"model": ErrorDocument, "description": WRONG[404]}}
-        add(_MODEL, model, "What a model takes and is made of", response_model=ModelInfo, responses=responses)
+        what = "What a model takes and is made of"
+        add(_MODEL, model, what, response_model=ModelInfo, responses={404: ERRORS[404]})
 
         async def counts(request: Request) -> Response:
             if unknown := sorted(request.query_params.keys() - {"version"}):
@@ -193,7 +189,7 @@ class _Documents:
         server, metadata, config, statistics = (
             partial(handler, service) for handler in (server_metadata, model_metadata, model_config, model_statistics)
         )
-        add = partial(self._add, tags=_INFERENCE_TAGS)
+        add = partial(self._add, tags=INFERENCE_TAGS)
         for path in (OPEN_INFERENCE, f"{OPEN_INFERENCE}/"):
             add(path, server, "Server and its extensions")
         # Before the models: no model can be called `stats`, to these clients.
@@ -252,8 +248,8 @@ class _Documents:
         rows: list[tuple[str, Callable[..., Any], str, dict[str, Any]]] = [
             ("/healthz", healthz, runs, {"tags": operations}),
             ("/readyz", readyz, is_ready, {"tags": operations, "responses": {503: {"model": ReadyDocument}}}),
-            (f"{OPEN_INFERENCE}/health/live", live, runs, {"tags": _INFERENCE_TAGS}),
-            (f"{OPEN_INFERENCE}/health/ready", ready, is_ready, {"tags": _INFERENCE_TAGS}),
+            (f"{OPEN_INFERENCE}/health/live", live, runs, {"tags": INFERENCE_TAGS}),
+            (f"{OPEN_INFERENCE}/health/ready", ready, is_ready, {"tags": INFERENCE_TAGS}),
             ("/metrics", metrics, "Metrics in Prometheus' text format", {"tags": operations, "response_class": text}),
         ]
         for path, endpoint, summary, options in rows:
@@ -301,14 +297,11 @@ class _Documents:
                     call.model = model
                 return document
 
-        name, extra = getattr(handler, "func", handler).__name__, {"parameters": _parameters(path)}
+        name = getattr(handler, "func", handler).__name__
+        extra = {"parameters": [parameter for field, parameter in PARAMETERS.items() if f"{{{field}" in path]}
         self.app.add_api_route(
             path, endpoint, name=name, methods=[method], summary=summary, openapi_extra=extra, **options
         )
-
-
-def _parameters(path: str) -> list[dict[str, Any]]:
-    return [parameter for name, parameter in _PARAMETERS.items() if f"{{{name}" in path]
 
 
 async def _failed(request: Request, error: Exception) -> Response:

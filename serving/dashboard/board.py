@@ -18,13 +18,14 @@ from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, Want
 from loader.registry.registry import Registry
 from loader.rollout.plan import Rollout
 from loader.rollout.requests import FleetState, SeenRollout, read_fleet, roll_back
-from serving.dashboard.history import MAX_TEXT, Changes, History, recent_events
+from serving.dashboard.history import History
 
 MAX_MODELS = 32
 MAX_NODES = 400
 MAX_VERSIONS = 12
 """Of a model; those in use come first, then the newest."""
 MAX_EVENTS = 60
+MAX_TEXT = 400
 Document = dict[str, Any]
 _Version: TypeAlias = tuple[str, int]
 _REPORTED: Any = {
@@ -74,9 +75,19 @@ class FleetSource:
         await self._fleet.registry.close()
 
 
-def state_document(state: FleetState, changes: Changes, history: History) -> Document:
+def state_document(state: FleetState, history: History) -> Document:
     """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
-    return _View(state, history).document(changes)
+    view, models = _View(state, history), state.models()
+    nodes = sorted(state.nodes, key=lambda node: (node.kind != "shard", node.shard_index or 0, node.node_id))
+    return {
+        "coordinator": state.coordinator,
+        "num_shards": None if state.division is None else state.division.num_shards,
+        "models": list(map(view.model, models[:MAX_MODELS])),
+        "more_models": max(0, len(models) - MAX_MODELS),
+        "nodes": list(map(view.node, nodes[:MAX_NODES])),
+        "more_nodes": max(0, len(nodes) - MAX_NODES),
+        "events": _events(state),
+    }
 
 
 class _View:
@@ -92,26 +103,10 @@ class _View:
             if node.kind == "serving":
                 self.answering.update(node.live.items())
 
-    def document(self, changes: Changes) -> Document:
-        state, models = self.state, self.state.models()
-        nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
-        nodes += changes.gone.values()
-        nodes.sort(key=lambda row: (row[0].kind != "shard", row[0].shard_index or 0, row[0].node_id))
-        return {
-            "coordinator": state.coordinator,
-            "num_shards": None if state.division is None else state.division.num_shards,
-            "models": list(map(self.model, models[:MAX_MODELS])),
-            "more_models": max(0, len(models) - MAX_MODELS),
-            "nodes": [self.node(*row) for row in nodes[:MAX_NODES]],
-            "more_nodes": max(0, len(nodes) - MAX_NODES),
-            "events": recent_events(changes, state, MAX_EVENTS),
-        }
-
-    def node(self, node: NodeRecord, gone_at: float | None) -> Document:
+    def node(self, node: NodeRecord) -> Document:
         return node.model_dump(include={"node_id", "kind", "shard_index", "memory_available_bytes", "live"}) | {
             "address": node.address[:MAX_TEXT],
-            "state": "gone" if gone_at is not None else "ending" if node.draining else "up",
-            "gone_at": gone_at,
+            "state": "ending" if node.draining else "up",
             "versions": list(map(self.report, node.versions[-MAX_VERSIONS:])),
         }
 
@@ -200,6 +195,17 @@ def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Documen
     return {"to": to, "aborts": rollout is not None and rollout.active, "why_not": why}
 
 
+def _events(state: FleetState) -> list[Document]:
+    """List what rollouts have on record, the newest first."""
+    events = [
+        {"at": event.at, "kind": event.step, "model": model, "text": f"version {rollout.to_version}: {event.text}"}
+        for model, rollout in state.rollouts.items()
+        for event in rollout.events
+    ]
+    shown = sorted(events, key=lambda event: float(str(event["at"])))[-MAX_EVENTS:]
+    return [event | {"text": str(event["text"])[:MAX_TEXT]} for event in reversed(shown)]
+
+
 class Watcher:
     """One page that is open: the messages that its stream of events has still to be sent, at most MAX_WAITING."""
 
@@ -235,7 +241,6 @@ class Board:
         self.source = source
         self.history = History()
         self._clock = clock
-        self._changes = Changes()
         self._state = FleetState()
         self._read_at: float | None = None
         self._problem = "nothing was read yet"
@@ -310,12 +315,9 @@ class Board:
     def _keep(self, state: FleetState | None, problem: str) -> list[bytes]:
         """Keep what a look found, or why it found nothing; returns what watchers are told."""
         now, has_closed = self._clock(), False
-        if bool(problem) != bool(self._problem) and self._read_at is not None:
-            self._changes.add(now, "registry", problem or "the registry answers again")
         self._problem = problem
         if state is not None:
             self._read_at, self._state = now, state
-            self._changes.update(state, now)
             has_closed = self.history.observe(state.nodes, now)
         if not self._watchers:
             self._last_state = b""
@@ -331,7 +333,7 @@ class Board:
     def _state_event(self) -> bytes:
         source = {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed}
         about = {"source": source, "problem": self._problem}
-        return _event("state", about | state_document(self._state, self._changes, self.history))
+        return _event("state", about | state_document(self._state, self.history))
 
 
 @asynccontextmanager

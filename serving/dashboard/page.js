@@ -7,7 +7,7 @@ const STEPS = {
   bake: "bake", unflip: "flip back", retire_serving: "retire on serving", retire_shards: "retire on shards",
 };
 const TIERS = { ram: "RAM", mapped: "SSD", card: "card", hot: "hot copies", pinned: "pinned" };
-const STATES = { ready: "good", up: "good", live: "good", refused: "bad", gone: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
+const STATES = { ready: "good", up: "good", live: "good", refused: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
 const $ = (id) => document.getElementById(id);
 let token = "", state = null, history = null, access = { needs_token: false, fixed: "" }, heard = 0, readAt = null, colours = new Map();
 const sections = new Map();
@@ -196,7 +196,7 @@ function takeSlot(told) {
 // Nodes and events.
 
 function stateOf(node, version) {
-  if (node.state !== "up") return tag(node.state === "gone" ? `gone since ${clock(node.gone_at)}` : node.state, node.state);
+  if (node.state !== "up") return tag(node.state, node.state);
   if (!version) return tag("holds nothing", "");
   return tag(version.state === "staging" ? `staging, ${percent(version.progress, 0)}` : version.state, version.state);
 }
@@ -207,7 +207,7 @@ function perVersion(kind, shared, cells) {
     const versions = node.versions.length ? node.versions : [null];
     return versions.map((version, place) => ({
       cells: cells(node, version).map((cell, index) => (place && shared.includes(index) ? undefined : cell)),
-      classes: node.state === "gone" ? "gone" : "", head: shared[0], tall: versions.length, shared,
+      head: shared[0], tall: versions.length, shared,
     }));
   });
 }
@@ -232,17 +232,17 @@ function showNodes() {
   fill($("serving"), ["node", "address", "#memory free", "version", "state", "answers", "rows by tier", "#hot rows", "#updates", "#lag", "#leases", "#dense step", "#golden off by", "remarks"],
     perVersion("serving", [0, 1, 2], (node, version) => [
       node.node_id, node.address || "–", bytes(node.memory_available_bytes), named(version), stateOf(node, version),
-      version && node.state !== "gone" && node.live[version.model] === version.version ? "✓ live" : "–", tiers(version),
+      version && node.live[version.model] === version.version ? "✓ live" : "–", tiers(version),
       version?.hot ? `${version.hot.rows} (${bytes(version.hot.size_bytes)})` : "–", counted(version?.delta_sequence), lagOf(version), counted(version?.leases),
       counted(version?.dense_step), typeof version?.golden_difference === "number" ? version.golden_difference.toExponential(1) : "–", version?.reason ?? ""]),
     "No serving process is announced.");
   fill($("events"), ["time", "what", "of", "details"],
-    state.events.map((one) => ({ cells: [clock(one.at), STEPS[one.kind] ?? one.kind, one.node || one.model || "–", one.text] })), "Nothing has changed since this page's server began to look.");
+    state.events.map((one) => ({ cells: [clock(one.at), STEPS[one.kind] ?? one.kind, one.model, one.text] })), "No rollout is on record.");
 }
 
 function showState(told) {
   const newest = told.events[0];
-  if (state && newest && newest.at !== state.events[0]?.at) $("news").textContent = `${newest.node || newest.model} ${newest.text}`;
+  if (state && newest && newest.at !== state.events[0]?.at) $("news").textContent = `${newest.model} ${newest.text}`;
   state = told;
   $("source").textContent = told.source.name;
   $("coordinator").textContent = told.source.fixed ? "" : told.coordinator ? `coordinator: ${told.coordinator}` : "no coordinator is running";
