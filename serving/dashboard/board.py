@@ -25,6 +25,7 @@ MAX_NODES = 400
 MAX_VERSIONS = 12
 """Of a model; those in use come first, then the newest."""
 MAX_EVENTS = 60
+"""Of a rollout."""
 MAX_TEXT = 400
 Document = dict[str, Any]
 _Version: TypeAlias = tuple[str, int]
@@ -76,7 +77,7 @@ class FleetSource:
 
 
 def state_document(state: FleetState, history: History) -> Document:
-    """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
+    """Return models with their versions and rollouts, and nodes, in the order in which they are shown."""
     view, models = _View(state, history), state.models()
     nodes = sorted(state.nodes, key=lambda node: (node.kind != "shard", node.shard_index or 0, node.node_id))
     return {
@@ -86,7 +87,6 @@ def state_document(state: FleetState, history: History) -> Document:
         "more_models": max(0, len(models) - MAX_MODELS),
         "nodes": list(map(view.node, nodes[:MAX_NODES])),
         "more_nodes": max(0, len(nodes) - MAX_NODES),
-        "events": _events(state),
     }
 
 
@@ -171,7 +171,8 @@ def _role(desired: WantedModel | None, version: int, states: Set[str]) -> str:
 
 def _rollout(state: FleetState, rollout: Rollout) -> Document:
     status = state.status(rollout.model, with_nodes=False)
-    return status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"}) | {
+    return status.model_dump(mode="json", exclude={"nodes", "wanted", "model"}) | {
+        "events": [event.model_dump() | {"text": event.text[:MAX_TEXT]} for event in status.events[-MAX_EVENTS:]],
         "waiting_for": [text[:MAX_TEXT] for text in status.waiting_for[:8]],
         "more_waiting": max(0, len(status.waiting_for) - 8),
         "limits": rollout.guards.model_dump(),
@@ -193,17 +194,6 @@ def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Documen
     elif (model, to) not in state.published:
         why = f"version {to} is not on record any more"
     return {"to": to, "aborts": rollout is not None and rollout.active, "why_not": why}
-
-
-def _events(state: FleetState) -> list[Document]:
-    """List what rollouts have on record, the newest first."""
-    events = [
-        {"at": event.at, "kind": event.step, "model": model, "text": f"version {rollout.to_version}: {event.text}"}
-        for model, rollout in state.rollouts.items()
-        for event in rollout.events
-    ]
-    shown = sorted(events, key=lambda event: float(str(event["at"])))[-MAX_EVENTS:]
-    return [event | {"text": str(event["text"])[:MAX_TEXT]} for event in reversed(shown)]
 
 
 class Watcher:

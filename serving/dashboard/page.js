@@ -223,6 +223,12 @@ function lagOf(version) {
   return element("span", { text: `${version.lag} behind${age}`, classes: "warn" });
 }
 
+// Of all rollouts, the newest first.
+function eventsOf(told) {
+  return told.models.flatMap(({ model, rollout }) => (rollout?.events ?? []).map((one) => ({ ...one, model, text: `version ${rollout.to_version}: ${one.text}` })))
+    .sort((one, other) => other.at - one.at);
+}
+
 function showNodes() {
   fill($("shards"), ["node", "#shard", "address", "#memory free", "version", "state", "rows by tier", "#updates", "#lag", "#leases", "remarks"],
     perVersion("shard", [0, 1, 2, 3], (node, version) => [
@@ -237,12 +243,12 @@ function showNodes() {
       counted(version?.dense_step), typeof version?.golden_difference === "number" ? version.golden_difference.toExponential(1) : "–", version?.reason ?? ""]),
     "No serving process is announced.");
   fill($("events"), ["time", "what", "of", "details"],
-    state.events.map((one) => ({ cells: [clock(one.at), STEPS[one.kind] ?? one.kind, one.model, one.text] })), "No rollout is on record.");
+    eventsOf(state).map((one) => ({ cells: [clock(one.at), STEPS[one.step] ?? one.step, one.model, one.text] })), "No rollout is on record.");
 }
 
 function showState(told) {
-  const newest = told.events[0];
-  if (state && newest && newest.at !== state.events[0]?.at) $("news").textContent = `${newest.model} ${newest.text}`;
+  const newest = eventsOf(told)[0];
+  if (state && newest && newest.at !== eventsOf(state)[0]?.at) $("news").textContent = `${newest.model} ${newest.text}`;
   state = told;
   $("source").textContent = told.source.name;
   $("coordinator").textContent = told.source.fixed ? "" : told.coordinator ? `coordinator: ${told.coordinator}` : "no coordinator is running";

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import grpc
 
@@ -47,19 +47,15 @@ SMALL_CALL_WORTH_S, BYTE_WORTH_S = 1e-4, 2e-9
 """Work at the front that a completed call makes good, and each byte of its message."""
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, in addition to reading it."""
-REFUSED_CALL_S, MAX_REFUSED_CALL_S = 2e-3, 0.05
-"""What it may cost to see what is wrong with a message; what it costs beyond that is charged, up to the second."""
 INTERNAL, STOPPING = "internal error; the server's log says more", "the server stops"
 IDENTITY = "identity"
 KNOWN_CODINGS = ", ".join((IDENTITY, *CODINGS))
 
-_CUT = "..."
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _CONTENT_TYPE = b"application/grpc"
 # The messages' format may follow. `application/grpc-web` is something else.
 _CONTENT_TYPES = re.compile(rb"application/grpc(?:[+;]|$)")
-_PART_OF_AN_ESCAPE = re.compile(r"%.?\Z")
 _OUTER_SPACE = re.compile(r"\A | \Z")
 # Printable ASCII but `%`, which travels as it is.
 _UNQUOTED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
@@ -130,12 +126,10 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
 
 def grpc_message(details: str) -> str:
     """Return details percent-encoded; cut to `MAX_DETAILS_BYTES`, since peers refuse longer trailers whole."""
-    # No character takes less than a byte.
     quoted = quote(details[: MAX_DETAILS_BYTES + 1], _UNQUOTED, "utf-8", "replace")
     if len(quoted) > MAX_DETAILS_BYTES:
-        # What is there of a last character is left out.
-        kept = _PART_OF_AN_ESCAPE.sub("", quoted[: MAX_DETAILS_BYTES - len(_CUT)])
-        quoted = quote(unquote(kept, errors="ignore"), _UNQUOTED) + _CUT
+        # No character takes more than four bytes, of three characters each.
+        quoted = quote(details[: MAX_DETAILS_BYTES // 12 - 1] + "...", _UNQUOTED, "utf-8", "replace")
     # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
     return _OUTER_SPACE.sub("%20", quoted)
 
@@ -178,18 +172,8 @@ class MessageReader:
         del buffer[:at]
 
 
-async def plain_message(
-    flag: int,
-    message: bytearray,
-    coding: str,
-    max_bytes: int,
-    buffered: MessageBytes,
-    spent: Callable[[float], object],
-    expanding: asyncio.Semaphore,
-) -> Buffer:
-    """Return a message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
-    if not flag:
-        return message
+def check_coding(flag: int, coding: str) -> None:
+    """Raise InvalidRequestError if a message of this flag, in a call of this coding, can't be decompressed."""
     if flag > 1:
         raise malformed("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
     if coding == IDENTITY:
@@ -197,7 +181,6 @@ async def plain_message(
     if coding not in CODINGS:
         problem = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
         raise InvalidRequestError("", problem, kind="unknown_coding")
-    return await expand(message, max_bytes, buffered, spent, expanding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +247,7 @@ class GrpcCall(Stream):
         self._has_head = self._has_left = False
         self._ignores_more = method is None
         self._started_at = connection.clock()
-        self._received_bytes, self._working_since = 0, 0.0
+        self._received_bytes = 0
         self._bytes = MessageBytes(connection.account)
 
     def begin(self) -> None:
@@ -378,9 +361,6 @@ class GrpcCall(Stream):
         """Send one message of several; returns when the client has read it."""
         head = b"" if self._has_head else RESPONSE_HEAD
         self._has_head = True
-        if self._working_since:
-            self.connection.spent(self.connection.clock() - self._working_since)
-            self._working_since = 0.0
         if not self.connection.send(self._stream_id, head, _prefixed(message)):
             self._drained = self.connection.loop.create_future()
             await self._drained
@@ -396,10 +376,6 @@ class GrpcCall(Stream):
         try:
             message = await answer
         except ShardrankError as error:
-            if isinstance(error, InvalidRequestError) and error.kind != "unknown_id" and self._working_since:
-                # It was seen while the message was read, in one go: what that cost beyond the usual is charged.
-                cost_s = connection.clock() - self._working_since - REFUSED_CALL_S
-                connection.spent(min(max(0.0, cost_s), MAX_REFUSED_CALL_S))
             self._refuse_by_service(error)
         except asyncio.CancelledError:
             # By the client, who hears nothing of it, or because the server stops.
@@ -444,9 +420,10 @@ class GrpcCall(Stream):
         if method.is_streamed:
             connection.grant(self._stream_id, size)
         if flag:
-            max_bytes, account = method.max_message_bytes, (self._bytes, connection.spent, self._methods.expanding)
+            max_bytes = method.max_message_bytes
+            check_coding(flag, self.head.coding)
             try:
-                message = await plain_message(flag, compressed, self.head.coding, max_bytes, *account)
+                message = await expand(compressed, max_bytes, self._bytes, connection.spent, self._methods.expanding)
             except InvalidRequestError as error:
                 if error.kind == "body_too_large":
                     connection.spent(BYTE_WORTH_S * max_bytes)
@@ -454,7 +431,7 @@ class GrpcCall(Stream):
             connection.spent(BYTE_WORTH_S * len(message))
         if method.is_streamed:
             self._bytes.refund(min(self._bytes.held, PREFIX_BYTES + len(message)))
-        self._received_bytes, self._working_since = len(message), connection.clock()
+        self._received_bytes = len(message)
         return message
 
     def _ignore_more(self) -> None:

@@ -82,6 +82,7 @@ class Connection:
         streams: those that are neither answered nor dropped, by id.
         can_read: whether more of what was fed can be read now.
         failure: why the peer was sent away.
+        idle_since: when the last stream ended.
     """
 
     def __init__(self, limits: wire.ConnectionLimits, clock: Callable[[], float]) -> None:
@@ -110,7 +111,7 @@ class Connection:
         self._sent_at = self._unread_at = 0.0
         # What is sent before the next header block; None as long as the peer has not made the table smaller.
         self._table_size: bytes | None = None
-        self._made = self._idle_since = self._pinged = clock()
+        self._made = self.idle_since = self._pinged = clock()
         self._going_since: float | None = None
         self._announced_last_id = wire.MAX_STREAM_ID
         # Since the last ping: whether anything came; what the peer still had to read then, and had read.
@@ -232,7 +233,7 @@ class Connection:
                 self._refuse()
             elif now - self._going_since >= limits.grace_s:
                 return False
-        elif now - self._made >= limits.age_s or (not self.streams and now - self._idle_since >= limits.idle_s):
+        elif now - self._made >= limits.age_s or (not self.streams and now - self.idle_since >= limits.idle_s):
             self.ask_to_go()
         if now - self._pinged >= limits.patience_s:
             # A slow peer sees the ping only once it has read what was sent before it.
@@ -471,7 +472,7 @@ class Connection:
         del self.streams[stream_id]
         self._blocked.pop(stream_id, None)
         if not self.streams:
-            self._idle_since = self.clock()
+            self.idle_since = self.clock()
             if self.phase is Phase.REFUSING:
                 self._close()
 

@@ -10,6 +10,7 @@ import termios
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from heapq import nsmallest
 from typing import TypeAlias, cast
 
 from loader.errors import OverloadedError
@@ -142,8 +143,6 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         if outgoing and not self._transport.is_closing():
             self._num_written += len(outgoing)
             self._transport.write(outgoing)
-        if not self.streams:
-            self.listener.idle(self)
         if self._on_sent and not self._is_full:
             for stream_id in self._on_sent.keys() - self.streams.keys():
                 for callback in self._on_sent.pop(stream_id):
@@ -169,7 +168,6 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
     def open_stream(self, stream_id: int, request: HeaderList) -> Stream:
         """See `Connection`."""
         self._begun.append(stream_id)
-        self.listener.busy(self)
         return self.listener.new_stream(self, stream_id, request)
 
     def _give_way(self, error: OverloadedError) -> None:
@@ -237,8 +235,6 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         self.is_stopping = False
         self._note = note
         self.tick_s = max(0.01, min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2))
-        # Those without a stream; the one that is idle for longest is the first.
-        self._idle: dict[Http2Protocol, None] = {}
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -258,22 +254,9 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
 
     def idle_connections(self) -> Iterable[Http2Protocol]:
         """See `ConnectionListener`."""
-        return self._idle
+        idle = (connection for connection in self.open if connection.has_connected and not connection.streams)
+        return nsmallest(1, idle, key=lambda connection: connection.idle_since)
 
     def note(self, kind: str) -> None:
         """See `ConnectionListener`."""
         self._note(kind)
-
-    def leave(self, connection: Http2Protocol) -> None:
-        """See `ConnectionListener`."""
-        self._idle.pop(connection, None)
-        super().leave(connection)
-
-    def busy(self, connection: Http2Protocol) -> None:
-        """Note that a connection has a stream."""
-        self._idle.pop(connection, None)
-
-    def idle(self, connection: Http2Protocol) -> None:
-        """Note that it has none any more."""
-        if connection in self.open:
-            self._idle[connection] = None

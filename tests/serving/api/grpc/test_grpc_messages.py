@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
-from serving.api.grpc.calls import CallHead, MessageReader, plain_message, read_head
+from serving.api.bodies import expand
+from serving.api.grpc.calls import CallHead, MessageReader, check_coding, read_head
 from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
 from shardrank_testing.http2_peer import prefixed
 from shardrank_testing.http_wire import message_bytes
@@ -32,10 +33,14 @@ def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity
     for piece in pieces:
         # In the midst of other bytes, as a frame's payload is.
         data = memoryview(b"###" + piece + b"####")[3 : 3 + len(piece)]
-        for message in reader.feed(data):
-            held.hold(len(message[1]))
-            plain = plain_message(*message, coding, 1000, held, lambda seconds: None, asyncio.Semaphore(2))
-            messages.append(asyncio.run(plain))
+        for flag, message in reader.feed(data):
+            held.hold(len(message))
+            if not flag:
+                messages.append(message)
+                continue
+            check_coding(flag, coding)
+            expanding = expand(message, 1000, held, lambda seconds: None, asyncio.Semaphore(2))
+            messages.append(asyncio.run(expanding))
     return messages
 
 
