@@ -233,7 +233,7 @@ async def running_admin(
         async with contextlib.AsyncExitStack() as stack:
             board = None if page is None else await stack.enter_async_context(run_board(page))
             app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
-            yield answered_once(app), (lambda: None) if board is None else board.close
+            yield answered_once(app), lambda: None
 
     async with listening_on_thread(
         service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl

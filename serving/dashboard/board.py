@@ -1,4 +1,4 @@
-"""Read a fleet's state again and again, and send it as one document to each browser that watches."""
+"""Read a fleet's state again and again, and keep it as one document for each browser that shows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from loader.errors import OverloadedError, RegistryError, RolloutError, UnavailableError
+from loader.errors import RegistryError, RolloutError
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.registry import Registry
 from loader.rollout.plan import Rollout
@@ -38,13 +38,10 @@ _REPORTED: Any = {
 """Fields of a `VersionReport` that the page shows as they are."""
 logger = logging.getLogger(__name__)
 WATCHED_S = 0.5
-"""Between two looks while somebody watches."""
+"""Between two reads, at least."""
 UNWATCHED_S = 2.5
-"""Else: often enough that no slot of the history is missed."""
+"""While no page is open: often enough that no slot of the history is missed."""
 READ_TIMEOUT_S = 4.0
-MAX_WATCHERS = 16
-MAX_WAITING = 8
-"""Messages that a slow watcher may have waiting before it is ended."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -196,31 +193,6 @@ def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Documen
     return {"to": to, "aborts": rollout is not None and rollout.active, "why_not": why}
 
 
-class Watcher:
-    """One page that is open: the messages that its stream of events has still to be sent, at most MAX_WAITING."""
-
-    def __init__(self) -> None:
-        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
-        self.is_closed = False
-
-    def send(self, message: bytes) -> None:
-        """Put a message in its queue; a watcher whose queue is full is ended."""
-        if self._waiting.qsize() >= MAX_WAITING:
-            self.end()
-        else:
-            self._waiting.put_nowait(message)
-
-    def end(self) -> None:
-        """End its stream, without what still waits."""
-        self.is_closed = True
-        self._waiting.put_nowait(b"")
-
-    async def messages(self) -> AsyncIterator[bytes]:
-        """Yield the messages until it is ended."""
-        while (message := await self._waiting.get()) and not self.is_closed:
-            yield message
-
-
 class Board:
     """What the page shows of one source. Belongs to one event loop; `run_board` makes one that runs.
 
@@ -234,53 +206,34 @@ class Board:
         self._state = FleetState()
         self._read_at: float | None = None
         self._problem = "nothing was read yet"
-        self._last_state = b""
-        self._watchers: set[Watcher] = set()
-        self._is_closed = False
+        # As JSON, since it is requested again and again; None until then.
+        self._state_json: msgspec.Raw | None = None
+        self._history_json: msgspec.Raw | None = None
         self._wake = asyncio.Event()
-        # What is kept is read and written by one thread at a time, beside the event loop.
+        # What is kept is read and written by one thread at a time, alongside the event loop.
         self._keeping = asyncio.Lock()
 
-    async def watch(self) -> Watcher:
-        """Begin to watch; `leave` ends it. Raises OverloadedError if too many watch, UnavailableError."""
-        watcher = Watcher()
+    async def document(self, slot: str) -> bytes:
+        """Return what is shown, as JSON; the history only if its last slot is another one than `slot`."""
         async with self._keeping:
-            if len(self._watchers) >= MAX_WATCHERS:
-                raise OverloadedError(f"{MAX_WATCHERS} pages are open already, which is the most: close one")
-            history = await asyncio.to_thread(lambda: _event("history", self.history.document()))
-            self._last_state = self._last_state or await asyncio.to_thread(self._state_event)
-            if self._is_closed:
-                raise UnavailableError("the process is shutting down", kind="shutting_down")
-            for message in (history, self._read_event(), self._last_state):
-                watcher.send(message)
-            self._watchers.add(watcher)
+            document = await asyncio.to_thread(self._encode, slot)
         self._wake.set()
-        return watcher
-
-    def leave(self, watcher: Watcher) -> None:
-        """Forget a watcher."""
-        self._watchers.discard(watcher)
-        watcher.end()
-
-    def close(self) -> None:
-        """End all streams, and let nobody watch any more."""
-        self._is_closed = True
-        for watcher in list(self._watchers):
-            self.leave(watcher)
+        return document
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Read until cancelled."""
         while True:
             await self.update()
+            await asyncio.sleep(WATCHED_S)
             try:
-                async with asyncio.timeout(WATCHED_S if self._watchers else UNWATCHED_S):
+                async with asyncio.timeout(UNWATCHED_S - WATCHED_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
 
     async def update(self) -> None:
-        """Look once, and tell what is new."""
+        """Read once."""
         state, problem = None, ""
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
@@ -294,36 +247,30 @@ class Board:
             logger.exception("reading %s failed", self.source.name)
             problem = f"internal error: {type(error).__name__}"
         async with self._keeping:
-            messages = await asyncio.to_thread(self._keep, state, problem)
-            for watcher in list(self._watchers):
-                for message in messages:
-                    watcher.send(message)
-                if watcher.is_closed:
-                    logger.info("a page that took nothing was ended")
-                    self._watchers.discard(watcher)
+            await asyncio.to_thread(self._keep, state, problem)
 
-    def _keep(self, state: FleetState | None, problem: str) -> list[bytes]:
-        """Keep what a look found, or why it found nothing; returns what watchers are told."""
-        now, has_closed = self._clock(), False
-        self._problem = problem
+    def _keep(self, state: FleetState | None, problem: str) -> None:
+        """Keep what was read, or why nothing was."""
+        now, self._problem = self._clock(), problem
         if state is not None:
-            self._read_at, self._state = now, state
-            has_closed = self.history.observe(state.nodes, now)
-        if not self._watchers:
-            self._last_state = b""
-            return []
-        before, self._last_state = self._last_state, self._state_event()
-        slot = [_event("slot", self.history.document(last_only=True))] if has_closed else []
-        return [self._read_event(), *([] if self._last_state == before else [self._last_state]), *slot]
+            self._read_at, self._state, self._state_json = now, state, None
+            if self.history.observe(state.nodes, now):
+                self._history_json = None
 
-    def _read_event(self) -> bytes:
-        # It changes each time, and all else seldom does.
-        return _event("read", {"read_at": self._read_at})
-
-    def _state_event(self) -> bytes:
-        source = {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed}
-        about = {"source": source, "problem": self._problem}
-        return _event("state", about | state_document(self._state, self.history))
+    def _encode(self, slot: str) -> bytes:
+        if self._state_json is None:
+            self._state_json = msgspec.Raw(_encode(state_document(self._state, self.history)))
+        if self._history_json is None:
+            self._history_json = msgspec.Raw(_encode(self.history.document()))
+        return _encode(
+            {
+                "read_at": self._read_at,
+                "problem": self._problem,
+                "source": {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed},
+                "state": self._state_json,
+                "history": None if slot == str(self.history.last_slot) else self._history_json,
+            }
+        )
 
 
 @asynccontextmanager
@@ -337,12 +284,6 @@ async def run_board(
     try:
         yield board
     finally:
-        board.close()
         running.cancel()
         await asyncio.wait([running])
         await source.close()
-
-
-def _event(name: str, document: dict[str, Any]) -> bytes:
-    """Write one event (https://html.spec.whatwg.org/multipage/server-sent-events.html); JSON has no line end."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(document))

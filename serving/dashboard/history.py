@@ -64,19 +64,21 @@ class History:
         self._slot, self._observed_at = slot, now
         return has_closed
 
-    def document(self, *, last_only: bool = False) -> dict[str, Any]:
-        """Return all full slots, the oldest first, or only the last one: a list for each number, None where unknown.
+    @property
+    def last_slot(self) -> int:
+        """The last full slot, which ended at `(last_slot + 1) * slot_s`."""
+        return self._slot - 1
 
-        Slot `slot` is the last one, and ended at `(slot + 1) * slot_s`.
-        """
-        full = list(self._slots)[-2 if last_only else 0 : -1]
+    def document(self) -> dict[str, Any]:
+        """Return all full slots, the oldest first: a list for each number, None where it is unknown."""
+        full = list(self._slots)[:-1]
         shown = dict.fromkeys(version for slot in reversed(self._slots) for version in slot or ())
         tracks = []
         for model, version in sorted(list(shown)[:MAX_TRACKS]):
             numbers = [_UNKNOWN if slot is None else _numbers(slot.get((model, version))) for slot in full]
             track = {name: [slot[name] for slot in numbers] for name in _UNKNOWN}
             tracks.append({"model": model, "version": version, **track})
-        return {"slot": self._slot - 1, "slot_s": self.slot_s, "num_slots": self.num_slots, "tracks": tracks}
+        return {"slot": self.last_slot, "slot_s": self.slot_s, "num_slots": self.num_slots, "tracks": tracks}
 
     def recent(self, model: str, version: int) -> dict[str, float | None] | None:
         """Return rates (a second), shares and percentiles (ms) of the last minute; None if nothing is known of it."""

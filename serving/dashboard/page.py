@@ -1,18 +1,18 @@
-"""The page's paths on the port for operators: its files, its stream of events, and its one button."""
+"""The page's paths on the port for operators: its files, its document, and its one button."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
-from loader.errors import ConfigError, ShardrankError
+from loader.errors import ConfigError
 from loader.rollout.requests import SeenRollout
 from serving.api.bodies import read_body
 from serving.api.tokens import Tokens
@@ -83,22 +83,10 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         document = {"needs_token": tokens is not None, "fixed": board.source.fixed or ("" if tokens else _NO_TOKENS)}
         return JSONResponse(document, headers=HEADERS)
 
-    async def events(request: Request) -> Response:
+    async def status(request: Request) -> Response:
         check(request)
-        watcher = await board.watch()
-
-        async def stream() -> AsyncIterator[bytes]:
-            try:
-                async for message in watcher.messages():
-                    # A token that is taken away ends what it opened.
-                    check(request)
-                    yield message
-            except ShardrankError:
-                return
-            finally:
-                board.leave(watcher)
-
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=HEADERS)
+        document = await board.document(request.query_params.get("slot", ""))
+        return Response(document, media_type="application/json", headers=HEADERS)
 
     async def rollback(request: Request) -> Response:
         if tokens is None:
@@ -119,5 +107,5 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
     for path, (name, content_type) in _FILES.items():
         app.add_api_route(path, file(name, content_type), methods=["GET"], include_in_schema=False)
     app.add_api_route("/status/access", access, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/status/events", events, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/status", status, methods=["GET"], include_in_schema=False)
     app.add_api_route("/status/rollback", rollback, methods=["POST"], include_in_schema=False)

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from loader.errors import OverloadedError, RegistryUnavailableError
+from loader.errors import RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionReport, VersionStats, delta_stream
 from loader.registry.memory import MemoryRegistry
@@ -23,12 +23,11 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board, FleetSource
+from serving.dashboard.board import Board, FleetSource
 from serving.dashboard.history import History
 from serving.rank.service import RankingService
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
-from shardrank_testing.errors import raises_kind
 from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, api_service, ask, run
@@ -103,13 +102,8 @@ class Played:
     async def state(self) -> dict[str, Any]:
         """What a page that is opened now is told."""
         await self.board.update()
-        watcher = await self.board.watch()
-        told = watcher.messages()
-        messages = [(await anext(told)).decode() for _ in range(3)]
-        self.board.leave(watcher)
-        assert [one.split("\n")[0] for one in messages] == ["event: history", "event: read", "event: state"]
-        read, state = (json.loads(one.split("data: ")[1]) for one in messages[1:])
-        return {**read, **state}
+        told = json.loads(await self.board.document(""))
+        return {**told, **told.pop("state")}
 
 
 def on_played(folder: Path, scenario: Callable[[Played], Awaitable[None]]) -> None:
@@ -206,22 +200,15 @@ def test_what_is_known_stays_while_the_registry_does_not_answer(tmp_path, monkey
     on_played(tmp_path, scenario)
 
 
-def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
+def test_the_history_comes_with_each_new_slot(tmp_path):
     async def scenario(played: Played) -> None:
         await played.fleet.begin(1, 1, 1)
-        watchers = [await played.board.watch() for _ in range(MAX_WATCHERS)]
-        with pytest.raises(OverloadedError, match=f"{MAX_WATCHERS} pages are open already"):
-            await played.board.watch()
-        taking = watchers[0].messages()
-        for _ in range(MAX_WAITING + 1):
-            await played.board.update()
-            await anext(taking)
-        assert [one.is_closed for one in watchers] == [False] + [True] * (MAX_WATCHERS - 1)
-        await played.board.watch()
-        played.board.close()
-        assert [one async for one in taking] == []
-        with raises_kind("shutting_down"):
-            await played.board.watch()
+        await played.board.update()
+        before = json.loads(await played.board.document(""))["history"]["slot"]
+        assert json.loads(await played.board.document(str(before)))["history"] is None
+        played.clock.now += played.board.history.slot_s
+        await played.board.update()
+        assert json.loads(await played.board.document(str(before)))["history"]["slot"] == before + 1
 
     on_played(tmp_path, scenario)
 
@@ -235,21 +222,6 @@ async def page_of(
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
     ):
         yield client
-
-
-async def events(client: httpx.AsyncClient, count: int) -> list[tuple[str, Any]]:
-    """The first events of the stream."""
-    found: list[tuple[str, Any]] = []
-    async with client.stream("GET", "/status/events") as answer:
-        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-        async for line in answer.aiter_lines():
-            if line.startswith("event: "):
-                name = line.removeprefix("event: ")
-            elif line:
-                found.append((name, json.loads(line.removeprefix("data: "))))
-                if len(found) == count:
-                    break
-    return found
 
 
 async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
@@ -271,11 +243,12 @@ async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
         assert (await client.get("/status/access")).json() == {"needs_token": True, "fixed": ""}
         asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False, "live": OLD}
         for headers, status in (({}, 401), ({"authorization": f"Bearer {narrow}"}, 403)):
-            assert (await client.get("/status/events", headers=headers)).status_code == status
+            assert (await client.get("/status", headers=headers)).status_code == status
             answer = await client.post("/status/rollback", headers=headers, json=asked)
             assert answer.status_code == status
         client.headers["authorization"] = f"Bearer {token}"
-        assert [name for name, _ in await events(client, 3)] == ["history", "read", "state"]
+        shown = (await client.get("/status")).json()
+        assert shown.keys() == {"read_at", "problem", "source", "state", "history"}
         for body, status in (({"model": MODEL}, 400), ({**asked, "more": 1}, 400), (asked, 409)):
             assert (await client.post("/status/rollback", json=body)).status_code == status
         assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
@@ -336,7 +309,8 @@ async def test_a_process_alone_tells_itself_and_its_shards(api_model, folder):
             assert (told["needs_token"], told["fixed"]) == (False, "it is alone")
             assert (await client.post("/status/rollback", json={})).status_code == 403
             while True:
-                (_, history), _, (_, state) = await events(client, 3)
+                shown = (await client.get("/status")).json()
+                history, state = shown["history"], shown["state"]
                 reports = [node["versions"][0] for node in state["nodes"] if node["versions"]]
                 if len(reports) == 2 and reports[0]["memory_tiers"]:
                     break
@@ -380,8 +354,8 @@ def test_each_slot_has_what_was_counted_in_it():
         assert closed == (second in (5, 10, 15, 20))
     # The first slot was seen from its beginning, but what was counted before is not of it; the last is not full.
     assert requests(history) == [5, 5, 5]
-    told = history.document(last_only=True)
-    assert (told["slot"], told["slot_s"], told["tracks"][0]["requests"]) == (203, SLOT_S, [5])
+    told = history.document()
+    assert (told["slot"], told["slot_s"]) == (history.last_slot, SLOT_S) == (203, 5.0)
     recent = history.recent("films", 1)
     assert recent is not None
     assert (recent["requests_per_s"], recent["hit_rate"]) == (1.0, 0.5)
