@@ -27,7 +27,7 @@ from serving.api.tokens import Tokens
 from serving.cli import settings
 from serving.cli.settings import Protection, config_of
 from serving.config import ServeConfig
-from serving.dashboard.board import FleetSource
+from serving.dashboard.board import Board
 from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, num_workers, run_until_stopped
 from serving.fleet.workers import reserved_ports
@@ -140,7 +140,7 @@ async def serve(
     probe_port: int | None = None,
     on_listening: Callable[[Listening], None] = lambda listening: None,
     leave: Callable[[], Awaitable[object]] | None = None,
-    page: Callable[[], FleetSource] | None = None,
+    page: Callable[[], Board] | None = None,
 ) -> None:
     """Serve until it is cancelled, or its cards fail; then finish what is in flight and close everything.
 
@@ -233,7 +233,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
             options.probe_port,
             on_listening,
             member.leave,
-            partial(FleetSource, membership.open_registry, note, fixed),
+            partial(Board, membership.open_registry, note, fixed),
         )
         # A second signal ends the process with status 1: a load that is under way can't be interrupted.
         run_until_stopped(program, lambda: os._exit(1), uvloop.new_event_loop)

@@ -32,7 +32,7 @@ from serving.api.tokens import Tokens
 from serving.dashboard.board import Board
 from serving.dashboard.page import add_page, check_host
 from serving.description import ModelInfo
-from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError, invalid_field, malformed
+from serving.errors import InvalidRequestError, NotFoundError, invalid_field, malformed
 from serving.formats.infer import BINARY, parse_version
 from serving.formats.schema import RequestSchema, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
@@ -174,9 +174,6 @@ class _Documents:
             service.lease(model, parse_version(version)).release()
             return Response(status_code=503)
 
-        def repository_control(model: str, version: str) -> Any:
-            raise InvalidRequestError("", REPOSITORY_CONTROL, kind="repository_control")
-
         async def repository_index(request: Request) -> Any:
             body = await read_body(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES)
             try:
@@ -201,9 +198,6 @@ class _Documents:
             add(f"{path}/ready", model_ready, "The model would answer", is_probe=True)
         index = "All versions of all models"
         add(f"{OPEN_INFERENCE}/repository/index", repository_index, index, method="POST", reads_body=True)
-        for action in ("load", "unload"):
-            path = f"{OPEN_INFERENCE}/repository/models/{{model:model_name}}/{action}"
-            add(path, repository_control, "Refused: versions come and go by rollouts", method="POST", right="admin")
 
     def add_probes(self, refresh: Callable[[], Awaitable[None]] | None) -> None:
         """Add probes and metrics; `refresh` has the shards asked before metrics are told, None tells the last ones."""

@@ -25,7 +25,7 @@ from serving.api.http_connection import CHECK_S, Exchange, HttpListener, State
 from serving.api.http_messages import Fields, HttpReply, error_reply, internal_error_reply
 from serving.api.listening import CountFailure
 from serving.api.tokens import Tokens
-from serving.dashboard.board import FleetSource, run_board
+from serving.dashboard.board import Board, run_board
 from serving.errors import invalid_field
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
@@ -224,7 +224,7 @@ async def running_admin(
     *,
     tokens: Tokens | None = None,
     ssl: tls.SSLContext | None = None,
-    page: Callable[[], FleetSource] | None = None,
+    page: Callable[[], Board] | None = None,
 ) -> AsyncIterator[int]:
     """Serve probes, metrics and a page while the block runs, and yield the port. Raises ConfigError, or as `page`."""
 

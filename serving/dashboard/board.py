@@ -45,34 +45,6 @@ READ_TIMEOUT_S = 4.0
 _encode = msgspec.json.Encoder().encode
 
 
-class FleetSource:
-    """A fleet, by its registry, which `open_registry` opens and `close` closes. Belongs to one event loop.
-
-    Attributes:
-        name: for people, without secrets.
-        note: what the page must say of its numbers; "" for nothing.
-        fixed: why nothing can be changed, and no coordinator is missed; "" for a fleet that others belong to.
-    """
-
-    def __init__(self, open_registry: Callable[[], Registry], note: str = "", fixed: str = "") -> None:
-        self._fleet = FleetRegistry(open_registry())
-        self.name, self.note, self.fixed = self._fleet.name, note, fixed
-
-    async def read(self) -> FleetState:
-        """Read the state of the fleet. Raises RegistryError."""
-        return await read_fleet(self._fleet)
-
-    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
-        if self.fixed:
-            raise RolloutError(f"{model}: {self.fixed}")
-        return await roll_back(self._fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
-
-    async def close(self) -> None:
-        """End connections."""
-        await self._fleet.registry.close()
-
-
 def state_document(state: FleetState, history: History) -> Document:
     """Return models with their versions and rollouts, and nodes, in the order in which they are shown."""
     view, models = _View(state, history), state.models()
@@ -194,13 +166,24 @@ def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Documen
 
 
 class Board:
-    """What the page shows of one source. Belongs to one event loop; `run_board` makes one that runs.
+    """What the page shows of a fleet. Belongs to one event loop; `run_board` makes one that runs.
 
-    `clock` gives seconds since the epoch.
+    Args:
+        open_registry: opens the fleet's registry, which `close` closes.
+        note: what the page must say of its numbers; "" for nothing.
+        fixed: why nothing can be changed, and no coordinator is missed; "" for a fleet that others belong to.
+        clock: gives seconds since the epoch.
     """
 
-    def __init__(self, source: FleetSource, clock: Callable[[], float] = time.time) -> None:
-        self.source = source
+    def __init__(
+        self,
+        open_registry: Callable[[], Registry],
+        note: str = "",
+        fixed: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.fleet = FleetRegistry(open_registry())
+        self.note, self.fixed = note, fixed
         self.history = History()
         self._clock = clock
         self._state = FleetState()
@@ -220,6 +203,12 @@ class Board:
         self._wake.set()
         return document
 
+    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
+        """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
+        if self.fixed:
+            raise RolloutError(f"{model}: {self.fixed}")
+        return await roll_back(self.fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
+
     async def run(self) -> None:
         """Read until cancelled."""
         while True:
@@ -237,14 +226,14 @@ class Board:
         state, problem = None, ""
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                state = await self.source.read()
+                state = await read_fleet(self.fleet)
         except TimeoutError:
-            problem = f"{self.source.name} has not answered within {READ_TIMEOUT_S:g} s"
+            problem = f"{self.fleet.name} has not answered within {READ_TIMEOUT_S:g} s"
         except RegistryError as error:
             problem = str(error)
         except Exception as error:
             # A defect must not end the page for good.
-            logger.exception("reading %s failed", self.source.name)
+            logger.exception("reading %s failed", self.fleet.name)
             problem = f"internal error: {type(error).__name__}"
         async with self._keeping:
             await asyncio.to_thread(self._keep, state, problem)
@@ -266,7 +255,7 @@ class Board:
             {
                 "read_at": self._read_at,
                 "problem": self._problem,
-                "source": {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed},
+                "source": {"name": self.fleet.name, "note": self.note, "fixed": self.fixed},
                 "state": self._state_json,
                 "history": None if slot == str(self.history.last_slot) else self._history_json,
             }
@@ -274,16 +263,13 @@ class Board:
 
 
 @asynccontextmanager
-async def run_board(
-    open_source: Callable[[], FleetSource], clock: Callable[[], float] = time.time
-) -> AsyncIterator[Board]:
-    """Run a board while the block runs. Raises RegistryError if its source can't be opened."""
-    source = open_source()
-    board = Board(source, clock)
-    running = asyncio.create_task(board.run(), name="look at the fleet")
+async def run_board(open_board: Callable[[], Board]) -> AsyncIterator[Board]:
+    """Run a board while the block runs. Raises RegistryError if its registry can't be opened."""
+    board = open_board()
+    running = asyncio.create_task(board.run(), name="read the fleet")
     try:
         yield board
     finally:
         running.cancel()
         await asyncio.wait([running])
-        await source.close()
+        await board.fleet.registry.close()

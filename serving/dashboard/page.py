@@ -80,7 +80,7 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         return answer
 
     async def access() -> Response:
-        document = {"needs_token": tokens is not None, "fixed": board.source.fixed or ("" if tokens else _NO_TOKENS)}
+        document = {"needs_token": tokens is not None, "fixed": board.fixed or ("" if tokens else _NO_TOKENS)}
         return JSONResponse(document, headers=HEADERS)
 
     async def status(request: Request) -> Response:
@@ -99,7 +99,7 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
             problem = f"the body must name model, rollout_id, is_active and live: {error}"
             raise malformed("", problem) from error
         seen = SeenRollout(request_body.rollout_id, request_body.is_active, request_body.live)
-        begun = await board.source.roll_back(request_body.model, seen)
+        begun = await board.roll_back(request_body.model, seen)
         to = begun.to_version if begun.state == "running" else begun.from_version
         logger.warning("token %r rolls %s back to version %s", who, request_body.model, to)
         return JSONResponse({"model": request_body.model, "to": to}, headers=HEADERS)

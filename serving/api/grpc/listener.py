@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import fcntl
 import ssl as tls
@@ -9,9 +10,9 @@ import struct
 import termios
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import partial
 from heapq import nsmallest
-from typing import TypeAlias, cast
+from typing import cast
 
 from loader.errors import OverloadedError
 from serving.api.grpc.connection import Connection, Phase, Stream
@@ -24,8 +25,6 @@ MAX_BEGUN_CALLS = 16
 MAX_CREDIT_S = 0.02
 """Work that completed calls pay for ahead: more than one of the largest allowed size costs."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
-
-OpenStream: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Stream]
 
 
 class Http2Protocol(Connection, Accepted, asyncio.Protocol):
@@ -114,7 +113,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
     def spent(self, seconds: float) -> None:
         """Charge the peer for time that it made the event loop spend; end one that completes nothing for it."""
         self._balance_s -= seconds
-        if self._balance_s < -self.listener.max_idle_work_s:
+        if self._balance_s < -self.limits.max_idle_work_s:
             self.fail(Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too much work without a call that is completed"))
 
     def completed(self, worth_s: float) -> None:
@@ -211,35 +210,20 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
 
 
 class Http2Listener(ConnectionListener[Http2Protocol]):
-    """Listens, and keeps the connections. Belongs to one event loop.
-
-    `new_stream` makes what serves a stream. A connection that causes more than `max_idle_work_s` of work without a
-    call that is completed is ended. `note` is called with the kind of each refusal.
-    """
+    """Listens, and keeps the connections. Belongs to one event loop."""
 
     def __init__(
-        self,
-        limits: ConnectionLimits,
-        max_connections: int,
-        buffers: ByteBudget,
-        new_stream: OpenStream,
-        clock: Callable[[], float],
-        max_idle_work_s: float,
-        ssl: tls.SSLContext | None = None,
-        note: Callable[[str], None] = lambda kind: None,
+        self, limits: ConnectionLimits, buffers: ByteBudget, clock: Callable[[], float], ssl: tls.SSLContext | None
     ) -> None:
-        super().__init__(buffers, max_connections, limits.patience_s, ssl)
+        super().__init__(buffers, limits.max_connections, limits.patience_s, ssl)
         self.new_connection = partial(Http2Protocol, self)
-        self.limits, self.new_stream, self.clock = limits, new_stream, clock
-        self.max_idle_work_s = max_idle_work_s
+        self.limits, self.clock, self.loop = limits, clock, asyncio.get_running_loop()
         self.is_stopping = False
-        self._note = note
         self.tick_s = max(0.01, min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2))
 
-    @cached_property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of its connections."""
-        return asyncio.get_running_loop()
+    @abc.abstractmethod
+    def new_stream(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> Stream:
+        """Return what serves a new stream."""
 
     async def stop(self, grace_s: float) -> None:
         """Accept what has connected, then nothing more; end connections as streams do, or when the time is over."""
@@ -256,7 +240,3 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
         """See `ConnectionListener`."""
         idle = (connection for connection in self.open if connection.has_connected and not connection.streams)
         return nsmallest(1, idle, key=lambda connection: connection.idle_since)
-
-    def note(self, kind: str) -> None:
-        """See `ConnectionListener`."""
-        self._note(kind)

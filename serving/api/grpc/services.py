@@ -24,7 +24,7 @@ from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, read_head,
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, HeaderList
 from serving.api.tokens import Scope, Tokens
-from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError, invalid_field, malformed
+from serving.errors import NotFoundError, invalid_field, malformed
 from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Buffer, Codec
@@ -41,50 +41,50 @@ RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 INFERENCE = inference.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 KNOWN_TO_HEALTH = ("", RANKING, INFERENCE)
+DESCRIBE: Scope = "describe"
+PUBLIC = ("ServerLive", "ServerReady")
+"""Methods of the Open Inference Protocol that need no token."""
 REFLECTION = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 _Read = TypeVar("_Read", bound=Message)
 
 
-class GrpcServer:
+class GrpcServer(Http2Listener):
     """A gRPC listener over one service; without `tokens` everybody may do everything; the context `tls` offers `h2`."""
 
     def __init__(
         self, service: RankingService, tokens: Tokens | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        limits = service.limits
-        self._health = Health(service.watch.problems)
-        by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
-        self._methods = GrpcMethods(by_path, limits.receive_timeout_s, service.expanding, tokens)
-
-        def make_call(connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
-            return GrpcCall(connection, stream_id, read_head(request, limits.max_header_bytes), self._methods)
-
-        patience_s = limits.receive_timeout_s / 2
+        limits, patience_s = service.limits, service.limits.receive_timeout_s / 2
         connection_limits = ConnectionLimits(
+            max_connections=limits.max_connections,
             max_streams=limits.max_concurrent_streams,
             max_header_bytes=limits.max_header_bytes,
+            max_idle_work_s=limits.max_idle_work_ms / 1000 or math.inf,
             patience_s=patience_s,
             idle_s=limits.keep_alive_s,
             age_s=limits.max_connection_age_s,
             # No admitted call lasts longer, so a connection that is asked to go loses none.
             grace_s=limits.max_timeout_ms / 1000 + 4 * patience_s,
         )
-        self._listener = Http2Listener(
-            connection_limits,
-            limits.max_connections,
-            service.buffers,
-            make_call,
-            time.monotonic,
-            limits.max_idle_work_ms / 1000 or math.inf,
-            tls,
-            partial(service.metrics.failed, "grpc", "connection"),
-        )
+        super().__init__(connection_limits, service.buffers, time.monotonic, tls)
+        self._failed = service.metrics.failed
+        self._health = Health(service.watch.problems)
+        by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
+        self._methods = GrpcMethods(by_path, limits.receive_timeout_s, service.expanding, tokens)
         self._watcher: asyncio.Task[None] | None = None
 
+    def new_stream(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
+        """Make a call of a stream."""
+        return GrpcCall(connection, stream_id, read_head(request, self.limits.max_header_bytes), self._methods)
+
+    def note(self, kind: str) -> None:
+        """See `ConnectionListener`."""
+        self._failed("grpc", "connection", kind)
+
     async def start(self, host: str, port: int) -> int:
-        """Listen, as `ConnectionListener.listen` does. Returns the port. Raises ConfigError."""
-        bound = self._listener.listen(host, port, "gRPC")
+        """Listen, as `listen` does. Returns the port. Raises ConfigError."""
+        bound = self.listen(host, port, "gRPC")
         self._watcher = asyncio.create_task(self._health.watch())
         return bound
 
@@ -94,8 +94,8 @@ class GrpcServer:
             self._watcher.cancel()
         self._health.stop()
         # Those who watch the health hear first that it has ended.
-        asyncio.get_running_loop().call_later(min(WATCHERS_GRACE_S, grace_s), self._methods.end_streamed)
-        await self._listener.stop(grace_s)
+        self.loop.call_later(min(WATCHERS_GRACE_S, grace_s), self._methods.end_streamed)
+        await super().stop(grace_s)
         if self._methods.tasks:
             await asyncio.wait(list(self._methods.tasks))
 
@@ -123,42 +123,30 @@ def ranking_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
 def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     """Those of `inference.GRPCInferenceService`."""
 
-    def refuse(_: Any) -> Any:
-        raise InvalidRequestError("", REPOSITORY_CONTROL, kind="repository_control")
-
     def model_of(request: Any) -> tuple[RankingService, str, str]:
         _check_model(request.name)
         return service, request.name, request.version
 
-    # By method the fields of its response, and the scope that it needs.
-    fields_of: dict[str, tuple[Callable[[Any], dict[str, Any]], Scope | None]] = {
-        "ServerLive": (lambda _: {"live": True}, None),
-        "ServerReady": (lambda _: {"ready": not service.watch.problems()}, None),
-        "ModelReady": (lambda request: {"ready": documents.model_is_ready(*model_of(request))}, "describe"),
-        "ServerMetadata": (lambda _: documents.server_metadata(service), "describe"),
-        "ModelMetadata": (lambda request: documents.model_metadata(*model_of(request)), "describe"),
-        "ModelConfig": (lambda request: {"config": documents.model_config(*model_of(request))}, "describe"),
-        "ModelStatistics": (
-            lambda request: documents.model_statistics(service, request.name, request.version),
-            "describe",
-        ),
-        "RepositoryIndex": (
-            lambda request: {"models": documents.version_index(service, ready_only=request.ready)},
-            "describe",
-        ),
-        "RepositoryModelLoad": (refuse, "admin"),
-        "RepositoryModelUnload": (refuse, "admin"),
+    # By method the fields of its response.
+    fields_of: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "ServerLive": lambda _: {"live": True},
+        "ServerReady": lambda _: {"ready": not service.watch.problems()},
+        "ModelReady": lambda request: {"ready": documents.model_is_ready(*model_of(request))},
+        "ServerMetadata": lambda _: documents.server_metadata(service),
+        "ModelMetadata": lambda request: documents.model_metadata(*model_of(request)),
+        "ModelConfig": lambda request: {"config": documents.model_config(*model_of(request))},
+        "ModelStatistics": lambda request: documents.model_statistics(service, request.name, request.version),
+        "RepositoryIndex": lambda request: {"models": documents.version_index(service, ready_only=request.ready)},
     }
 
     def respond(response: Any, fields: Callable[[Any], dict[str, Any]], _: Call, request: Any) -> bytes:
         return response(**fields(request)).SerializeToString()  # type: ignore[no-any-return]  # of no known class
 
     methods = {"ModelInfer": _ranked(service, InferGrpcCodec())}
-    for name, (fields, scope) in fields_of.items():
+    for name, fields in fields_of.items():
         kind, response = getattr(inference, f"{name}Request"), getattr(inference, f"{name}Response")
-        is_probe = name.endswith(("Live", "Ready"))
-        answer_by = partial(respond, response, fields)
-        methods[name] = _document(service, "oip_grpc", kind, answer_by, scope, is_probe=is_probe)
+        is_probe, scope = name.endswith(("Live", "Ready")), None if name in PUBLIC else DESCRIBE
+        methods[name] = _document(service, "oip_grpc", kind, partial(respond, response, fields), scope, is_probe)
     return _paths(INFERENCE, methods)
 
 
@@ -264,8 +252,7 @@ def _document(
     api: str,
     kind: type[_Read],
     respond: Callable[[Call, _Read], bytes],
-    scope: Scope | None = "describe",
-    *,
+    scope: Scope | None = DESCRIBE,
     is_probe: bool = False,
 ) -> GrpcMethod:
     """Return a method that reads what is known; a probe is answered under any load."""

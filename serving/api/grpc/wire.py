@@ -89,9 +89,10 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may use.
+    """How many connections there may be, and what one of them may use.
 
     Attributes:
+        max_idle_work_s: work that it may cause without a call that is completed.
         max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1); whoever reads it refuses more.
         patience_s: for the peer's first frames, and for any frame after a ping, which it is sent at this interval.
             A stream whose data it does not let go on for twice as long is dropped.
@@ -99,8 +100,10 @@ class ConnectionLimits:
         grace_s: how long the streams of a connection that was asked to go may take.
     """
 
+    max_connections: int
     max_streams: int
     max_header_bytes: int
+    max_idle_work_s: float
     patience_s: float
     idle_s: float
     age_s: float

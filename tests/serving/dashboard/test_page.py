@@ -23,7 +23,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import Board, FleetSource
+from serving.dashboard.board import Board
 from serving.dashboard.history import History
 from serving.rank.service import RankingService
 from shard_node.wire.address import Address
@@ -96,8 +96,7 @@ class Played:
     def __init__(self, folder: Path) -> None:
         self.clock = Clock()
         self.fleet = PlayedFleet(DirectoryRegistry(folder, clock=self.clock), self.clock, CONFIG)
-        self.source = FleetSource(lambda: DirectoryRegistry(folder, clock=self.clock))
-        self.board = Board(self.source, self.clock)
+        self.board = Board(lambda: DirectoryRegistry(folder, clock=self.clock), clock=self.clock)
 
     async def state(self) -> dict[str, Any]:
         """What a page that is opened now is told."""
@@ -110,7 +109,7 @@ def on_played(folder: Path, scenario: Callable[[Played], Awaitable[None]]) -> No
     async def main() -> None:
         played = Played(folder)
         await scenario(played)
-        await played.source.close()
+        await played.board.fleet.registry.close()
 
     run(main())
 
@@ -191,7 +190,7 @@ def test_what_is_known_stays_while_the_registry_does_not_answer(tmp_path, monkey
             raise RegistryUnavailableError("registry x: gone")
 
         with monkeypatch.context() as patched:
-            patched.setattr(played.source, "read", fails)
+            patched.setattr(played.board.fleet, "nodes", fails)
             state = await played.state()
         assert (state["problem"], state["read_at"]) == ("registry x: gone", before["read_at"])
         assert state["nodes"] == before["nodes"]
@@ -231,7 +230,7 @@ async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
         add_token(tmp_path / "tokens.json", one)
     played = Played(tmp_path / "registry")
     await played.fleet.begin(1, 1, 1)
-    source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
+    source = partial(Board, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
     async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
         for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
             answer = await client.get(path)
@@ -265,7 +264,7 @@ async def test_a_rollback_is_refused_if_what_was_seen_changed(tmp_path, change):
     await fleet.begin(1, 1, 1)
     await start_rollout(fleet.fleet, MODEL, NEW, clock=fleet.clock, rollout_id="a" * 32)
     await fleet.ends("done", NEW)
-    source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
+    source = partial(Board, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
     async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
         seen = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False, "live": NEW, **change}
         headers = {"authorization": f"Bearer {token}"}
@@ -284,7 +283,7 @@ async def test_a_rollback_is_refused_if_what_was_seen_changed(tmp_path, change):
 async def test_a_loopback_page_refuses_another_host(api_model, host, status):
     """A name of elsewhere that resolves to this machine (DNS rebinding) reads nothing."""
     with api_service(api_model) as service:
-        source = partial(FleetSource, partial(MemoryRegistry, "memory"))
+        source = partial(Board, partial(MemoryRegistry, "memory"))
         async with page_of(source, service=service) as client:
             for path in ("/", "/status/access", "/metrics"):
                 answer = await client.get(path, headers={"host": host.format(client.base_url.port)})
@@ -303,7 +302,7 @@ async def test_a_process_alone_tells_itself_and_its_shards(api_model, folder):
     async with serving_alone(service, api_model.path, [[address]]) as member:
         await ask(service, api_request(1))
         await service.watch.refresh()
-        source = partial(FleetSource, lambda: member.fleet.registry, fixed="it is alone")
+        source = partial(Board, lambda: member.fleet.registry, fixed="it is alone")
         async with page_of(source, service=service) as client:
             told = (await client.get("/status/access")).json()
             assert (told["needs_token"], told["fixed"]) == (False, "it is alone")

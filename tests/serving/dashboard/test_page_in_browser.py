@@ -21,7 +21,7 @@ from loader.rollout.plan import read_rollout
 from loader.rollout.requests import start_rollout
 from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import FleetSource
+from serving.dashboard.board import Board
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
 from shardrank_testing.background import in_background
 from shardrank_testing.browser import chromium_path
@@ -97,7 +97,7 @@ async def showing(folder: Any, versions: Any) -> AsyncIterator[Shown]:
 
         tasks = [asyncio.create_task(Coordinator(fleet.fleet, "ops", time.time, asyncio.sleep, config).run())]
         tasks.append(asyncio.create_task(load()))
-        page = partial(FleetSource, partial(open_registry, fleet.fleet.registry.url))
+        page = partial(Board, partial(open_registry, fleet.fleet.registry.url))
         tokens = Tokens(shown.tokens)
         async with running_admin(service, "127.0.0.1", 0, tokens=tokens, page=page) as port:
             shown.url = f"http://127.0.0.1:{port}/"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,12 +14,14 @@ import hpack
 from serving.api.grpc import wire as frames
 from serving.api.grpc.connection import Stream
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
-from serving.api.grpc.wire import ConnectionLimits, Header
+from serving.api.grpc.wire import ConnectionLimits, Header, HeaderList
 from serving.limits import RequestLimits
 from shard_node.byte_budget import ByteBudget
 
 LIMITS = ConnectionLimits(
+    max_connections=3,
     max_streams=4,
+    max_idle_work_s=0.2,
     max_header_bytes=4096,
     patience_s=5,
     idle_s=60,
@@ -204,23 +205,21 @@ class Echo:
             await self._changed.wait()
 
 
-def echo_listener(
-    echo: Echo,
-    limits: ConnectionLimits = LIMITS,
-    requests: RequestLimits | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    max_connections: int = 3,
-) -> Http2Listener:
-    """A listener that echoes; `requests` has the limits of connections."""
-    requests = requests or RequestLimits()
-    return Http2Listener(
-        limits,
-        max_connections,
-        ByteBudget(requests.max_buffered_bytes),
-        lambda connection, stream_id, request: EchoStream(connection, stream_id, request.headers, echo),
-        clock,
-        requests.max_idle_work_ms / 1000 or math.inf,
-    )
+class EchoListener(Http2Listener):
+    """A listener that echoes."""
+
+    def __init__(
+        self, echo: Echo, limits: ConnectionLimits = LIMITS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(limits, ByteBudget(RequestLimits().max_buffered_bytes), clock, None)
+        self._echo = echo
+
+    def new_stream(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> EchoStream:
+        """Makes one that echoes."""
+        return EchoStream(connection, stream_id, request.headers, self._echo)
+
+    def note(self, kind: str) -> None:
+        """Counts nothing."""
 
 
 Connect = Callable[..., Awaitable[Http2Peer]]
@@ -232,7 +231,7 @@ async def echoing(
 ) -> AsyncIterator[tuple[Connect, Echo, Http2Listener]]:
     """A listener that echoes, and what connects to it, from a local address of choice."""
     echo = Echo()
-    listener = echo_listener(echo, limits, **options)
+    listener = EchoListener(echo, limits, **options)
     port = listener.listen("127.0.0.1", 0, "echoes")
     peers = []
 

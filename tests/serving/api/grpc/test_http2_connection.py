@@ -20,9 +20,9 @@ from shardrank_testing.http2_peer import (
     PING,
     SETTINGS,
     Echo,
+    EchoListener,
     Http2Peer,
     data,
-    echo_listener,
     http2_peer,
 )
 from shardrank_testing.serving_api import until
@@ -33,7 +33,7 @@ async def connected() -> tuple[Mock, Http2Protocol]:
     transport = Mock(asyncio.Transport)
     transport.is_closing.return_value, transport.get_write_buffer_size.return_value = False, 0
     transport.get_extra_info.return_value = None
-    listener = echo_listener(Echo())
+    listener = EchoListener(Echo())
     connection = listener.make("")
     connection.connection_made(transport)
     await asyncio.sleep(0)

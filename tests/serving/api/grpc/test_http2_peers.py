@@ -10,7 +10,6 @@ import pytest
 
 from serving.api.grpc import wire as frames
 from serving.api.grpc.wire import ErrorCode
-from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import END, LIMITS, PING, Http2Peer, data, echoing, http2_peer
 from shardrank_testing.serving_api import running_api, until
 from shardrank_testing.waiting import Clock
@@ -53,8 +52,8 @@ async def test_a_flood_ends_its_connection_alone(flood):
 
 
 async def test_a_connection_has_its_turn_and_then_others_come_first():
-    unlimited = RequestLimits(max_idle_work_ms=0)
-    async with echoing(LASTING, requests=unlimited, clock=Clock(step=0.001)) as (connect, _, listener):
+    unlimited = dataclasses.replace(LASTING, max_idle_work_s=1000)
+    async with echoing(unlimited, clock=Clock(step=0.001)) as (connect, _, listener):
         busy, other = await connect(), await connect()
         for peer in (busy, other):
             peer.begin()
