@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import version as package_version
@@ -41,11 +40,8 @@ from serving.versions.loaded_version import LoadedVersion
 from shard_node.access_counts import LookupSampler
 from shard_node.generation import Generation
 
-logger = logging.getLogger(__name__)
-
 API_VERSION = "1"
 MAX_INDEX_BODY_BYTES = 4096
-METRICS_REFRESH_TIMEOUT_S = 1.0
 SERVER_NAME = "shardrank"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics")
 PLATFORM = "shardrank"
@@ -103,7 +99,7 @@ def create_documents(service: RankingService, tokens: Tokens | None = None) -> F
     documents = _Documents(service, tokens)
     documents.add_models()
     documents.add_inference()
-    documents.add_probes(service.watch.refresh)
+    documents.add_probes()
     app, routes = documents.app, ranking_routes()
     about: dict[str, Any] = {"title": app.title, "version": app.version, "description": app.description}
     app.openapi = cache(lambda: get_openapi(routes=[*routes, *app.routes], **about))  # type: ignore[method-assign]
@@ -111,9 +107,9 @@ def create_documents(service: RankingService, tokens: Tokens | None = None) -> F
 
 
 def create_probes(service: RankingService, tokens: Tokens | None, board: Board | None, *, is_loopback: bool) -> FastAPI:
-    """Make the application of the port for operators: probes, metrics as the shards told them last, and the page."""
+    """Make the application of the port for operators: probes, metrics, and the page."""
     documents = _Documents(service, tokens, openapi_url=None, dependencies=[Depends(check_host)] * is_loopback)
-    documents.add_probes(None)
+    documents.add_probes()
     if board is not None:
         add_page(documents.app, board, tokens)
     return documents.app
@@ -131,14 +127,14 @@ class _Documents:
         )
         for page in self.app.routes:
             if isinstance(page, Route):
-                page.app = self._guarded(page.app)
+                page.app = self._described(page.app)
         for kind in (ShardrankError, HTTPException, Exception):
             self.app.add_exception_handler(kind, _failed)
 
     def add_models(self) -> None:
         service = self._service
 
-        def models(model: str, version: str) -> ModelsDocument:
+        def models(model: str, version: str) -> Any:
             return ModelsDocument(models=service.models())
 
         def model(model: str, version: str) -> ModelInfo:
@@ -199,8 +195,7 @@ class _Documents:
         index = "All versions of all models"
         add(f"{OPEN_INFERENCE}/repository/index", repository_index, index, method="POST", reads_body=True)
 
-    def add_probes(self, refresh: Callable[[], Awaitable[None]] | None) -> None:
-        """Add probes and metrics; `refresh` has the shards asked before metrics are told, None tells the last ones."""
+    def add_probes(self) -> None:
         watch = self._service.watch
         rendering: asyncio.Task[bytes] | None = None
 
@@ -220,21 +215,12 @@ class _Documents:
         async def ready() -> Response:
             return Response(status_code=503 if watch.problems() else 200)
 
-        async def render() -> bytes:
-            try:
-                async with asyncio.timeout(METRICS_REFRESH_TIMEOUT_S):
-                    if refresh is not None:
-                        await refresh()
-            except TimeoutError:
-                logger.warning("the shards did not answer within %s s of /metrics", METRICS_REFRESH_TIMEOUT_S)
-            return await asyncio.to_thread(self._service.metrics.render)
-
         async def metrics(request: Request) -> Response:
             nonlocal rendering
             self._check(request, "admin")
             # On a thread, once for all who ask meanwhile.
             if rendering is None or rendering.done():
-                rendering = asyncio.create_task(render())
+                rendering = asyncio.create_task(asyncio.to_thread(self._service.metrics.render))
             return Response(await asyncio.shield(rendering), media_type=CONTENT_TYPE)
 
         runs, is_ready, text = "The process runs", "Every model is live and its shards answer", PlainTextResponse
@@ -250,12 +236,12 @@ class _Documents:
             self.app.add_api_route(path, endpoint, methods=["GET"], summary=summary, **options)
             self.app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
-    def _guarded(self, page: ASGIApp) -> ASGIApp:
-        async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+    def _described(self, page: ASGIApp) -> ASGIApp:
+        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
             self._check(Request(scope), "describe")
             await page(scope, receive, send)
 
-        return guard
+        return checked
 
     def _check(self, request: Request, right: Right) -> None:
         if self._tokens is not None:

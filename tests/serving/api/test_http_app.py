@@ -159,6 +159,7 @@ async def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
         await api.http.post(f"/v1/models/{MODEL}:rank", content=b"{")
         await api.http.post("/v1/models/made-up-by-a-client:rank", json=api_request(1))
         await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1, 2, 3], [4]]}})
+        await api.service.watch.refresh()
         answer = await api.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     text = answer.text
