@@ -147,7 +147,8 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             # Any error, such as too many open files, stops it as an empty queue does: it is closed anyway.
             with listener, contextlib.suppress(OSError):
                 while True:
-                    self._accept_socket(listener.accept()[0])
+                    connection, (address, *_) = listener.accept()
+                    self._accept_socket(connection, address)
         if self._connecting:
             _, unfinished = await asyncio.wait(self._connecting, timeout=min(timeout_s, LAST_HANDSHAKE_S))
             for task in unfinished:
@@ -165,7 +166,7 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             if listener is None:
                 return
             try:
-                connection, _ = listener.accept()
+                connection, (address, *_) = listener.accept()
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
@@ -176,16 +177,10 @@ class ConnectionListener(abc.ABC, Generic[Made]):
                 loop.remove_reader(listener)
                 loop.call_later(_EXHAUSTED_PAUSE_S, self._watch)
                 return
-            self._accept_socket(connection)
+            self._accept_socket(connection, address)
 
-    def _accept_socket(self, connection: socket.socket) -> None:
-        try:
-            address: str = connection.getpeername()[0]
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:
-            connection.close()
-            return
+    def _accept_socket(self, connection: socket.socket, address: str) -> None:
+        connection.setblocking(False)
         if (error := self.refusal()) is not None:
             if self.ssl is None:
                 with contextlib.suppress(OSError):

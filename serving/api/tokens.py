@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
-import tempfile
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from loader.errors import ConfigError, ShardrankError
 from loader.snapshot.store import replace_file
-from loader.snapshot.tables import Frozen
+from loader.snapshot.tables import Frozen, quoted_errors
 from serving.errors import PermissionDeniedError, UnauthenticatedError
 from shard_node.wire.tls import FileBacked
 
@@ -128,9 +127,7 @@ def read_tokens(path: Path) -> TokenFile:
     try:
         return TokenFile.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path}: {field}: {first['msg']}") from None
+        raise ConfigError(f"{path}: {quoted_errors(error)}") from None
 
 
 def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
@@ -149,16 +146,15 @@ def add_token(path: Path, entry: TokenEntry) -> None:
     if len(before) >= MAX_TOKENS:
         raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
     text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
+    work = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # with mode 0600
+        work.touch(mode=0o600, exist_ok=False)
         try:
             if path.exists():
                 # The owner of the server may be another than the one who adds a token, and must be able to read it.
-                owner = path.stat()
-                os.fchown(descriptor, owner.st_uid, owner.st_gid)
-            replace_file(path, text.encode(), Path(name))
+                shutil.chown(work, path.stat().st_uid, path.stat().st_gid)
+            replace_file(path, text.encode(), work)
         finally:
-            os.close(descriptor)
-            Path(name).unlink(missing_ok=True)
+            work.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from None

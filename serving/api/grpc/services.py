@@ -6,7 +6,6 @@ import asyncio
 import math
 import ssl
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from loader.errors import OverloadedError
 from serving.api import documents
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, read_head, streamed
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
@@ -33,8 +31,7 @@ from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService, answer
 
-HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.5, 0.1
-MAX_WATCHES_PER_CONNECTION = 64
+HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.25, 0.3
 CALL_WORTH_S = 1e-3
 """Work at the front that a ranking call makes good, in addition to that of its bytes."""
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
@@ -72,7 +69,6 @@ class GrpcServer(Http2Listener):
         self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
         self._methods = GrpcMethods(by_path, limits.receive_timeout_s, service.expanding, tokens)
-        self._watcher: asyncio.Task[None] | None = None
 
     def new_stream(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
         """Make a call of a stream."""
@@ -84,15 +80,11 @@ class GrpcServer(Http2Listener):
 
     async def start(self, host: str, port: int) -> int:
         """Listen, as `listen` does. Returns the port. Raises ConfigError."""
-        bound = self.listen(host, port, "gRPC")
-        self._watcher = asyncio.create_task(self._health.watch())
-        return bound
+        return self.listen(host, port, "gRPC")
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, and give the calls in flight `grace_s` seconds."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-        self._health.stop()
+        self._health.is_stopping = True
         # Those who watch the health hear first that it has ended.
         self.loop.call_later(min(WATCHERS_GRACE_S, grace_s), self._methods.end_streamed)
         await super().stop(grace_s)
@@ -155,60 +147,29 @@ class Health:
 
     def __init__(self, problems: Callable[[], object]) -> None:
         self._problems = problems
-        self._is_serving = self._is_stopping = False
-        self._changed = asyncio.Event()
-        self._watches = Counter[Http2Protocol]()
-
-    async def watch(self) -> None:
-        """Refresh the state for ever."""
-        while True:
-            self._refresh()
-            await asyncio.sleep(HEALTH_INTERVAL_S)
-
-    def stop(self) -> None:
-        """Serve no more, whatever the problems."""
-        self._is_stopping = True
-        self._refresh()
+        self.is_stopping = False
 
     def by_path(self) -> dict[bytes, GrpcMethod]:
         """Its methods."""
         return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": streamed(self._watch)})
 
-    def _refresh(self) -> None:
-        is_serving = not self._is_stopping and not self._problems()
-        if is_serving != self._is_serving:
-            self._is_serving = is_serving
-            self._changed.set()
-            self._changed = asyncio.Event()
-
     async def _check(self, call: GrpcCall) -> bytes:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
         if name not in KNOWN_TO_HEALTH:
             raise NotFoundError("there is no such service", kind="unknown_service")
-        self._refresh()
         return self._message(name)
 
     async def _watch(self, call: GrpcCall) -> AsyncGenerator[bytes]:
-        connection, watches = call.connection, self._watches
-        if (count := watches[connection]) >= MAX_WATCHES_PER_CONNECTION:
-            problem = f"the connection has {count} calls of Watch, as many as are allowed"
-            raise OverloadedError(problem, kind="too_many_watches")
-        watches[connection] += 1
-        try:
-            name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
-            while True:
-                self._refresh()
-                changed = self._changed
-                yield self._message(name)
-                await changed.wait()
-        finally:
-            watches[connection] -= 1
-            if not watches[connection]:
-                del watches[connection]
+        name, last = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service, None
+        while True:
+            if (message := self._message(name)) != last:
+                yield message
+            last = message
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
     def _message(self, name: str) -> bytes:
         response = health_pb2.HealthCheckResponse
-        status = response.SERVING if self._is_serving else response.NOT_SERVING
+        status = response.NOT_SERVING if self.is_stopping or self._problems() else response.SERVING
         message: Message = response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN)
         return message.SerializeToString()
 
