@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version as package_version
 from typing import Any, Literal, TypeAlias
@@ -100,10 +100,7 @@ def create_documents(service: RankingService, tokens: Tokens | None = None) -> F
     documents.add_models()
     documents.add_inference()
     documents.add_probes()
-    app, routes = documents.app, ranking_routes()
-    about: dict[str, Any] = {"title": app.title, "version": app.version, "description": app.description}
-    app.openapi = cache(lambda: get_openapi(routes=[*routes, *app.routes], **about))  # type: ignore[method-assign]
-    return app
+    return documents
 
 
 def create_probes(service: RankingService, tokens: Tokens | None, board: Board | None, *, is_loopback: bool) -> FastAPI:
@@ -111,25 +108,30 @@ def create_probes(service: RankingService, tokens: Tokens | None, board: Board |
     documents = _Documents(service, tokens, openapi_url=None, dependencies=[Depends(check_host)] * is_loopback)
     documents.add_probes()
     if board is not None:
-        add_page(documents.app, board, tokens)
-    return documents.app
+        add_page(documents, board, tokens)
+    return documents
 
 
-class _Documents:
+class _Documents(FastAPI):
     """An application to be, which answers every error in one form."""
 
     def __init__(self, service: RankingService, tokens: Tokens | None, **options: Any) -> None:
-        self._service = service
-        self._tokens = tokens
         description = "Online ranking from sharded embeddings: ids in, scores out."
-        self.app = FastAPI(
+        super().__init__(
             title="shardrank", version=API_VERSION, description=description, redirect_slashes=False, **options
         )
-        for page in self.app.routes:
+        self._service, self._tokens = service, tokens
+        for page in self.routes:
             if isinstance(page, Route):
                 page.app = self._described(page.app)
         for kind in (ShardrankError, HTTPException, Exception):
-            self.app.add_exception_handler(kind, _failed)
+            self.add_exception_handler(kind, _failed)
+
+    def openapi(self) -> Document:
+        """Describe the calls that `serving.api.http` answers itself, too."""
+        about: Document = {"title": self.title, "version": self.version, "description": self.description}
+        self.openapi_schema = self.openapi_schema or get_openapi(routes=[*ranking_routes(), *self.routes], **about)
+        return self.openapi_schema
 
     def add_models(self) -> None:
         service = self._service
@@ -143,7 +145,7 @@ class _Documents:
         add = partial(self._add, api="http", tags=["models"])
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
         what = "What a model takes and is made of"
-        add(_MODEL, model, what, response_model=ModelInfo, responses={404: ERRORS[404]})
+        add(_MODEL, model, what, response_model=ModelInfo, responses=ERRORS)
 
         async def counts(request: Request) -> Response:
             if unknown := sorted(request.query_params.keys() - {"version"}):
@@ -233,8 +235,8 @@ class _Documents:
             ("/metrics", metrics, "Metrics in Prometheus' text format", {"tags": operations, "response_class": text}),
         ]
         for path, endpoint, summary, options in rows:
-            self.app.add_api_route(path, endpoint, methods=["GET"], summary=summary, **options)
-            self.app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+            self.add_api_route(path, endpoint, methods=["GET"], summary=summary, **options)
+            self.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
     def _described(self, page: ASGIApp) -> ASGIApp:
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
@@ -279,9 +281,7 @@ class _Documents:
 
         name = getattr(handler, "func", handler).__name__
         extra = {"parameters": [parameter for field, parameter in PARAMETERS.items() if f"{{{field}" in path]}
-        self.app.add_api_route(
-            path, endpoint, name=name, methods=[method], summary=summary, openapi_extra=extra, **options
-        )
+        self.add_api_route(path, endpoint, name=name, methods=[method], summary=summary, openapi_extra=extra, **options)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeAlias
 
@@ -86,32 +87,32 @@ class Tokens:
 
         Raises UnauthenticatedError for no token, or an unknown one; PermissionDeniedError if its scope is too narrow.
         """
-        match = self._find(authorization, scope)
-        if isinstance(match, ShardrankError):
-            self._note(match.kind)
-            raise match
-        return match.name
+        try:
+            return self._entry(authorization, scope).name
+        except ShardrankError as error:
+            self._note(error.kind)
+            raise
 
     def allows(self, authorization: str | None, scope: Scope) -> bool:
         """Return whether `check` would let it pass; a probe that shows no token is no refusal, and is not counted."""
-        return isinstance(self._find(authorization, scope), TokenEntry)
+        with suppress(ShardrankError):
+            return bool(self._entry(authorization, scope))
+        return False
 
-    def _find(self, authorization: str | None, scope: Scope) -> TokenEntry | ShardrankError:
+    def _entry(self, authorization: str | None, scope: Scope) -> TokenEntry:
         scheme, _, token = (authorization or "")[:MAX_HEADER_CHARS].partition(" ")
         digest = hashlib.sha256(token.strip(" ").encode("utf-8", "surrogatepass")).digest()
-        match: TokenEntry | None = None
         # All of them, so that how long it takes says nothing of which one it is, or nearly was.
-        for known, entry in self._entries.get():
-            if hmac.compare_digest(known, digest):
-                match = entry
+        matches = [entry for known, entry in self._entries.get() if hmac.compare_digest(known, digest)]
         if authorization is None:
-            return UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
+            raise UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
         if scheme.lower() != "bearer":
-            return UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
-        if match is None:
-            return UnauthenticatedError("the token is not known here")
+            raise UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
+        if not matches:
+            raise UnauthenticatedError("the token is not known here")
+        match = matches[0]
         if scope not in _ALLOWS[match.scope]:
-            return PermissionDeniedError(f"token {match.name!r} has scope {match.scope!r}; {scope!r} is needed here")
+            raise PermissionDeniedError(f"token {match.name!r} has scope {match.scope!r}; {scope!r} is needed here")
         return match
 
 

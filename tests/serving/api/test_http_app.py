@@ -41,8 +41,7 @@ def test_the_openapi_page_describes_every_route():
         schema = post["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{body}", "examples": [example]}
         assert [one["name"] for one in post["parameters"]] == ["model"]
-        statuses = {*("200", "400", "404", "408", "413", "431", "500", "503", "504"), "default"}
-        assert set(post["responses"]) == statuses
+        assert set(post["responses"]) == {"200", "default"}
     for path, media_type in (("/v1/models", "application/json"), ("/healthz", "application/json")):
         assert "$ref" in document["paths"][path]["get"]["responses"]["200"]["content"][media_type]["schema"]
     assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
