@@ -8,7 +8,7 @@ import itertools
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import quote
@@ -43,7 +43,7 @@ MESSAGES_AT_ONCE = 8
 MAX_SMALL_MESSAGE_BYTES = 2**16
 """Of a message that is no ranking request."""
 PREFIX_BYTES = 5
-SMALL_CALL_WORTH_S, BYTE_WORTH_S = 1e-4, 2e-9
+CALL_WORTH_S, BYTE_WORTH_S = 1e-3, 2e-9
 """Work at the front that a completed call makes good, and each byte of its message."""
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, in addition to reading it."""
@@ -134,44 +134,6 @@ def grpc_message(details: str) -> str:
     return _OUTER_SPACE.sub("%20", quoted)
 
 
-class MessageReader:
-    """Splits the bytes of a stream into length-prefixed messages, of `max_bytes` at most."""
-
-    __slots__ = ("_max_bytes", "buffer", "missing")
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        # Of a message that is not complete: its bytes, and how many have not come, once its length has.
-        self.buffer = bytearray()
-        self.missing = 0
-
-    def feed(self, data: memoryview) -> Iterator[tuple[int, bytearray]]:
-        """Yield the flag (0 plain, 1 compressed) and the bytes of each message that is complete.
-
-        Raises InvalidRequestError for one that is too long, as soon as its length has come.
-        """
-        buffer, at = self.buffer, 0
-        buffer += data
-        self.missing = 0
-        while len(buffer) - at >= PREFIX_BYTES:
-            start = at + PREFIX_BYTES
-            size = int.from_bytes(buffer[at + 1 : start], "big")
-            if size > (allowed := self._max_bytes):
-                raise limit_exceeded("", "max_body_bytes", allowed, size, "bytes in the message", "body_too_large")
-            self.missing = max(0, start + size - len(buffer))
-            if self.missing:
-                break
-            flag, at = buffer[at], start + size
-            if at == len(buffer):
-                # It need not be copied.
-                del buffer[:start]
-                self.buffer, message = bytearray(), buffer
-                yield flag, message
-                return
-            yield flag, buffer[start:at]
-        del buffer[:at]
-
-
 def check_coding(flag: int, coding: str) -> None:
     """Raise InvalidRequestError if a message of this flag, in a call of this coding, can't be decompressed."""
     if flag > 1:
@@ -188,14 +150,12 @@ class GrpcMethod:
     """Answers the calls of one path; a streamed one may have several messages, in either direction.
 
     `answer` is called when the head of a call has come, and may refuse it by that. What it returns is awaited in a task
-    of the call: the bytes of the one answer, or None once it has written those of a streamed call. `worth_s` is the
-    work that a completed call makes good.
+    of the call: the bytes of the one answer, or None once it has written those of a streamed call.
     """
 
     answer: Callable[[GrpcCall], Awaitable[bytes | None]]
     max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
     scope: Scope | None = None
-    worth_s: float = SMALL_CALL_WORTH_S
     is_streamed: bool = False
 
 
@@ -238,7 +198,8 @@ class GrpcCall(Stream):
     def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: GrpcMethods) -> None:
         self.head, self.connection, self._stream_id, self._methods = head, connection, stream_id, methods
         method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
-        self._reader = MessageReader(0 if method is None else method.max_message_bytes)
+        # Of a message that is not complete: its bytes, and how many have not come, once its length has.
+        self._buffer, self._missing = bytearray(), 0
         # With their flags, and compressed as they came: what waits is bounded by the window that way. Last, an error.
         self._messages: deque[tuple[int, bytearray] | ShardrankError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -267,35 +228,54 @@ class GrpcCall(Stream):
         except ShardrankError as error:
             self._refuse_by_service(error)
         else:
-            task = self.connection.loop.create_task(self._run(method, answer))
+            task = self.connection.loop.create_task(self._run(answer))
             methods.tasks[task] = method
             task.add_done_callback(methods.tasks.__delitem__)
 
     def on_data(self, data: memoryview) -> None:
-        """Put messages together. Of a call that has one message nothing is kept after it."""
-        if self._ignores_more:
+        """Split length-prefixed messages. Of a call that has one message nothing is kept after it."""
+        buffer, at, method = self._buffer, 0, self._method
+        if self._ignores_more or method is None:
             return
         try:
             self._bytes.charge(len(data))
-            for message in self._reader.feed(data):
-                self._messages.append(message)
-                if self._method is None or not self._method.is_streamed:
+            buffer += data
+            self._missing = 0
+            while len(buffer) - at >= PREFIX_BYTES:
+                start = at + PREFIX_BYTES
+                size = int.from_bytes(buffer[at + 1 : start], "big")
+                if size > (allowed := method.max_message_bytes):
+                    raise limit_exceeded("", "max_body_bytes", allowed, size, "bytes in the message", "body_too_large")
+                end, flag = start + size, buffer[at]
+                self._missing = max(0, end - len(buffer))
+                if self._missing:
+                    break
+                if end == len(buffer):
+                    # It need not be copied.
+                    del buffer[:start]
+                    message, at = buffer, 0
+                    buffer = self._buffer = bytearray()
+                else:
+                    message, at = buffer[start:end], end
+                self._messages.append((flag, message))
+                if not method.is_streamed:
                     self._ignore_more()
                     return
                 if len(self._messages) > MAX_WAITING_MESSAGES:
                     raise OverloadedError(f"more than {MAX_WAITING_MESSAGES} messages of a call wait for their answers")
+            del buffer[:at]
         except ShardrankError as error:
             # Without the frames that it came through: they hold this call, and what it was sent.
             self._discard(error.with_traceback(None))
             return
         if self._messages:
             self._wake()
-        if self.receive_window < (missing := self._reader.missing):
-            self.connection.grant(self._stream_id, missing - self.receive_window)
+        if self.receive_window < self._missing:
+            self.connection.grant(self._stream_id, self._missing - self.receive_window)
 
     def on_end(self) -> None:
         """Note that no further message comes."""
-        if not self._ignores_more and self._reader.buffer:
+        if not self._ignores_more and self._buffer:
             self._messages.append(malformed("", "the call ends before its request message does"))
             self._ignore_more()
         self._wake()
@@ -315,7 +295,7 @@ class GrpcCall(Stream):
 
     def give_way(self, error: ShardrankError) -> None:
         """Refuse the message, if it is not complete."""
-        if self._reader.missing and not self._ignores_more:
+        if self._missing and not self._ignores_more:
             self._discard(error)
 
     def watch(self, callback: Callable[[], None]) -> None:
@@ -365,7 +345,7 @@ class GrpcCall(Stream):
             self._drained = self.connection.loop.create_future()
             await self._drained
 
-    async def _run(self, method: GrpcMethod, answer: Awaitable[bytes | None]) -> None:
+    async def _run(self, answer: Awaitable[bytes | None]) -> None:
         """Answer the call, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
         connection, task = self.connection, asyncio.current_task()
         assert task is not None
@@ -388,7 +368,7 @@ class GrpcCall(Stream):
             if message is None:
                 self._end(grpc.StatusCode.OK, "")
             else:
-                connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
+                connection.completed(CALL_WORTH_S + BYTE_WORTH_S * self._received_bytes)
                 self._bytes.hold(len(message))
                 connection.send(self._stream_id, RESPONSE_HEAD, _prefixed(message), OK_TRAILERS)
         finally:
@@ -397,7 +377,7 @@ class GrpcCall(Stream):
     def _refuse_by_service(self, error: ShardrankError) -> None:
         if isinstance(error, OverloadedError) and self._method is not None and not self._method.is_streamed:
             # It is not its client's fault that nothing was completed.
-            self.connection.completed(SMALL_CALL_WORTH_S)
+            self.connection.completed(CALL_WORTH_S)
         self._refuse(error)
 
     def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
@@ -436,7 +416,7 @@ class GrpcCall(Stream):
 
     def _ignore_more(self) -> None:
         self._ignores_more = True
-        self._reader.buffer, self._reader.missing = bytearray(), 0
+        self._buffer, self._missing = bytearray(), 0
         self._wake()
 
     def _discard(self, error: ShardrankError | None = None) -> None:

@@ -32,8 +32,6 @@ from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService, answer
 
 HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.25, 0.3
-CALL_WORTH_S = 1e-3
-"""Work at the front that a ranking call makes good, in addition to that of its bytes."""
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 INFERENCE = inference.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -205,7 +203,7 @@ def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
     def admit(call: GrpcCall) -> Awaitable[bytes]:
         return ranked(call, service.admit(codec.api, codec.method, call.time_remaining()))
 
-    return GrpcMethod(admit, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
+    return GrpcMethod(admit, service.limits.max_body_bytes, "rank")
 
 
 def _document(
