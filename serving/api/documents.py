@@ -28,8 +28,7 @@ from serving.api.http_messages import OPEN_INFERENCE, error_reply, internal_erro
 from serving.api.openapi import ERRORS, INFERENCE_TAGS, PARAMETERS, ranking_routes
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
-from serving.dashboard.board import Board
-from serving.dashboard.page import add_page, check_host
+from serving.dashboard.board import Board, add_page, check_host
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError, NotFoundError, invalid_field, malformed
 from serving.formats.infer import BINARY, parse_version

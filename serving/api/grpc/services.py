@@ -31,7 +31,7 @@ from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService, answer
 
-HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.25, 0.3
+HEALTH_INTERVAL_S = 0.25
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 INFERENCE = inference.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -64,8 +64,8 @@ class GrpcServer(Http2Listener):
         )
         super().__init__(connection_limits, service.buffers, time.monotonic, tls)
         self._failed = service.metrics.failed
-        self._health = Health(service.watch.problems)
-        by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
+        by_path = health_methods(service.watch.problems) | reflection_methods()
+        by_path |= ranking_methods(service) | inference_methods(service)
         self._methods = GrpcMethods(by_path, limits.receive_timeout_s, service.expanding, tokens)
 
     def new_stream(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
@@ -82,9 +82,7 @@ class GrpcServer(Http2Listener):
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, and give the calls in flight `grace_s` seconds."""
-        self._health.is_stopping = True
-        # Those who watch the health hear first that it has ended.
-        self.loop.call_later(min(WATCHERS_GRACE_S, grace_s), self._methods.end_streamed)
+        self._methods.end_streamed()
         await super().stop(grace_s)
         if self._methods.tasks:
             await asyncio.wait(list(self._methods.tasks))
@@ -140,36 +138,30 @@ def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     return _paths(INFERENCE, methods)
 
 
-class Health:
+def health_methods(problems: Callable[[], object]) -> dict[bytes, GrpcMethod]:
     """`grpc.health.v1.Health`: one state for all that the process serves, good while it has no `problems`."""
 
-    def __init__(self, problems: Callable[[], object]) -> None:
-        self._problems = problems
-        self.is_stopping = False
+    def state_of(name: str) -> bytes:
+        response = health_pb2.HealthCheckResponse
+        status = response.NOT_SERVING if problems() else response.SERVING
+        message: Message = response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN)
+        return message.SerializeToString()
 
-    def by_path(self) -> dict[bytes, GrpcMethod]:
-        """Its methods."""
-        return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": streamed(self._watch)})
-
-    async def _check(self, call: GrpcCall) -> bytes:
+    async def check(call: GrpcCall) -> bytes:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
         if name not in KNOWN_TO_HEALTH:
             raise NotFoundError("there is no such service", kind="unknown_service")
-        return self._message(name)
+        return state_of(name)
 
-    async def _watch(self, call: GrpcCall) -> AsyncGenerator[bytes]:
+    async def watch(call: GrpcCall) -> AsyncGenerator[bytes]:
         name, last = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service, None
         while True:
-            if (message := self._message(name)) != last:
-                yield message
-            last = message
+            if (state := state_of(name)) != last:
+                yield state
+            last = state
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
-    def _message(self, name: str) -> bytes:
-        response = health_pb2.HealthCheckResponse
-        status = response.NOT_SERVING if self.is_stopping or self._problems() else response.SERVING
-        message: Message = response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN)
-        return message.SerializeToString()
+    return _paths(HEALTH, {"Check": GrpcMethod(check), "Watch": streamed(watch)})
 
 
 def reflection_methods() -> dict[bytes, GrpcMethod]:
