@@ -23,14 +23,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.access_counts import encode_access_counts, merged_by_table
 from loader.errors import ShardrankError
-from serving.api.bodies import read_body
+from serving.api.bodies import read_json
 from serving.api.http_messages import OPEN_INFERENCE, error_reply, internal_error_reply
 from serving.api.openapi import ERRORS, INFERENCE_TAGS, PARAMETERS, ranking_routes
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board, add_page, check_host
 from serving.description import ModelInfo
-from serving.errors import InvalidRequestError, NotFoundError, invalid_field, malformed
+from serving.errors import InvalidRequestError, NotFoundError, invalid_field
 from serving.formats.infer import BINARY, parse_version
 from serving.formats.schema import RequestSchema, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
@@ -172,13 +172,9 @@ class _Documents(FastAPI):
             return Response(status_code=503)
 
         async def repository_index(request: Request) -> Any:
-            body = await read_body(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES)
-            try:
-                ready_only = msgspec.json.decode(body or b"{}", type=_IndexBody).ready
-            except (msgspec.MsgspecError, RecursionError) as error:
-                says = f'the body must be empty, or such as {{"ready": true}}: {error}'
-                raise malformed("", says) from error
-            return version_index(service, ready_only=ready_only)
+            form = 'be empty, or such as {"ready": true}'
+            body = await read_json(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES, _IndexBody, form)
+            return version_index(service, ready_only=body.ready)
 
         server, metadata, config, statistics = (
             partial(handler, service) for handler in (server_metadata, model_metadata, model_config, model_statistics)

@@ -25,10 +25,10 @@ from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, Want
 from loader.registry.registry import Registry
 from loader.rollout.plan import Rollout
 from loader.rollout.requests import FleetState, SeenRollout, read_fleet, roll_back
-from serving.api.bodies import read_body
+from serving.api.bodies import read_json
 from serving.api.tokens import Tokens
 from serving.dashboard.history import History
-from serving.errors import InvalidRequestError, PermissionDeniedError, malformed
+from serving.errors import InvalidRequestError, PermissionDeniedError
 from shard_node.wire.address import Address
 
 MAX_MODELS = 32
@@ -219,7 +219,6 @@ class Board:
         self._problem = "nothing was read yet"
         # As JSON, since it is requested again and again; None until then.
         self._state_json: msgspec.Raw | None = None
-        self._history_json: msgspec.Raw | None = None
         self._wake = asyncio.Event()
         # What is kept is read and written by one thread at a time, alongside the event loop.
         self._keeping = asyncio.Lock()
@@ -271,21 +270,18 @@ class Board:
         now, self._problem = self._clock(), problem
         if state is not None:
             self._read_at, self._state, self._state_json = now, state, None
-            if self.history.observe(state.nodes, now):
-                self._history_json = None
+            self.history.observe(state.nodes, now)
 
     def _encode(self, slot: str) -> bytes:
         if self._state_json is None:
             self._state_json = msgspec.Raw(_encode(state_document(self._state, self.history)))
-        if self._history_json is None:
-            self._history_json = msgspec.Raw(_encode(self.history.document()))
         return _encode(
             {
                 "read_at": self._read_at,
                 "problem": self._problem,
                 "source": {"name": self.fleet.name, "note": self.note, "fixed": self.fixed},
                 "state": self._state_json,
-                "history": None if slot == str(self.history.last_slot) else self._history_json,
+                "history": None if slot == str(self.history.last_slot) else self.history.document(),
             }
         )
 
@@ -354,17 +350,13 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         if tokens is None:
             raise PermissionDeniedError(_NO_TOKENS)
         who = check(request)
-        body = await read_body(request.receive, "MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES)
-        try:
-            request_body = msgspec.json.decode(body, type=_Rollback)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            problem = f"the body must name model, rollout_id, is_active and live: {error}"
-            raise malformed("", problem) from error
-        seen = SeenRollout(request_body.rollout_id, request_body.is_active, request_body.live)
-        begun = await board.roll_back(request_body.model, seen)
+        limit, form = ("MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES), "name model, rollout_id, is_active and live"
+        body = await read_json(request.receive, *limit, _Rollback, form)
+        seen = SeenRollout(body.rollout_id, body.is_active, body.live)
+        begun = await board.roll_back(body.model, seen)
         to = begun.to_version if begun.state == "running" else begun.from_version
-        logger.warning("token %r rolls %s back to version %s", who, request_body.model, to)
-        return JSONResponse({"model": request_body.model, "to": to}, headers=HEADERS)
+        logger.warning("token %r rolls %s back to version %s", who, body.model, to)
+        return JSONResponse({"model": body.model, "to": to}, headers=HEADERS)
 
     for path, (name, content_type) in _FILES.items():
         app.add_api_route(path, file(name, content_type), methods=["GET"], include_in_schema=False)

@@ -45,10 +45,9 @@ class History:
         self._slot = -1
         self._observed_at = float("-inf")
 
-    def observe(self, nodes: Iterable[NodeRecord], now: float) -> bool:
-        """Add what nodes have counted since they were observed last. Returns whether a slot has become full."""
+    def observe(self, nodes: Iterable[NodeRecord], now: float) -> None:
+        """Add what nodes have counted since they were observed last."""
         slot = max(self._slot, int(now // self.slot_s))
-        has_closed = self._slot not in (-1, slot)
         if slot > self._slot:
             self._slots += [*[None] * min(slot - self._slot - 1, self.num_slots), {}]
         # After a pause nobody knows when what was counted meanwhile happened.
@@ -62,7 +61,6 @@ class History:
         while len(self._last) > MAX_SOURCES:
             del self._last[next(iter(self._last))]
         self._slot, self._observed_at = slot, now
-        return has_closed
 
     @property
     def last_slot(self) -> int:

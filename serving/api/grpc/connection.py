@@ -295,10 +295,7 @@ class Connection:
             self._outgoing.append(wire.window_update(0, self._received))
             self._received = 0
         if flags & PADDED:
-            padding = data[0] if size else 0
-            if padding >= size:
-                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "DATA with more padding than it has bytes")
-            data = data[1 : size - padding]
+            data = wire.unpadded(PADDED, data)
         stream = self.streams.get(stream_id)
         if stream is not None:
             stream.receive_window -= size
@@ -440,7 +437,11 @@ class Connection:
         stream.unsent, stream.num_sent = b"", 0
         was_blocked = self._blocked.pop(stream_id, None) is not None
         if stream.trailers:
-            self._end(stream_id, stream, stream.trailers)
+            self._send_headers(stream_id, END_HEADERS | END_STREAM, stream.trailers)
+            if not stream.has_all:
+                # RFC 9113, section 8.1: the peer need not send the rest.
+                self._outgoing.append(wire.rst_stream(stream_id, ErrorCode.NO_ERROR))
+            self._forget(stream_id)
         if was_blocked:
             stream.on_drained()
         return True
@@ -450,13 +451,6 @@ class Connection:
             block, self._table_size = self._table_size + block, b""
         size = len(block)
         self._outgoing += (_pack_head(size >> 8, size & 0xFF, HEADERS, flags, stream_id), block)
-
-    def _end(self, stream_id: int, stream: Stream, trailers: bytes) -> None:
-        self._send_headers(stream_id, END_HEADERS | END_STREAM, trailers)
-        if not stream.has_all:
-            # RFC 9113, section 8.1: the peer need not send the rest.
-            self._outgoing.append(wire.rst_stream(stream_id, ErrorCode.NO_ERROR))
-        self._forget(stream_id)
 
     def _reset(self, stream_id: int, code: ErrorCode) -> None:
         self._outgoing.append(wire.rst_stream(stream_id, code))

@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hpack.exceptions import HPACKDecodingError
 from hpack.hpack import encode_integer
@@ -37,6 +37,7 @@ _SETTING = struct.Struct(">HI")
 _TWO_WORDS = struct.Struct(">II")
 
 Header = tuple[bytes, bytes]
+_Bytes = TypeVar("_Bytes", bytes, memoryview)
 
 ENTRY_OVERHEAD_BYTES = 32
 # The table that a peer gives unless it says otherwise (RFC 9113, section 6.5.2). One that gives less has to be told
@@ -157,8 +158,8 @@ def goaway(last_stream_id: int, code: ErrorCode, message: str = "") -> bytes:
     return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + reason)
 
 
-def unpadded(flags: int, payload: bytes) -> bytes:
-    """Cut padding and priority from a HEADERS frame's payload. Raises Http2Error if they do not fit in it."""
+def unpadded(flags: int, payload: _Bytes) -> _Bytes:
+    """Cut padding and priority from a frame's payload. Raises Http2Error if they do not fit in it."""
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
