@@ -104,7 +104,7 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
-        grpc_port = await grpc.start(config.host, config.grpc_port)
+        grpc_port = grpc.listen(config.host, config.grpc_port, "gRPC")
         # Only now, so that whoever is told that the process is ready can connect.
         await service.watch.refresh()
         watching = asyncio.gather(service.watch.run(), service.metrics.keep_up())

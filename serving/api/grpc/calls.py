@@ -43,8 +43,6 @@ MESSAGES_AT_ONCE = 8
 MAX_SMALL_MESSAGE_BYTES = 2**16
 """Of a message that is no ranking request."""
 PREFIX_BYTES = 5
-CALL_WORTH_S, BYTE_WORTH_S = 1e-3, 2e-9
-"""Work at the front that a completed call makes good, and each byte of its message."""
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, in addition to reading it."""
 INTERNAL, STOPPING = "internal error; the server's log says more", "the server stops"
@@ -208,7 +206,6 @@ class GrpcCall(Stream):
         self._has_head = self._has_left = False
         self._ignores_more = method is None
         self._started_at = connection.clock()
-        self._received_bytes = 0
         self._bytes = MessageBytes(connection.account)
 
     def begin(self) -> None:
@@ -226,7 +223,7 @@ class GrpcCall(Stream):
                 methods.tokens.check(head.authorization, method.scope)
             answer = method.answer(self)
         except ShardrankError as error:
-            self._refuse_by_service(error)
+            self._refuse(error)
         else:
             task = self.connection.loop.create_task(self._run(answer))
             methods.tasks[task] = method
@@ -356,7 +353,7 @@ class GrpcCall(Stream):
         try:
             message = await answer
         except ShardrankError as error:
-            self._refuse_by_service(error)
+            self._refuse(error)
         except asyncio.CancelledError:
             # By the client, who hears nothing of it, or because the server stops.
             self._end(grpc.StatusCode.UNAVAILABLE, STOPPING)
@@ -368,19 +365,16 @@ class GrpcCall(Stream):
             if message is None:
                 self._end(grpc.StatusCode.OK, "")
             else:
-                connection.completed(CALL_WORTH_S + BYTE_WORTH_S * self._received_bytes)
+                connection.completed()
                 self._bytes.hold(len(message))
                 connection.send(self._stream_id, RESPONSE_HEAD, _prefixed(message), OK_TRAILERS)
         finally:
             connection.when_sent(self._stream_id, self._bytes.refund_all)
 
-    def _refuse_by_service(self, error: ShardrankError) -> None:
+    def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
         if isinstance(error, OverloadedError) and self._method is not None and not self._method.is_streamed:
             # It is not its client's fault that nothing was completed.
-            self.connection.completed(CALL_WORTH_S)
-        self._refuse(error)
-
-    def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
+            self.connection.completed()
         self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
 
     def _end(self, code: grpc.StatusCode, details: str, kind: str = "", http_status: int = 200) -> None:
@@ -400,18 +394,11 @@ class GrpcCall(Stream):
         if method.is_streamed:
             connection.grant(self._stream_id, size)
         if flag:
-            max_bytes = method.max_message_bytes
             check_coding(flag, self.head.coding)
-            try:
-                message = await expand(compressed, max_bytes, self._bytes, connection.spent, self._methods.expanding)
-            except InvalidRequestError as error:
-                if error.kind == "body_too_large":
-                    connection.spent(BYTE_WORTH_S * max_bytes)
-                raise
-            connection.spent(BYTE_WORTH_S * len(message))
+            expanding, max_bytes = self._methods.expanding, method.max_message_bytes
+            message = await expand(compressed, max_bytes, self._bytes, connection.spent, expanding)
         if method.is_streamed:
             self._bytes.refund(min(self._bytes.held, PREFIX_BYTES + len(message)))
-        self._received_bytes = len(message)
         return message
 
     def _ignore_more(self) -> None:

@@ -22,8 +22,6 @@ from shard_node.byte_budget import ByteAccount, ByteBudget
 
 MAX_BEGUN_CALLS = 16
 """That one connection may begin in an iteration: each parses its message in the next one."""
-MAX_CREDIT_S = 0.02
-"""Work that completed calls pay for ahead: more than one of the largest allowed size costs."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
 
 
@@ -39,8 +37,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         self._on_sent: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
-        # Work that was paid for by completed calls, less work that was not; seconds.
-        self._balance_s = 0.0
+        self._idle_work_s = 0.0
         self._num_written = 0
         self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
 
@@ -111,14 +108,14 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
             callback()
 
     def spent(self, seconds: float) -> None:
-        """Charge the peer for time that it made the event loop spend; end one that completes nothing for it."""
-        self._balance_s -= seconds
-        if self._balance_s < -self.limits.max_idle_work_s:
+        """Count work without a call that is completed; end a connection of much work and no such calls."""
+        self._idle_work_s += seconds
+        if self._idle_work_s > self.limits.max_idle_work_s:
             self.fail(Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too much work without a call that is completed"))
 
-    def completed(self, worth_s: float) -> None:
-        """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
-        self._balance_s = min(self._balance_s + worth_s, MAX_CREDIT_S)
+    def completed(self) -> None:
+        """Note that a call was answered."""
+        self._idle_work_s = 0.0
 
     def end(self) -> None:
         """Close it, which is idle, for another to be accepted."""

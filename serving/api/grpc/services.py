@@ -76,10 +76,6 @@ class GrpcServer(Http2Listener):
         """See `ConnectionListener`."""
         self._failed("grpc", "connection", kind)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, as `listen` does. Returns the port. Raises ConfigError."""
-        return self.listen(host, port, "gRPC")
-
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, and give the calls in flight `grace_s` seconds."""
         self._methods.end_streamed()

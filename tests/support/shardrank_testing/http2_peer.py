@@ -166,7 +166,7 @@ class EchoStream(Stream):
 
     def reply(self) -> None:
         """Answers now."""
-        self.connection.completed(self.echo.worth_s)
+        self.connection.completed()
         self.send(b"\x88", b"".join(self.received), b"\x88")
 
     def send(self, head: bytes, body: bytes, trailers: bytes = b"") -> None:
@@ -186,7 +186,6 @@ class Echo:
     streams: list[EchoStream] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    worth_s: float = 1e-3
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def changed(self) -> None:
