@@ -114,33 +114,17 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
     """
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
-        trailers.append((b"grpc-message", grpc_message(details).encode()))
+        quoted = quote(details[: MAX_DETAILS_BYTES + 1], _UNQUOTED, "utf-8", "replace")
+        if len(quoted) > MAX_DETAILS_BYTES:
+            # Peers refuse longer trailers. No character takes more than four bytes, of three characters each.
+            quoted = quote(details[: MAX_DETAILS_BYTES // 12 - 1] + "...", _UNQUOTED, "utf-8", "replace")
+        # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
+        trailers.append((b"grpc-message", _OUTER_SPACE.sub("%20", quoted).encode()))
     if kind:
         trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
     if kind in (OverloadedError.kind, "buffer_full"):
         trailers.append((b"grpc-retry-pushback-ms", b"%d" % (1000 * RETRY_AFTER_S)))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
-
-
-def grpc_message(details: str) -> str:
-    """Return details percent-encoded; cut to `MAX_DETAILS_BYTES`, since peers refuse longer trailers whole."""
-    quoted = quote(details[: MAX_DETAILS_BYTES + 1], _UNQUOTED, "utf-8", "replace")
-    if len(quoted) > MAX_DETAILS_BYTES:
-        # No character takes more than four bytes, of three characters each.
-        quoted = quote(details[: MAX_DETAILS_BYTES // 12 - 1] + "...", _UNQUOTED, "utf-8", "replace")
-    # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
-    return _OUTER_SPACE.sub("%20", quoted)
-
-
-def check_coding(flag: int, coding: str) -> None:
-    """Raise InvalidRequestError if a message of this flag, in a call of this coding, can't be decompressed."""
-    if flag > 1:
-        raise malformed("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
-    if coding == IDENTITY:
-        raise malformed("", "a message is flagged as compressed, but the call has no grpc-encoding")
-    if coding not in CODINGS:
-        problem = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
-        raise InvalidRequestError("", problem, kind="unknown_coding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +378,14 @@ class GrpcCall(Stream):
         if method.is_streamed:
             connection.grant(self._stream_id, size)
         if flag:
-            check_coding(flag, self.head.coding)
+            coding = self.head.coding
+            if flag > 1:
+                raise malformed("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
+            if coding == IDENTITY:
+                raise malformed("", "a message is flagged as compressed, but the call has no grpc-encoding")
+            if coding not in CODINGS:
+                problem = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
+                raise InvalidRequestError("", problem, kind="unknown_coding")
             expanding, max_bytes = self._methods.expanding, method.max_message_bytes
             message = await expand(compressed, max_bytes, self._bytes, connection.spent, expanding)
         if method.is_streamed:

@@ -23,8 +23,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import Board
-from serving.dashboard.history import History
+from serving.dashboard.board import Board, History
 from serving.rank.service import RankingService
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
