@@ -17,14 +17,13 @@ from loadtest.bench.harness import (
     BenchTable,
     Subject,
     UniformTables,
-    Values,
     bench_command,
     make_router,
-    measure,
     node_process,
     remote_shards,
 )
 from loadtest.load.loops import cpu_seconds
+from loadtest.rounds import Measure, Values
 from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
 from router.router import Router
@@ -37,10 +36,10 @@ TIMEOUT_S = 60.0
 SHARDS, BAGS, BATCHES = 2, 100, 10
 HIT_RATES = (0.0, 0.5, 0.9)
 COST_MEASURES = (
-    measure("time of a lookup", "ms"),
-    measure("CPU of the router", "ms"),
-    measure("CPU of the nodes", "ms"),
-    measure("bytes on sockets", "kB"),
+    Measure("time of a lookup", "ms"),
+    Measure("CPU of the router", "ms"),
+    Measure("CPU of the nodes", "ms"),
+    Measure("bytes on sockets", "kB"),
 )
 
 

@@ -17,7 +17,8 @@ from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowSource, rows_of
 from loader.snapshot.writer import export_snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, make_node, make_router, measure
+from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, make_node, make_router
+from loadtest.rounds import Measure
 from loadtest.workloads.workload import Zipf
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
@@ -36,9 +37,9 @@ FEATURES, DIM, ZIPF = 26, 64, 1.05
 CANDIDATES = (50, 100, 200, 500)
 BATCHES = 16
 LOOKUP_MEASURES = (
-    measure("bytes of rows", "MB"),
-    measure("time of a batch, 1 id a bag", "µs"),
-    measure("time of a batch, 20 ids a bag", "µs"),
+    Measure("bytes of rows", "MB"),
+    Measure("time of a batch, 1 id a bag", "µs"),
+    Measure("time of a batch, 20 ids a bag", "µs"),
 )
 PRUNED = "rows never asked for pruned"
 

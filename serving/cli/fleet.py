@@ -24,7 +24,6 @@ from serving.fleet.process import StopRequestedError, run_until_signalled, run_u
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning
-    from serving.fleet.ray_fleet import RayConfig
 
 
 _SCOPES = (
@@ -40,7 +39,7 @@ _SCOPES = (
 @opts.setting_option(DivisionSettings, "cards", default=2)
 @opts.setting_option(RowSettings, "device", default="cpu")
 @opts.settings_options(DivisionSettings, "sharding", "plan_file")
-@opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
+@opts.removed_option("--local", "`shardrank train`, then `serve`, have all in one process.", flag_value="yes")
 @opts.settings_options(FrontSettings, "hot_rows_gb", "hot_rows", "host", "http_port", "grpc_port", hidden=False)
 @opts.switch("--once", "Stop after the report.")
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
@@ -56,16 +55,13 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     Examples:
       shardrank demo
       shardrank demo --movielens ml-100k --shards 3 --sharding table
-      shardrank demo --local --once --json report.json
-      shardrank demo --local --device cuda:0
+      shardrank demo --once --json report.json
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
     """
     from serving.demo import DemoConfig, run_demo
 
-    if options["local"] and options["hot_rows_gb"]:
-        raise click.UsageError("--hot-rows-gb holds copies of rows on shard nodes; with --local there are none.")
-    config = config_of(DemoConfig, options, **({"shards": 1} if options["local"] else {}))
-    ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
+    config, fleet = config_of(DemoConfig, options), config_of(FleetConfig, options, store=None)
+    ctx.exit(run_demo(config, fleet, stdout_console(), once=once, json_file=json_file))
 
 
 @configured("up", FleetConfig)
@@ -89,31 +85,28 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
       shardrank up --on ray --store /shared/models --registry redis://10.0.0.9/0 --replicas 2 --workers 2 --detach
     """
     if config.on == "ray":
-        config, ray = _on_ray(config)
+        config = _on_ray(config)
         settings.warn_if_open("its host's address", Protection.of(config))
     else:
         settings.warn_if_open(config.host, Protection.of(config))
     log_level = ctx.find_root().params["log_level"]
     config = config_of(FleetConfig, config, "", (), **_versions(config), log_level=log_level)
     if config.on == "ray":
-        _run_on_ray(config, ray)
+        _run_on_ray(config)
     else:
         _run(config, settings.scheme(config))
 
 
-def _on_ray(config: FleetConfig) -> tuple[FleetConfig, RayConfig]:
-    """Return the settings of a fleet on several hosts, and how Ray runs it."""
-    from serving.fleet.ray_fleet import HOST, RayConfig
+def _on_ray(config: FleetConfig) -> FleetConfig:
+    """Return the settings of a fleet on several hosts: `--device auto` is the CPU, and each has its address."""
+    from serving.fleet.ray_fleet import HOST
     from shard_node.cuda.card_set import DeviceChoice
 
-    # Ray shows an actor the GPUs that were set aside for it, and no others.
     device = DeviceChoice.parse(config.device)
-    gpus = (len(device.devices) or config.cards) if device.kind == "cuda" else 0
     update = {"device": "cpu" if device.kind == "auto" else str(device)}
     if "host" not in config.model_fields_set:
         update["host"] = HOST
-    ray = config_of(RayConfig, config, gpus=gpus, memory_bytes=settings.to_bytes(config.max_memory_gb))
-    return config.model_copy(update=update), ray
+    return config.model_copy(update=update)
 
 
 def _versions(config: FleetConfig) -> dict[str, Any]:
@@ -165,11 +158,11 @@ def _ready(name: str) -> None:
     click.echo(f"{name} is ready")
 
 
-def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
+def _run_on_ray(config: FleetConfig) -> None:
     from serving.fleet.ray_fleet import fleet_on_ray
 
     async def program() -> None:
-        async with fleet_on_ray(config, ray, _ready, on_begin=_tell) as fleet:
+        async with fleet_on_ray(config, _ready, on_begin=_tell) as fleet:
             click.echo(f"registry: {fleet.registry.name}")
             for address in fleet.addresses:
                 click.echo(f"HTTP: {address}/docs")
@@ -180,7 +173,7 @@ def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
                 )
             if fleet.ended:
                 click.echo(f"ended: {', '.join(fleet.ended)}")
-            if not ray.detached:
+            if not config.detached:
                 await asyncio.Event().wait()
 
     _until_stopped(program)
@@ -197,14 +190,14 @@ def down(registry: str | None, address: str | None) -> None:
     Examples:
       shardrank down --registry redis://10.0.0.9/0 --address 10.0.0.1:6379
     """
-    from serving.fleet.ray_fleet import RayConfig, connected, end_in_order
+    from serving.fleet.ray_fleet import connected, end_in_order
 
     if registry is None:
         raise click.UsageError("Name the fleet: --registry URL.")
 
     async def program() -> None:
         async with opened_registry(registry) as fleet:
-            with connected(RayConfig(address=address), fleet.name) as cluster:
+            with connected(address, fleet.name) as cluster:
                 names = cluster.names()
                 await end_in_order(cluster, names)
         click.echo(f"ended: {', '.join(names) or 'nothing, no such fleet runs there'}")

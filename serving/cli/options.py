@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
@@ -38,12 +39,25 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class WritableFile(click.Path):
+    """A file to write at the end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return its path; fail at once if it can't be written."""
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"{path}: there is no folder {str(path.parent)!r}", param, ctx)
+        if not (path.exists() or os.access(path.parent, os.W_OK)):
+            self.fail(f"{path}: the folder {str(path.parent)!r} can't be written", param, ctx)
+        return path
+
+
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 ABOVE_ZERO = FiniteRange(0, min_open=True)
 PART = FiniteRange(0, 1, min_open=True)
-WRITABLE_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+WRITABLE_FILE = WritableFile(path_type=Path, dir_okay=False, writable=True)
 EXISTING = click.Path(path_type=Path, exists=True)
 EXISTING_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 PORT = click.IntRange(0, 65535)

@@ -31,7 +31,13 @@ from serving.models.exported import export_program
 from serving.models.inputs import InputShapes
 from serving.proto.inference import open_inference_pb2_grpc
 from serving.rank.service import RankingService
-from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec, films_vocabularies
+from serving.training.dataset import (
+    FilmsDataset,
+    FilmsOptions,
+    evaluation_requests,
+    films_description,
+    films_vocabularies,
+)
 from serving.training.network import RankingNetwork, RequestBatches
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.errors import raises_kind
@@ -63,7 +69,8 @@ class TwoTasksModel:
 
     def __init__(self) -> None:
         self.dataset = FilmsDataset.split(small_interactions(), seed=0)
-        spec = films_spec(self.dataset.interactions, FilmsOptions(model=MODEL, kind="mlp", dtype="fp32"))
+        options = FilmsOptions(model=MODEL, kind="mlp", dtype="fp32")
+        spec = films_description(self.dataset.interactions, options).compiled()
         shapes = InputShapes.of(spec)
         inputs = {
             "context": {"source": "pooled", "features": shapes.context.features, "per": "request"},

@@ -17,7 +17,7 @@ from serving.shard_server import serve_shard
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import ShardNode
-from shardrank_testing.command_line import ANY_PORTS, parse_command_line, shardrank
+from shardrank_testing.command_line import parse_command_line, shardrank
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.serving_api import MODEL, ApiModel
 
@@ -77,8 +77,8 @@ def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
 ) -> None:
     monkeypatch.delitem(sys.modules, "shard_node.cuda.cupy_cards", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    for command in (("serve", "--snapshot", api_model.path), ("demo", "--once", "--local", *ANY_PORTS)):
-        assert "pip install 'shardrank[cuda]'" in shardrank(*command, "--device", "cuda", code=1).output
+    result = shardrank("serve", "--snapshot", api_model.path, "--device", "cuda", code=1)
+    assert "pip install 'shardrank[cuda]'" in result.output
     assert open_card_set(ServeConfig(snapshot=Path("x"))) is None
 
 

@@ -245,7 +245,7 @@ def test_a_version_that_misses_its_golden_scores_is_not_served(other_store: Path
     assert Path(log.removeprefix("its log: ")).is_file()
 
 
-@pytest.mark.parametrize("command", ["serve", "up", "demo --once", "demo --once --local"])
+@pytest.mark.parametrize("command", ["serve", "up", "demo --once"])
 def test_a_port_that_another_server_has_is_refused_not_shared(other_store: Path, command: str) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
