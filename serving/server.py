@@ -24,7 +24,7 @@ from serving.api.tokens import Tokens
 from serving.cli import settings
 from serving.cli.settings import Protection, config_of
 from serving.config import ServeConfig
-from serving.dashboard.board import FleetSource
+from serving.dashboard.board import Board
 from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, num_workers, run_until_stopped
 from serving.fleet.workers import reserved_ports
@@ -86,7 +86,7 @@ async def running_server(
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
-        grpc_port = await grpc.start(config.host, config.grpc_port)
+        grpc_port = grpc.listen(config.host, config.grpc_port, "gRPC")
         # Only now, so that whoever is told that the process is ready can connect.
         await service.watch.refresh()
         watching = asyncio.gather(service.watch.run(), service.metrics.keep_up())
@@ -122,7 +122,7 @@ async def serve(
     tls: TlsConfig | None = None,
     on_listening: Callable[[Listening], None] = lambda listening: None,
     leave: Callable[[], Awaitable[object]] | None = None,
-    page: Callable[[], FleetSource] | None = None,
+    page: Callable[[], Board] | None = None,
 ) -> None:
     """Serve until it is cancelled, or its cards fail; then finish what is in flight and close everything.
 
@@ -215,7 +215,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
             protection.tls,
             on_listening,
             member.leave,
-            partial(FleetSource, membership.open_registry, note, fixed),
+            partial(Board, membership.open_registry, note, fixed),
         )
         # A second signal ends the process with status 1: a load that is under way can't be interrupted.
         run_until_stopped(program, lambda: os._exit(1), uvloop.new_event_loop)

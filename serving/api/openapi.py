@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, TypeAlias
+from enum import Enum
+from typing import Annotated, Any, TypeAlias
 
-from fastapi.encoders import jsonable_encoder
-from fastapi.openapi.models import OpenAPI
+from fastapi import APIRouter, Body
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.json_schema import SkipJsonSchema, models_json_schema
+from pydantic.json_schema import SkipJsonSchema
+from starlette.routing import BaseRoute
 
 
 def _drop_defaults(schema: dict[str, Any]) -> None:
@@ -125,54 +125,41 @@ class ErrorDocument(BaseModel):
     error: ErrorContent
 
 
-WRONG: dict[int | str, str] = {
-    400: "The request is wrong; the message names the field and the limit.",
-    404: "No such model, or version of it, is served.",
-    408: "The request was not complete within `receive_timeout_s`.",
-    413: "The body is longer than `max_body_bytes`.",
-    431: "The headers are longer than `max_header_bytes`.",
-    500: "The model gave NaN or inf, or a defect of the server.",
-    503: "Overloaded, not ready, or a shard is away; try again.",
-    504: "The deadline passed.",
-    "default": "Any other error, in the same form.",
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"model": ErrorDocument, "description": "Any error: docs/api.md has the kinds, and the status of each."}
 }
-_MODELS: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = [
-    *((model, "validation") for model in (RankBody, LookupBody)),
-    *((model, "serialization") for model in (RankDocument, LookupDocument, ErrorDocument)),
-]
-_REFERENCE = "#/components/schemas/{model}"
+PARAMETERS: dict[str, dict[str, Any]] = {
+    name: {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
+    for name, schema in (("model", {"type": "string"}), ("version", {"type": "integer", "minimum": 1}))
+}
+INFERENCE_TAGS: list[str | Enum] = ["open inference protocol"]
 
 
-def with_ranking_calls(document: dict[str, Any]) -> dict[str, Any]:
-    """Return an OpenAPI document with the calls that FastAPI does not serve."""
+def rank(model: str, body: Annotated[RankBody, Body(examples=[RANK_EXAMPLE])]) -> None:
+    """Give each candidate's score by one version of a model."""
 
-    def json_of(model: str, **more: Any) -> dict[str, Any]:
-        return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model), **more}}}
 
-    paths, ok, model_name = document["paths"], "Successful Response", {"type": "string", "title": "Model"}
-    errors = {status: {"description": says, "content": json_of("ErrorDocument")} for status, says in WRONG.items()}
-    for name, example, summary, description in (
-        ("rank", RANK_EXAMPLE, "Score candidates", "Give each candidate's score by one version of a model."),
-        ("lookup", LOOKUP_EXAMPLE, "Look embeddings up", "Give the embeddings of each bag, pooled as its feature is."),
+def lookup(model: str, body: Annotated[LookupBody, Body(examples=[LOOKUP_EXAMPLE])]) -> None:
+    """Give the embeddings of each bag, pooled as its feature is."""
+
+
+def infer() -> None:
+    """Give the outputs of a version, as `:rank` does, in the form of the Open Inference Protocol."""
+
+
+def ranking_routes() -> list[BaseRoute]:
+    """Return the routes of rank, lookup and infer, to be described; requests do not come to them."""
+    router = APIRouter()
+    for handler, summary, response in (
+        (rank, "Score candidates", RankDocument),
+        (lookup, "Look embeddings up", LookupDocument),
     ):
-        body, answer = f"{name.title()}Body", f"{name.title()}Document"
-        paths[f"/v1/models/{{model}}:{name}"] = {"post": {
-            "tags": ["ranking"], "summary": summary, "description": description,
-            "operationId": f"{name}_v1_models__model__{name}_post",
-            "parameters": [{"name": "model", "in": "path", "required": True, "schema": model_name}],
-            "requestBody": {"required": True, "content": json_of(body, examples=[example])},
-            "responses": {200: {"description": ok, "content": json_of(answer)}, **errors},
-        }}  # fmt: skip
-    for metadata in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        path = f"{metadata}/infer"
-        paths[path] = {"post": {
-            "tags": paths[metadata]["get"]["tags"], "summary": "Score candidates",
-            "operationId": "infer" + re.sub(r"\W", "_", path) + "_post",
-            "parameters": paths[metadata]["get"]["parameters"],
-            "requestBody": {"content": {"application/json": {}, "application/octet-stream": {}}},
-            "responses": {200: {"description": ok, "content": {"application/json": {"schema": {}}}}},
-        }}  # fmt: skip
-    _, definitions = models_json_schema(_MODELS, ref_template=_REFERENCE)
-    document["components"]["schemas"] |= definitions["$defs"]
-    complete: dict[str, Any] = jsonable_encoder(OpenAPI(**document), by_alias=True, exclude_none=True)
-    return complete
+        path, tags = f"/v1/models/{{model}}:{handler.__name__}", ["ranking"]
+        options: dict[str, Any] = {"response_model": response, "responses": ERRORS, "tags": tags}
+        router.add_api_route(path, handler, methods=["POST"], summary=summary, **options)
+    body: Any = {"content": {"application/json": {}, "application/octet-stream": {}}}
+    for path, names in (("{model}", ["model"]), ("{model}/versions/{version}", ["model", "version"])):
+        extra = {"parameters": [PARAMETERS[name] for name in names], "requestBody": body}
+        options = {"tags": INFERENCE_TAGS, "openapi_extra": extra, "summary": "Score candidates"}
+        router.add_api_route(f"/v2/models/{path}/infer", infer, methods=["POST"], **options)
+    return list(router.routes)

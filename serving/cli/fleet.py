@@ -262,7 +262,7 @@ def dashboard(url: str, **options: Any) -> None:
     from loader.registry import open_registry
     from serving.api.http import running_admin
     from serving.api.tokens import Tokens
-    from serving.dashboard.board import FleetSource
+    from serving.dashboard.board import Board
     from serving.rank.service import RankingService
     from shard_node.wire.tls import server_context
 
@@ -271,7 +271,7 @@ def dashboard(url: str, **options: Any) -> None:
     settings.warn_if_open(options["host"], protection)
     ssl = None if protection.tls is None else server_context(protection.tls, alpn=("http/1.1",))
     tokens = None if protection.tokens is None else Tokens(protection.tokens)
-    page = partial(FleetSource, partial(open_registry, url))
+    page = partial(Board, partial(open_registry, url))
 
     async def program() -> None:
         # A service that serves nothing: it has the limits and metrics of the port.

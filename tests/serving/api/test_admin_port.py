@@ -14,7 +14,7 @@ import pytest
 from loader.registry.memory import MemoryRegistry
 from serving.api.http import running_admin
 from serving.config import ServeConfig
-from serving.dashboard.board import FleetSource
+from serving.dashboard.board import Board
 from serving.rank.service import RankingService
 from serving.server import serve
 from shardrank_testing.serving_api import MODEL, running_api, served_service
@@ -57,7 +57,7 @@ async def test_a_process_has_it_from_before_it_loads_until_its_end(api_model):
         await loaded.wait()
 
     config = ServeConfig(http_port=0, grpc_port=0, admin_port=0, shutdown_delay_s=0)
-    page = partial(FleetSource, partial(MemoryRegistry, "alone"))
+    page = partial(Board, partial(MemoryRegistry, "alone"))
     serving = asyncio.create_task(serve(service, config, load, on_listening=seen.append, page=page))
     await loading.wait()
     port = seen[0].admin_port

@@ -244,7 +244,6 @@ RIGHTS = [
     ("describe", "GET", "/docs"),
     ("describe", "GET", "/openapi.json"),
     ("admin", "GET", "/metrics"),
-    ("admin", "POST", f"/v2/repository/models/{MODEL}/load"),
     ("admin", "GET", ADMIN),
 ]
 
@@ -289,21 +288,20 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
             list_services="*"
         ),
         "/inference.GRPCInferenceService/ModelReady": inference.ModelReadyRequest(name=MODEL),
-        "/inference.GRPCInferenceService/RepositoryModelLoad": inference.RepositoryModelLoadRequest(model_name=MODEL),
     }
     code, tokens = grpc.StatusCode, papers.token
     none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
-    fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
+    fine = (code.OK, "")
     async with (
         protected(service, papers, mutual=False, tokens=True) as listening,
         papers.channel(listening.grpc_port) as channel,
     ):
         for token, expected in [
-            (None, [none, none, none, none, none]),
-            ("shardrank_unknown", [none, none, none, none, none]),
-            (tokens["describe"], [narrow, fine, fine, fine, narrow]),
-            (tokens["rank"], [fine, fine, fine, fine, narrow]),
-            (tokens["admin"], [fine, fine, fine, fine, never]),
+            (None, [none, none, none, none]),
+            ("shardrank_unknown", [none, none, none, none]),
+            (tokens["describe"], [narrow, fine, fine, fine]),
+            (tokens["rank"], [fine, fine, fine, fine]),
+            (tokens["admin"], [fine, fine, fine, fine]),
         ]:
             options = {"metadata": token and (("authorization", f"Bearer {token}"),), "timeout": 20}
             sent = [(path, message.SerializeToString()) for path, message in calls.items()]
@@ -312,8 +310,8 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
         # Neither answered nor refused calls hold anything.
         await until(lambda: service.buffers.buffered == 0)
         assert refused(service) == {
-            ("grpc", "authorization", "unauthenticated"): 10,
-            ("grpc", "authorization", "permission_denied"): 3,
+            ("grpc", "authorization", "unauthenticated"): 8,
+            ("grpc", "authorization", "permission_denied"): 1,
         }
 
 

@@ -231,13 +231,11 @@ def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: 
 def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path, where: Where) -> None:
     with in_background(played_fleet(tmp_path)), running("dashboard", *where, "--port", "0") as dashboard:
         url = dashboard.read_until(r"dashboard: (http://127.0.0.1:\d+/)")[1]
-        with httpx.Client(base_url=url) as client, client.stream("GET", "/status/events") as answer:
-            events = (line for line in answer.iter_lines() if line.startswith("data: "))
+        with httpx.Client(base_url=url) as client:
             found: list[str] = []
-            # The first ones may be of before it has looked.
+            # The first ones may be of before it has read.
             while "shard-1-1" not in found:
-                state = json.loads(next(events).removeprefix("data: "))
-                found = [one["node_id"] for one in state.get("nodes", ())]
+                found = [one["node_id"] for one in client.get("/status").json()["state"]["nodes"]]
             assert client.get("/status/access").json()["fixed"].endswith("started without --tokens")
             assert dashboard.stop(signal.SIGTERM) == 0
 

@@ -143,8 +143,7 @@ async def test_errors_are_texts_with_a_status_and_a_kind(api_model, api):
         ],
         (get("/v2/nothing"), 404, "no_such_route", "/v2/nothing"),
         (get(INFER), 405, "method_not_allowed", "GET"),
-        (post(f"/v2/repository/models/{MODEL}/load"), 400, "repository_control", "rollouts"),
-        (post(f"/v2/repository/models/{MODEL}/unload"), 400, "repository_control", "rollouts"),
+        (post(f"/v2/repository/models/{MODEL}/load"), 404, "no_such_route", "no such path"),
         (post("/v2/repository/index", content=b"["), 400, "malformed", "ready"),
         (post("/v2/repository/index", content=b'{"a":' + b"[" * 2000), 400, "malformed", "ready"),
     ]
