@@ -87,7 +87,7 @@ class Exchange:
         if self._is_over:
             callback()
 
-    def when_taken(self, callback: Callable[[], None]) -> None:
+    def once_sent(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the answer is sent, or the client has left."""
         self.on_sent.append(callback)
         if self._is_over:

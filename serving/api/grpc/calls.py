@@ -285,7 +285,7 @@ class GrpcCall(Stream):
         if self._has_left:
             callback()
 
-    def when_taken(self, callback: Callable[[], None]) -> None:
+    def once_sent(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the response is sent, or given up."""
         self.connection.when_sent(self._stream_id, callback)
 

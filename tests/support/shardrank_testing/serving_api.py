@@ -276,7 +276,7 @@ class Waiting:
     def __init__(self, watch: Callable[[Callable[[], None]], Any] = lambda callback: None) -> None:
         self.watch = watch
 
-    def when_taken(self, callback: Callable[[], None]) -> None:
+    def once_sent(self, callback: Callable[[], None]) -> None:
         callback()
 
 
