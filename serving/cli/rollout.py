@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
-from serving.cli.output import (
-    human_bytes,
-    human_time,
-    print_json,
-    print_table,
-    progress_bars,
-    stdout_console,
-    table_of,
-)
-from serving.cli.settings import config_of, opened_registry, published_folder, registry_url, with_registry
+from serving.cli.output import human_bytes, human_time, print_document, print_json, progress_bars
+from serving.cli.settings import config_of, published_folder, registry_url, with_registry
 
 if TYPE_CHECKING:
-    from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel
-    from loader.rollout.guards import VersionNumbers
+    from loader.registry.fleet import FleetRegistry, WantedModel
     from loader.rollout.plan import Event, Rollout
     from loader.rollout.requests import RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
@@ -40,13 +26,10 @@ if TYPE_CHECKING:
 
 DEFAULT_CANARY_BAKE_S = 60.0
 SHOWN_EVENTS = 8
-SHOWN_LAGS = 6
 POLL_S = 0.2
 REMIND_S = 10.0
 """How long a rollout may stand still before it is told what it waits for, again and again."""
 NO_COORDINATOR = "no coordinator is running, so nothing moves: start `shardrank coordinator`"
-_STEP_STYLES = {"done": ("+", "green"), "running": (">", "bold yellow"), "pending": ("-", "dim")}
-_STATE_STYLES = {"ready": "green", "refused": "bold red", "staging": "yellow", "waiting": "yellow", "draining": "cyan"}
 _STRATEGIES = (
     "beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each shard "
     "after the other changes over; needs two replicas of each shard."
@@ -130,26 +113,20 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
       shardrank versions films --registry redis://10.0.0.9:6379/0 --json
     """
 
-    async def work(fleet: FleetRegistry) -> list[tuple[PublishedVersion, tuple[str, ...], int]]:
+    async def work(fleet: FleetRegistry) -> list[dict[str, Any]]:
         published, wanted, nodes = await fleet.versions(model), await fleet.wanted(), await fleet.nodes()
         return [
-            (
-                record,
-                _uses(record.version, wanted.get(record.model)),
-                sum(node.has(record.model, record.version, "ready") for node in nodes),
-            )
+            record.model_dump(mode="json")
+            | {"uses": _uses(record.version, wanted.get(record.model))}
+            | {"nodes": sum(node.has(record.model, record.version, "ready") for node in nodes)}
             for record in sorted(published, key=lambda record: (record.model, record.version))
         ]
 
     found = with_registry(url, work)
-    if as_json:
-        used = [one.model_dump(mode="json") | {"uses": uses, "nodes": nodes} for one, uses, nodes in found]
-        print_json({"versions": used})
-    elif not found:
-        click.echo("no version is published" if model is None else f"no version of {model!r} is published")
+    if as_json or found:
+        (print_json if as_json else print_document)({"versions": found})
     else:
-        columns = ("model", "#version", "use", "published", "#rows", "deltas", "#nodes ready", "identity")
-        print_table("Versions", columns, [_version_row(*one) for one in found])
+        click.echo("no version is published" if model is None else f"no version of {model!r} is published")
 
 
 def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
@@ -165,15 +142,6 @@ def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
     return tuple(uses)
 
 
-def _version_row(record: PublishedVersion, uses: tuple[str, ...], nodes: int) -> tuple[object, ...]:
-    date = f"{datetime.fromtimestamp(record.published_at, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
-    deltas = "own stream" if record.delta_base == record.version else f"stream of {record.delta_base}"
-    if record.last_delta:
-        deltas += f", has {record.last_delta}"
-    rows, use = human_bytes(record.rows_bytes), ", ".join(uses) or "-"
-    return record.model, record.version, use, date, rows, deltas, nodes, record.identity[:12]
-
-
 @click.group(cls=GroupWithExamples)
 def rollout() -> None:
     """Replace the live version of a model without a failed or mixed answer.
@@ -183,7 +151,7 @@ def rollout() -> None:
 
     Examples:
       shardrank rollout start films 4 --canary 5% --bake 2m --follow
-      shardrank rollout status --watch
+      shardrank rollout status
       shardrank rollout abort films
     """
 
@@ -260,50 +228,39 @@ def start(
 
     ended = with_registry(url, work)
     if not follow:
-        click.echo(f"see: shardrank rollout status {model} --watch")
+        click.echo(f"see: shardrank rollout status {model}")
     elif ended.state != "done":
         ctx.exit(1)
 
 
 @rollout.command()
 @click.argument("model", required=False)
-@opts.switch("--watch", "Keep showing it until Ctrl-C.")
 @opts.fleet_options
 @opts.json_flag("the status")
-def status(model: str | None, watch: bool, url: str, as_json: bool) -> None:
+def status(model: str | None, url: str, as_json: bool) -> None:
     """Show how far the rollout of a model is, or was; of every model without MODEL.
 
     With the steps, what each node reports of the versions, why a version was refused, and the guards' comparison.
 
     Examples:
       shardrank rollout status films --store models
-      shardrank rollout status --watch --registry redis://10.0.0.9:6379/0
+      shardrank rollout status --registry redis://10.0.0.9:6379/0
       shardrank rollout status films --store models --json
     """
-    from serving.fleet.process import StopRequestedError, run_until_signalled
-
-    if watch and as_json:
-        raise click.UsageError("--watch draws on the terminal: leave out --json, or ask again and again.")
 
     async def show(fleet: FleetRegistry) -> None:
-        found = await _read_statuses(fleet, model)
-        if not as_json:
-            stdout_console().print(await _drawn(fleet, found))
-        elif model is None:
-            print_json({"rollouts": [one.model_dump(mode="json") for one in found]})
+        statuses = await _read_statuses(fleet, model)
+        has_coordinator = await _has_coordinator(fleet)
+        if as_json:
+            documents = [one.model_dump(mode="json") for one in statuses]
+            print_json({"rollouts": documents} if model is None else documents[0])
+        elif not statuses:
+            click.echo("nothing was rolled out yet")
         else:
-            print_json(found[0])
+            for one in statuses:
+                print_status(one, has_coordinator=has_coordinator)
 
-    async def keep_showing() -> None:
-        async with opened_registry(url) as fleet:
-            await watch_status(fleet, model)
-
-    if not watch:
-        with_registry(url, show)
-        return
-    # Ctrl-C is how to end it, so it is no error.
-    with contextlib.suppress(StopRequestedError):
-        run_until_signalled(keep_showing)
+    with_registry(url, show)
 
 
 @rollout.command()
@@ -366,7 +323,7 @@ def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
         back = begun.to_version if begun.state == "running" else begun.from_version
         click.echo(f"{model}: going back to {'no version' if back is None else f'version {back}'}")
         if not follow:
-            click.echo(f"see: shardrank rollout status {model} --watch")
+            click.echo(f"see: shardrank rollout status {model}")
             return True
         # One that was running is back once it is aborted; a rollout of the earlier version must come to its end.
         wished = "done" if begun.state == "running" else "aborted"
@@ -383,6 +340,7 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
     """
     from loader.errors import RegistryUnavailableError, RolloutError
     from loader.rollout.plan import read_rollout
+    from loader.rollout.requests import read_status
 
     told, last, moved = set(begun.events), "", time.monotonic()
 
@@ -408,22 +366,33 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                     return now
                 if time.monotonic() - moved >= REMIND_S:
                     moved = time.monotonic()
-                    await _remind(fleet, begun.model)
+                    status = await read_status(fleet, begun.model)
+                    _print_progress(status, has_coordinator=await _has_coordinator(fleet))
         except RegistryUnavailableError as error:
             tell(f"waiting: {error}")
         await sleep(POLL_S)
 
 
-async def _remind(fleet: FleetRegistry, model: str) -> None:
+async def _has_coordinator(fleet: FleetRegistry) -> bool:
     from loader.registry.fleet import COORDINATOR_LOCK
-    from loader.rollout.requests import read_status
 
-    found = await read_status(fleet, model)
-    click.echo(_headline(found))
-    if await fleet.registry.holder(COORDINATOR_LOCK) is None:
+    return await fleet.registry.holder(COORDINATOR_LOCK) is not None
+
+
+def _print_progress(status: RolloutStatus, *, has_coordinator: bool) -> None:
+    click.echo(_headline(status))
+    if status.state in ("running", "undoing") and not has_coordinator:
         click.echo(NO_COORDINATOR)
-    for lag in found.waiting_for:
-        click.echo(f"  waiting for {lag}")
+    for blocker in status.waiting_for:
+        click.echo(f"  waiting for {blocker}")
+
+
+def print_status(status: RolloutStatus, *, has_coordinator: bool) -> None:
+    """Print how far a rollout is, what it waits for, and what nodes report."""
+    _print_progress(status, has_coordinator=has_coordinator)
+    document = status.model_dump(mode="json", include={"reason", "guards", "nodes", "events"})
+    steps = {step.name: step.state for step in status.steps}
+    print_document({"steps": steps, **document, "events": document["events"][-SHOWN_EVENTS:]})
 
 
 async def _tell_end(fleet: FleetRegistry, ended: Rollout) -> None:
@@ -445,64 +414,6 @@ async def _read_statuses(fleet: FleetRegistry, model: str | None) -> tuple[Rollo
         return (await read_status(fleet, model),)
     state = await read_fleet(fleet)
     return tuple(state.status(one) for one in sorted(state.rollouts.keys() | state.wanted.keys()))
-
-
-async def watch_status(fleet: FleetRegistry, model: str | None, sleep: Sleep = asyncio.sleep) -> None:
-    """Show it until it is cancelled; a registry that does not answer is waited for.
-
-    A terminal is drawn anew. Into a pipe or a file goes what has changed, each time that a step begins or ends.
-    """
-    from loader.errors import RegistryUnavailableError
-
-    console, shown = stdout_console(), None
-    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
-        while True:
-            now: object
-            try:
-                found = await _read_statuses(fleet, model)
-                now = [(one.model, one.live, one.rollout_id, one.state, one.step, one.reason) for one in found]
-                drawn = await _drawn(fleet, found)
-            except RegistryUnavailableError as error:
-                now, drawn = "waiting", Group(Text(f"waiting: {error}", style="red"))
-            if live is not None:
-                live.update(drawn, refresh=True)
-            elif now != shown:
-                shown = now
-                console.print(drawn)
-            await sleep(POLL_S)
-
-
-async def _drawn(fleet: FleetRegistry, found: tuple[RolloutStatus, ...]) -> Group:
-    from loader.registry.fleet import COORDINATOR_LOCK
-
-    if not found:
-        return Group(Text("nothing was rolled out yet"))
-    has_coordinator = await fleet.registry.holder(COORDINATOR_LOCK) is not None
-    return Group(*(_render(one, has_coordinator) for one in found))
-
-
-def _render(status: RolloutStatus, has_coordinator: bool) -> Group:
-    parts: list[RenderableType] = [Text(_headline(status), style="bold")]
-    if status.state is not None:
-        marks = [(_STEP_STYLES[step.state], step.name) for step in status.steps]
-        parts.append(Text.assemble("steps: ", *((f"{mark}{name}  ", style) for (mark, style), name in marks)))
-    if status.reason:
-        parts.append(Text(f"reason: {status.reason}", style="red"))
-    if status.state in ("running", "undoing") and not has_coordinator:
-        parts.append(Text(NO_COORDINATOR, style="red"))
-    lags = list(status.waiting_for)
-    if len(lags) > SHOWN_LAGS:
-        lags[SHOWN_LAGS:] = [f"{len(lags) - SHOWN_LAGS} more"]
-    parts += [Text(f"waiting for {lag}", style="yellow") for lag in lags]
-    if status.nodes:
-        parts.append(_nodes_table(status))
-    if (guards := status.guards) is not None:
-        outcome = "breached" if guards.breached else "kept" if guards.compared else "not compared yet"
-        title = f"guards: {outcome}" + (f", {guards.reason}" if guards.reason else "")
-        rows = [("live version", *_numbers(guards.live)), ("new version", *_numbers(guards.new))]
-        columns = ("since the bake began", "#requests", "#errors", "#p99 ms", "#mean score")
-        parts.append(table_of(title, columns, rows))
-    return Group(*parts, *(Text(_event_line(event)) for event in status.events[-SHOWN_EVENTS:]), Text())
 
 
 def _headline(status: RolloutStatus) -> str:
@@ -532,30 +443,3 @@ def _live(version: int | None) -> str:
 def _event_line(event: Event) -> str:
     """Write `12:30:05 flip: …`, in UTC."""
     return f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}"
-
-
-def _nodes_table(status: RolloutStatus) -> Table:
-    rows: list[tuple[object, ...]] = []
-    for node in sorted(status.nodes, key=lambda one: (one.kind, one.shard_index or 0, one.node_id)):
-        name = f"{node.node_id} (ends)" if node.draining else node.node_id
-        shard = "serving" if node.shard_index is None else node.shard_index
-        if not node.versions:
-            rows.append((name, shard, "-"))
-        for one in node.versions:
-            state = Text(f"{one.state}, live" if node.live == one.version else one.state, _STATE_STYLES[one.state])
-            staged = f"{100 * one.progress:.0f}%" if one.state == "staging" else ""
-            size = human_bytes(one.memory_bytes) if one.memory_bytes else ""
-            golden = "" if one.golden_difference is None else f"{one.golden_difference:.2g}"
-            counts = one.delta_sequence or "", one.dense_step or "", one.leases or ""
-            reason = Text("; ".join(filter(None, (one.reason, one.dense_refused))))
-            rows.append((name, shard, one.version, state, staged, *counts, size, golden, reason))
-    numbers = ("#version", "state", "#staged", "#deltas", "#dense", "#leases", "#rows", "#golden")
-    columns = ("node", "shard", *numbers, "reason")
-    return table_of("", columns, rows, overflow="fold")
-
-
-def _numbers(numbers: VersionNumbers) -> tuple[str, ...]:
-    share_of_errors = "-" if numbers.error_rate is None else f"{100 * numbers.error_rate:.2f}%"
-    p99 = "-" if numbers.p99_ms is None else f"{numbers.p99_ms:.2f}"
-    mean = "-" if numbers.mean_score is None else f"{numbers.mean_score:.4f}"
-    return str(numbers.requests), share_of_errors, p99, mean

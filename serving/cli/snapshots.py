@@ -11,7 +11,7 @@ import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import human_bytes, print_json, print_table, progress_bars
+from serving.cli.output import human_bytes, print_document, print_json, progress_bars
 from serving.cli.settings import config_of, flags, snapshot_folder
 from serving.config import FrontSettings
 
@@ -198,12 +198,8 @@ def inspect(as_json: bool, **named: Any) -> None:
     """
     from loader.snapshot.reader import Snapshot
 
-    opened = Snapshot.open(snapshot_folder(**named), verify=False)
-    found = _inspection(opened)
-    if as_json:
-        print_json(found)
-    else:
-        _print_inspection(opened, found)
+    found = _inspection(Snapshot.open(snapshot_folder(**named), verify=False))
+    (print_json if as_json else print_document)(found)
 
 
 def _inspection(snapshot: Snapshot) -> dict[str, Any]:
@@ -272,50 +268,6 @@ def _table_inspection(snapshot: Snapshot, table: AnyTable) -> dict[str, Any]:
             ],
         }
     return found
-
-
-def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
-    spec, golden, tables = snapshot.spec, snapshot.manifest.golden, found["tables"]
-    saved = snapshot.float32_bytes / max(1, sum(table["size_bytes"] for table in tables))
-    click.echo(f"{spec.model} version {snapshot.version}, made {found['created_at']}, in {snapshot.path}")
-    click.echo(f"identity {snapshot.identity}")
-    click.echo(f"{human_bytes(snapshot.size_bytes)} in all; the rows take {saved:.1f} times less than as float32")
-    columns = ("table", "#rows", "#dim", "dtype", "pooling", "ids", "unknown id", "bucketing", "#files", "#size")
-    # The columns are the first keys of a table in the document, in their order.
-    rows = []
-    for one in tables:
-        slices = " + ".join(map(str, one["column_dims"]))
-        dim = f"{one['embedding_dim']} = {slices}" if slices else one["embedding_dim"]
-        shown = list((one | {"embedding_dim": dim}).values())[: len(columns) - 1]
-        rows.append((*shown, human_bytes(one["size_bytes"])))
-    print_table("Tables", columns, rows)
-    parts = [
-        (one["name"], one["divided_by"], part["name"], part["num_embeddings"], part["embedding_dim"], part["dtype"],
-         human_bytes(part["size_bytes"]))
-        for one in tables
-        for part in one.get("parts", ())
-    ]  # fmt: skip
-    if parts:
-        of_parts = ("table", "divided by", "part", "#rows", "#dim", "dtype", "#size")
-        print_table("Tables in parts", of_parts, parts)
-    for one in tables:
-        if one.get("pruned"):
-            click.echo(f"{one['name']}: {one['pruned']} of {one['num_embeddings']} rows are pruned")
-    print_table(
-        "Features",
-        ("feature", "side", "table", "pooling", "weighted"),
-        [(*list(one.values())[:-1], "yes" if one["weighted"] else "no") for one in found["features"]],
-    )
-    click.echo(f"Dense inputs: {spec.dense_inputs.context} of the context, {spec.dense_inputs.candidate} a candidate")
-    click.echo(f"Dense model: {spec.dense_model.kind} {spec.dense_model.model_dump(exclude={'kind'})}")
-    requests = "none"
-    if golden is not None:
-        requests = f"{golden.num_requests} with {golden.num_candidates} candidates, tolerance {golden.tolerance:g}"
-    click.echo(f"Golden requests: {requests}")
-    counted = [one["name"] for one in tables if one["access_counts"]]
-    click.echo(f"Access counts: {', '.join(counted) or 'none'}")
-    for key, value in snapshot.manifest.metadata.items():
-        click.echo(f"{key}: {value}")
 
 
 @click.command(cls=WithExamples)

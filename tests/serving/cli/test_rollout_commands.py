@@ -181,7 +181,7 @@ def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path, where: Where) ->
     with in_background(played_fleet(tmp_path, prepare=never_stage)):
         options = ("--canary", "5%", "--bake", "2m", "--bake-timeout", "3m", "--guard", "max_p99_ratio=1.5")
         result = shardrank("rollout", "start", MODEL, 2, *options, *where)
-        assert result.stdout.splitlines()[-1] == "see: shardrank rollout status films --watch"
+        assert result.stdout.splitlines()[-1] == "see: shardrank rollout status films"
         wait_until(lambda: "shard-0-1" in str(status(tmp_path)["waiting_for"]), "the others to stage")
         found = status(tmp_path)
         assert (found["state"], found["step"], found["live"]) == ("running", "stage_shards", 1)
@@ -240,11 +240,3 @@ def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path, where: Wh
                 found = [one["node_id"] for one in state.get("nodes", ())]
             assert client.get("/status/access").json()["fixed"].endswith("started without --tokens")
             assert dashboard.stop(signal.SIGTERM) == 0
-
-
-def test_watch_writes_what_changes_into_a_pipe_until_ctrl_c(tmp_path: Path, where: Where) -> None:
-    with in_background(played_fleet(tmp_path)), running("rollout", "status", "--watch", *where) as watching:
-        watching.read_until("version 1 is live; there was no rollout yet")
-        shardrank("rollout", "start", MODEL, 2, *where)
-        watching.read_until(r"films: version 2 is live; rollout of 2 in place of 1 \(beside\): done")
-        assert watching.stop(signal.SIGINT) == 0
