@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     "`shardrank counts` writes it, for any of the tables. Repeatable: counts are added.",
     opts.EXISTING,
     multiple=True,
-    also="--access-counts",
 )
 @opts.ids_option
 @opts.pruning_options

@@ -69,7 +69,6 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 
 
 @configured("up", FleetConfig)
-@opts.earlier_options
 @click.pass_context
 def up(ctx: click.Context, /, config: FleetConfig) -> None:
     """Run a whole fleet on this machine, or on a Ray cluster.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ from click.core import ParameterSource
 from serving.cli.settings import config_of, registry_url
 from serving.config import StoreSettings
 from serving.settings import Settings, plain_type, seconds, store_or_path
-
-logger = logging.getLogger(__name__)
 
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -82,7 +79,7 @@ def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: 
         text: its help.
         kind: a click type, or a function that reads a text.
         default: shown in the help.
-        more: of `click.option`, `name` for another name than the flag's, and `also` for a second flag.
+        more: of `click.option`, and `name` for another name than the flag's.
     """
     flag, _, metavar = flag.partition(" ")
     if not metavar and isinstance(kind, click.IntRange):
@@ -91,7 +88,7 @@ def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: 
         metavar = "FILE" if kind.dir_okay is False else "FOLDER" if kind.file_okay is False else "PATH"
     if default is not None:
         more["default"] = default
-    names = [flag, *(more.pop(word) for word in ("also", "name") if word in more)]
+    names = [flag, more.pop("name")] if "name" in more else [flag]
     return click.option(*names, type=kind, show_default=True, metavar=metavar or None, help=text, **more)
 
 
@@ -160,36 +157,11 @@ def json_flag(what: str) -> Option:
     return switch("--json", f"Print {what} as JSON.", name="as_json")
 
 
-def removed_option(flag: str, instead: str, **more: Any) -> Option:
-    """Declare an option of earlier releases, hidden, that raises UsageError if it is given."""
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            raise click.UsageError(f"{param.opts[0]} is gone: {instead}", ctx)
-
-    return option(flag, "", callback=refuse, expose_value=False, hidden=True, **more)
-
-
-def ignored_option(flag: str, reason: str) -> Option:
-    """Declare an option of earlier releases, hidden, that is ignored with a warning for one release."""
-
-    def warn(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> None:
-        if value:
-            logger.warning("%s: ignored, and refused by the next release: %s", param.opts[0], reason)
-
-    return option(flag, "", multiple=True, callback=warn, expose_value=False, hidden=True)
-
-
 def together(*options: Option) -> Option:
     """Join options into one decorator; the help lists them in this order."""
     return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)
 
 
-earlier_options = together(
-    removed_option("--limits FILE", "use --limit NAME=VALUE, or limits in the file of --config", name="limits_file"),
-    ignored_option("--trusted-proxy CIDR", "addresses are not judged"),
-)
-"""Of earlier releases, of processes that serve."""
 pruning_options = together(
     switch("--prune", "Leave out rows that nobody asked for, of the tables that have --counts."),
     option(

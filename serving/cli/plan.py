@@ -72,9 +72,6 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.option(
     "--counts", "How often rows are looked up: what `shardrank counts` wrote. Default: the snapshot's.", opts.EXISTING
 )
-@opts.removed_option(
-    "--trace TABLE=FILE", "use --ids FEATURE=FILE.npy, or --counts with what `shardrank counts` wrote."
-)
 @opts.ids_option
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))

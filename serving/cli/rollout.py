@@ -34,10 +34,6 @@ _STRATEGIES = (
     "beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each shard "
     "after the other changes over; needs two replicas of each shard."
 )
-_NO_SHADOW = (
-    "`serve --record` and `loadtest replay` say how far two versions' scores of the same requests are apart, --canary "
-    "and --guard limit what a new one may do"
-)
 _GUARDS = "min_requests, max_error_rate_increase, max_p99_ratio, p99_slack_ms, max_score_drift"
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -159,8 +155,6 @@ def rollout() -> None:
 @rollout.command()
 @click.argument("model")
 @click.argument("version", type=click.IntRange(min=1))
-@opts.removed_option("--shadow SHARE", _NO_SHADOW)
-@opts.removed_option("--shadow-for TIME", _NO_SHADOW)
 @opts.option("--canary SHARE", "First send a stable share of the requests to it, such as 5%.", opts.share)
 @opts.duration(
     "--bake",

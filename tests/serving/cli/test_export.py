@@ -219,7 +219,7 @@ def stored(snapshot: Snapshot, part: str) -> np.ndarray:
 
 def test_pruned_rows_go_and_what_their_ids_get_is_their_mean(folder: Path) -> None:
     first, second = counts_file(folder, {7: 3, 299: 1}), counts_file(folder, {7: 1, 40: 2}, "second")
-    flags = ("--counts", first, "--access-counts", second, "--prune")
+    flags = ("--counts", first, "--counts", second, "--prune")
     snapshot, result = written(folder, DESCRIBED, *flags)
     (table,) = snapshot.spec.divided
     assert (table.parts, table.pruned, table.num_embeddings) == (("item",), ROWS - 3, ROWS)

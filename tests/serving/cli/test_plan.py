@@ -191,8 +191,6 @@ def test_given_counts_decide_what_is_hot(tmp_path: Path) -> None:
     for more in ((), ("--zipf", "1")):
         plan = planned("--model", folder, "--cards", 2, "--hot-gb", 32e-9, *idle, "--counts", counts, *more)
         assert {tier.tier: tier.lookup_share for tier in plan.tiers}["hot"] == 0.75
-    refused = shardrank("plan", "--model", folder, "--trace", "user=rows.npy", code=2)
-    assert "--trace is gone: use --ids" in refused.output
 
 
 def test_a_plan_per_table_beats_whole_tables_and_divided_rows() -> None:
