@@ -173,32 +173,6 @@ class LeveredTable:
 
 Tables: TypeAlias = tuple[LeveredTable, ...]
 
-CURVE_SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
-
-
-class CurvePoint(Frozen):
-    """All hashed tables with so many rows for each id that occurs: bytes of the model, and share of lookups changed."""
-
-    rows_per_id: float
-    stored_bytes: int
-    changed_share: float | None
-
-
-def size_curve(tables: Sequence[LeveredTable]) -> tuple[CurvePoint, ...]:
-    """Measure the model with hashed tables of 100 % down to 1 % of the ids that occur; empty if no ids are known."""
-    num_ids = [table.ids.ids.size if table.ids and table.table.id_mapping.kind == "hash" else 0 for table in tables]
-    if not any(num_ids):
-        return ()
-    points = []
-    for share in CURVE_SHARES:
-        sized = [
-            table.updated(num_embeddings=ceil(share * size), default_row=0) if size else table
-            for table, size in zip(tables, num_ids, strict=True)
-        ]
-        changed, size_bytes = share_of_lookups(sized), stored_bytes(sized)
-        points.append(CurvePoint(rows_per_id=share, stored_bytes=size_bytes, changed_share=changed))
-    return tuple(points)
-
 
 class TableChange(Frozen):
     """What a step made of a table, in words; of tables that became one, `table` names the new one."""

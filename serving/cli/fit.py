@@ -80,7 +80,7 @@ def fit(model: str, **options: Any) -> None:
       shardrank fit shop.json --trace item=items.npy --trace user=users.npy --max-collision-share 1% --json
       shardrank fit shop.json --counts shop-counts.safetensors --bytes 8GB --levers prune,precision
     """
-    from router.table_shrinking import LEVERS, LeveredTable, Propose, size_curve
+    from router.table_shrinking import LEVERS, LeveredTable, Propose
     from router.table_sizing import measure
 
     if options["out"] is not None and options["limit_bytes"] is None:
@@ -88,12 +88,10 @@ def fit(model: str, **options: Any) -> None:
     description, traces, observed = _read_lookups(model, options)
     tables = tuple(LeveredTable.of(table, traces, observed.get(table.name)) for table in description.tables)
     measured = [measure(each.table, each.stored_bytes, each.rows, each.ids) for each in tables if each.rows is not None]
-    curve = size_curve(tables)
     document: dict[str, Any] = {
         "model": description.model,
         "bytes": byte_table(tables),
         "tables": [measures.model_dump() for measures in measured],
-        "hash_sizes": [point.model_dump() for point in curve],
         "proposal": None,
     }
     proposal, done = None, tables

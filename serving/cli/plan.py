@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.reader import Snapshot
     from router.planning.inputs import LookupProfile
-    from shard_node.planning.cost_model import CardSystem
     from shard_node.planning.hotness import Head
 
 MANIFEST_NAME = "manifest.json"
@@ -74,9 +73,6 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 )
 @opts.ids_option
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
-@opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
-@opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
-@opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
 @opts.pruning_options
 @opts.switch("--compare", "Choose for each table how it is divided, and compare with dividing all tables alike.")
 @opts.option("--out", "Choose for each table, and write the plan to FILE, for `--plan`.", opts.WRITABLE_FILE)
@@ -110,6 +106,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     from router.planning.capacity import capacity
     from router.planning.division import best_division
     from router.planning.inputs import CapacityOptions, Network, NetworkOptions
+    from shard_node.planning.cost_model import SYSTEMS
 
     spec, profile = planned_model(options)
     profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
@@ -120,7 +117,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
-    system, network = _system(options), None
+    system, network = SYSTEMS[options["system"]], None
     if options["shards"] > 1:
         line = Network(gb_per_s=options["network_gb_per_s"], latency_us=options["network_us"])
         network = config_of(NetworkOptions, options, network=line)
@@ -162,18 +159,6 @@ def _head(text: str) -> Head:
     if not (1 <= head.rows < 2**48 and 0 <= head.share <= 1):
         raise click.UsageError(f"--head {text}: {text!r} is not ROWS:SHARE, such as 5000:0.85.")
     return head
-
-
-def _system(options: Options) -> CardSystem:
-    """Return the named system, with what was given in place of its own bandwidths."""
-    from shard_node.planning.cost_model import SYSTEMS
-
-    system = SYSTEMS[options["system"]]
-    changed: dict[str, object] = {"hbm_gb_per_s": options["hbm_gb_per_s"] or system.hbm_gb_per_s}
-    for link, flag in (("peer", "nvlink_gb_per_s"), ("host", "host_gb_per_s")):
-        if options[flag] is not None:
-            changed[link] = getattr(system, link).model_copy(update={"gb_per_s": options[flag]})
-    return system.model_copy(update=changed)
 
 
 def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:

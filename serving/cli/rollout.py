@@ -14,7 +14,7 @@ import click
 
 from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
-from serving.cli.output import human_bytes, human_time, print_document, print_json, progress_bars
+from serving.cli.output import human_time, print_document, print_json, progress_bars
 from serving.cli.settings import config_of, published_folder, registry_url, with_registry
 
 if TYPE_CHECKING:
@@ -82,19 +82,10 @@ def publish(
 
     with progress_bars() as bars:
         published, retained = with_registry(registry_url(registry, where), work)
-    record = published.record
-    if as_json:
-        done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
-        kept, deleted = (None, None) if retained is None else (retained.kept, retained.dropped)
-        print_json(record.model_dump(mode="json") | done | {"kept": kept, "deleted": deleted})
-        return
-    how = "copied to" if published.copied else "lies in"
-    news = "is published" if published.is_new else "was published before"
-    click.echo(f"{record.model} version {record.version} {news}; {human_bytes(record.rows_bytes)} of rows")
-    click.echo(f"{how} {published.where}, identity {record.identity}")
-    if retained is not None:
-        told = [", ".join(map(str, found)) or "none" for found in (retained.kept, retained.dropped)]
-        click.echo(f"kept: {told[0]}; deleted: {told[1]}")
+    done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
+    kept, deleted = (None, None) if retained is None else (retained.kept, retained.dropped)
+    document = published.record.model_dump(mode="json") | done | {"kept": kept, "deleted": deleted}
+    (print_json if as_json else print_document)(document)
 
 
 @click.command(cls=WithExamples)
@@ -206,16 +197,9 @@ def start(
 
     async def work(fleet: FleetRegistry) -> Rollout:
         started = await start_rollout(
-            fleet,
-            model,
-            version,
-            canary_share=canary,
-            bake_s=bake_s,
-            bake_timeout_s=bake_timeout,
-            strategy=strategy,
-            guards=limits,
-            rollout_id=secrets.token_hex(16),
-        )
+            fleet, model, version, canary_share=canary, bake_s=bake_s, bake_timeout_s=bake_timeout, strategy=strategy,
+            guards=limits, rollout_id=secrets.token_hex(16),
+        )  # fmt: skip
         replaced = "the first one" if started.from_version is None else f"in place of {started.from_version}"
         click.echo(f"{model}: rolling out version {version}, {replaced}")
         return await follow_rollout(fleet, started) if follow else started

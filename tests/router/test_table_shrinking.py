@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from loader.description import Block, DtypeByPopularity, QuotientRemainderMappin
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.tables import HashMapping
 from loader.traces import count_values
-from router.table_shrinking import LEVERS, LeveredTable, Propose, share_of_lookups, size_curve, stored_bytes
+from router.table_shrinking import LEVERS, LeveredTable, Propose, share_of_lookups, stored_bytes
 from router.table_sizing import RowLookups, TableIds
 
 
@@ -203,12 +202,3 @@ def test_a_collision_of_a_changed_row_is_counted_once() -> None:
     assert pruned.changed == expected
     assert share_of_lookups([pruned]) == pytest.approx(expected / rows.total)
     assert pruned.changed < rows.lookups[kept:].sum() + rows.colliding
-
-
-def test_the_curve_falls_to_a_hundredth_of_a_row_for_each_id() -> None:
-    curve = size_curve(shop())
-    assert (curve[0].rows_per_id, curve[-1].rows_per_id) == (1.0, 0.01)
-    assert all(point.stored_bytes > after.stored_bytes for point, after in pairwise(curve))
-    # Of four of the six features, which are hashed, no id is alone at last.
-    assert curve[0].changed_share < curve[6].changed_share < curve[-1].changed_share == pytest.approx(4 / 6)
-    assert size_curve([LeveredTable.of(table("t", 10), {})]) == ()

@@ -169,7 +169,7 @@ REFUSALS = [
     (f"{PLAN} --system z80", USAGE, "is not one of"),
     (f"{PLAN} --card-memory-gb nan", USAGE, "nan is not a finite number"),
     (f"{PLAN} --pinned-memory-gb inf", USAGE, "inf is not a finite number"),
-    (f"{PLAN} --hbm-gb-per-s nan", USAGE, "nan is not a finite number"),
+    (f"{PLAN} --network-us nan", USAGE, "nan is not a finite number"),
     (f"{PLAN} --zipf nan", USAGE, "nan is not a finite number"),
     (f"{PLAN} --zipf 9", USAGE, "9.0 is not in the range 0<=x<=8"),
     (f"{PLAN} --zipf -0.1", USAGE, "-0.1 is not in the range"),

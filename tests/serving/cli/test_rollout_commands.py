@@ -39,9 +39,10 @@ def test_publish_tells_what_it_did_and_versions_lists_it(kind: str, training: Pa
     with registry_of(kind, tmp_path) as url:
         where = ("--store", store, "--registry", url)
         first = shardrank("publish", training / "1", *where)
-        assert "small version 1 is published; 4.2 kB of rows\n" in first.output
-        assert f"copied to {store}/small/1, identity " in first.output
-        assert "was published before" in shardrank("publish", training / "1", *where).output
+        assert "model small, version 1, identity " in first.output
+        assert "rows_bytes 4.2 kB, published_at 20" in first.output
+        assert f"folder {store}/small/1, copied yes, is_new yes\n" in first.output
+        assert "is_new no" in shardrank("publish", training / "1", *where).output
         report = json.loads(shardrank("publish", training / "2", *where, "--json").stdout)
         assert (report["version"], report["copied"], report["is_new"], report["kept"]) == (2, True, True, None)
         assert report["folder"] == str(store / "small" / "2")
@@ -58,7 +59,7 @@ def test_retain_deletes_all_but_the_highest(training: Path, tmp_path: Path) -> N
     for version in (1, 2):
         shardrank("publish", training / str(version), "--store", store)
     result = shardrank("publish", training / "3", "--store", store, "--retain", 2)
-    assert result.output.endswith("kept: 2, 3; deleted: 1\n")
+    assert result.output.endswith("kept 2, 3, deleted 1\n")
     assert sorted(path.name for path in (store / "small").iterdir() if path.is_dir()) == ["2", "3"]
 
 
