@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +24,6 @@ from serving.fleet.process import StopRequestedError, run_until_signalled, run_u
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning
-    from serving.fleet.ray_fleet import RayConfig
-
 
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
@@ -87,32 +85,27 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
       shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
       shardrank up --on ray --store /shared/models --registry redis://10.0.0.9/0 --replicas 2 --workers 2 --detach
     """
-    if config.on == "ray":
-        config, ray = _on_ray(config)
-        settings.warn_if_open("its host's address", Protection.of(config))
-    else:
-        settings.warn_if_open(config.host, Protection.of(config))
+    settings.warn_if_open("its host's address" if config.on == "ray" else config.host, Protection.of(config))
+    config = _on_ray(config) if config.on == "ray" else config
     log_level = ctx.find_root().params["log_level"]
     config = config_of(FleetConfig, config, "", (), **_versions(config), log_level=log_level)
-    if config.on == "ray":
-        _run_on_ray(config, ray)
-    else:
-        _run(config, settings.scheme(config))
+    try:
+        run_until_signalled(partial(_run_on_ray if config.on == "ray" else _run, config))
+    except StopRequestedError:
+        click.echo("stopped")
 
 
-def _on_ray(config: FleetConfig) -> tuple[FleetConfig, RayConfig]:
-    """Return the settings of a fleet on several hosts, and how Ray runs it."""
-    from serving.fleet.ray_fleet import HOST, RayConfig
+def _on_ray(config: FleetConfig) -> FleetConfig:
+    """Return the settings of a fleet on several hosts."""
+    from serving.fleet.ray_fleet import HOST
     from shard_node.cuda.card_set import DeviceChoice
 
     # Ray shows an actor the GPUs that were set aside for it, and no others.
     device = DeviceChoice.parse(config.device)
-    gpus = (len(device.devices) or config.cards) if device.kind == "cuda" else 0
     update = {"device": "cpu" if device.kind == "auto" else str(device)}
     if "host" not in config.model_fields_set:
         update["host"] = HOST
-    ray = config_of(RayConfig, config, gpus=gpus, memory_bytes=settings.to_bytes(config.max_memory_gb))
-    return config.model_copy(update=update), ray
+    return config.model_copy(update=update)
 
 
 def _versions(config: FleetConfig) -> dict[str, Any]:
@@ -139,50 +132,37 @@ def _versions(config: FleetConfig) -> dict[str, Any]:
     return {"models": models, "versions": {models[0]: version}}
 
 
-def _run(config: FleetConfig, scheme: str) -> None:
+async def _run(config: FleetConfig) -> None:
     from serving.fleet.local_fleet import running_fleet
 
-    async def program() -> None:
-        async with running_fleet(config, _ready, on_begin=_tell) as fleet:
-            click.echo(f"logs: {fleet.supervisor.run_directory}")
-            click.echo(f"registry: {fleet.registry.name}")
-            click.echo(f"HTTP: {scheme}://{fleet.host}:{fleet.http_port}/docs")
-            click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
-            await asyncio.Event().wait()
-
-    _until_stopped(program)
-
-
-def _until_stopped(program: Callable[[], Awaitable[None]]) -> None:
-    try:
-        run_until_signalled(program)
-    except StopRequestedError:
-        click.echo("stopped")
+    async with running_fleet(config, _ready, on_begin=_tell) as fleet:
+        click.echo(f"logs: {fleet.supervisor.run_directory}")
+        click.echo(f"registry: {fleet.registry.name}")
+        click.echo(f"HTTP: {settings.scheme(config)}://{fleet.host}:{fleet.http_port}/docs")
+        click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
+        await asyncio.Event().wait()
 
 
 def _ready(name: str) -> None:
     click.echo(f"{name} is ready")
 
 
-def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
+async def _run_on_ray(config: FleetConfig) -> None:
     from serving.fleet.ray_fleet import fleet_on_ray
 
-    async def program() -> None:
-        async with fleet_on_ray(config, ray, _ready, on_begin=_tell) as fleet:
-            click.echo(f"registry: {fleet.registry.name}")
-            for address in fleet.addresses:
-                click.echo(f"HTTP: {address}/docs")
-            for model, shards in fleet.earlier.items():
-                click.echo(
-                    f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
-                    f"{config.shards}; the same command then ends the nodes that are left over"
-                )
-            if fleet.ended:
-                click.echo(f"ended: {', '.join(fleet.ended)}")
-            if not ray.detached:
-                await asyncio.Event().wait()
-
-    _until_stopped(program)
+    async with fleet_on_ray(config, _ready, on_begin=_tell) as fleet:
+        click.echo(f"registry: {fleet.registry.name}")
+        for address in fleet.addresses:
+            click.echo(f"HTTP: {address}/docs")
+        for model, shards in fleet.earlier.items():
+            click.echo(
+                f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
+                f"{config.shards}; the same command then ends the nodes that are left over"
+            )
+        if fleet.ended:
+            click.echo(f"ended: {', '.join(fleet.ended)}")
+        if not config.detached:
+            await asyncio.Event().wait()
 
 
 @click.command(cls=WithExamples)
@@ -196,14 +176,14 @@ def down(registry: str | None, address: str | None) -> None:
     Examples:
       shardrank down --registry redis://10.0.0.9/0 --address 10.0.0.1:6379
     """
-    from serving.fleet.ray_fleet import RayConfig, connected, end_in_order
+    from serving.fleet.ray_fleet import connected, end_in_order
 
     if registry is None:
         raise click.UsageError("Name the fleet: --registry URL.")
 
     async def program() -> None:
         async with opened_registry(registry) as fleet:
-            with connected(RayConfig(address=address), fleet.name) as cluster:
+            with connected(address, fleet.name) as cluster:
                 names = cluster.names()
                 await end_in_order(cluster, names)
         click.echo(f"ended: {', '.join(names) or 'nothing, no such fleet runs there'}")

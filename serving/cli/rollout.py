@@ -225,20 +225,19 @@ def status(model: str | None, url: str, as_json: bool) -> None:
       shardrank rollout status --registry redis://10.0.0.9:6379/0
       shardrank rollout status films --store models --json
     """
+    from loader.rollout.requests import read_fleet
 
-    async def show(fleet: FleetRegistry) -> None:
-        statuses = await _read_statuses(fleet, model)
-        has_coordinator = await _has_coordinator(fleet)
-        if as_json:
-            documents = [one.model_dump(mode="json") for one in statuses]
-            print_json({"rollouts": documents} if model is None else documents[0])
-        elif not statuses:
-            click.echo("nothing was rolled out yet")
-        else:
-            for one in statuses:
-                print_status(one, has_coordinator=has_coordinator)
-
-    with_registry(url, show)
+    fleet = with_registry(url, read_fleet)
+    models = sorted(fleet.rollouts.keys() | fleet.wanted.keys()) if model is None else [model]
+    statuses = [fleet.status(name) for name in models]
+    if as_json:
+        documents = [one.model_dump(mode="json") for one in statuses]
+        print_json({"rollouts": documents} if model is None else documents[0])
+    elif not statuses:
+        click.echo("nothing was rolled out yet")
+    else:
+        for one in statuses:
+            print_status(one, has_coordinator=fleet.coordinator is not None)
 
 
 @rollout.command()
@@ -318,7 +317,7 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
     """
     from loader.errors import RegistryUnavailableError, RolloutError
     from loader.rollout.plan import read_rollout
-    from loader.rollout.requests import read_status
+    from loader.rollout.requests import read_fleet
 
     told, last, moved = set(begun.events), "", time.monotonic()
 
@@ -344,17 +343,11 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                     return now
                 if time.monotonic() - moved >= REMIND_S:
                     moved = time.monotonic()
-                    status = await read_status(fleet, begun.model)
-                    _print_progress(status, has_coordinator=await _has_coordinator(fleet))
+                    state = await read_fleet(fleet)
+                    _print_progress(state.status(begun.model), has_coordinator=state.coordinator is not None)
         except RegistryUnavailableError as error:
             tell(f"waiting: {error}")
         await sleep(POLL_S)
-
-
-async def _has_coordinator(fleet: FleetRegistry) -> bool:
-    from loader.registry.fleet import COORDINATOR_LOCK
-
-    return await fleet.registry.holder(COORDINATOR_LOCK) is not None
 
 
 def _print_progress(status: RolloutStatus, *, has_coordinator: bool) -> None:
@@ -382,16 +375,6 @@ async def _tell_end(fleet: FleetRegistry, ended: Rollout) -> None:
     how = ended.state.replace("_", " ")
     left = _live(None if wanted is None else wanted.live)
     click.echo(f"{ended.model}: version {ended.to_version} was {how}: {ended.reason}; {left}", err=True)
-
-
-async def _read_statuses(fleet: FleetRegistry, model: str | None) -> tuple[RolloutStatus, ...]:
-    """Read the status of one model, or of all. Raises RegistryError."""
-    from loader.rollout.requests import read_fleet, read_status
-
-    if model is not None:
-        return (await read_status(fleet, model),)
-    state = await read_fleet(fleet)
-    return tuple(state.status(one) for one in sorted(state.rollouts.keys() | state.wanted.keys()))
 
 
 def _headline(status: RolloutStatus) -> str:

@@ -25,7 +25,7 @@ def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bu
     report = json.loads(shardrank("publish", api_model.path, *where, *registry, "--json").stdout)
     assert (report["folder"], report["copied"], report["is_new"]) == (f"{bucket.url}/{MODEL}/1", True, True)
     again = shardrank("publish", f"{bucket.url}/{MODEL}/1", *where[2:], *registry)
-    assert f"lies in {bucket.url}/{MODEL}/1" in again.output
+    assert f"folder {bucket.url}/{MODEL}/1, copied no" in again.output
     assert "may be served" in shardrank("verify", *where).output
     flags = ("--shutdown-delay-s", "0", "--dtype", "float32")
     request = api_request(1)
