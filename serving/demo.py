@@ -30,7 +30,7 @@ from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
-from serving.fleet.local_fleet import placement_line, running_fleet
+from serving.fleet.local_fleet import running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports
 from serving.rank.service import RankingService
@@ -287,7 +287,7 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
         snapshot = Snapshot.open(version.folder, verify=False)
         file = None if config.plan_file is None else PlanFile.read(config.plan_file)
         plan = Plan.of_snapshot(snapshot, config.shards, config.sharding, config.cards, REPLICATE_BYTES, file)
-        console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{plan.num_shards} shards, plan {plan.digest[:12]}", markup=False, highlight=False)
 
         async def serve() -> int:
             async with _serving(config, ports, card_set, version.folder) as at:

@@ -52,10 +52,7 @@ _MAX_SHOWN = 200
     opts.EXISTING_FOLDER,
 )
 @opts.option("--out", "The file to write, safetensors.", opts.WRITABLE_FILE, required=True)
-@opts.option("--node-ca", "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs.", opts.FILE)
-@opts.option("--node-cert", "Certificate to show to shard nodes.", opts.FILE)
-@opts.option("--node-key", "Private key of --node-cert.", opts.FILE)
-@opts.setting_option(NodeTlsSettings, "tls_role", hidden=False)
+@opts.settings_options(NodeTlsSettings, "node_ca", "node_cert", "node_key", "tls_role", hidden=False)
 @opts.option("--server-ca", "CAs of serving processes at https://. Default: the system's.", opts.EXISTING_FILE)
 @opts.option(
     "--token TOKEN", "For serving processes: one with the right `admin`.", envvar=TOKEN_VARIABLE, show_envvar=True

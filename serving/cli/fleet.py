@@ -192,12 +192,8 @@ def down(registry: str | None, address: str | None) -> None:
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:
-    from serving.fleet.local_fleet import placement_line
-
     for one in beginnings:
-        if len(beginnings) > 1:
-            click.echo(f"{one.model} version {one.version}:")
-        click.echo(placement_line(one.plan))
+        click.echo(f"{one.model} version {one.version}: {one.plan.num_shards} shards, plan {one.plan.digest[:12]}")
         if one.latest != one.version:
             click.echo(
                 f"{one.model}: version {one.version} is live, the store's latest is {one.latest}; "

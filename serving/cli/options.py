@@ -134,15 +134,18 @@ def numbers(flag: str, text: str, low: float, high: float, default: str | None =
     return option(flag, text, listed, default)
 
 
-def assignments(flag: str, text: str) -> Option:
-    """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets pairs."""
+def assignments(flag: str, text: str, kind: Callable[[str], Any] = str) -> Option:
+    """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets pairs, values as `kind` reads."""
     metavar = flag.partition(" ")[2]
 
-    def assignment(given: str) -> tuple[str, str]:
+    def assignment(given: str) -> tuple[str, Any]:
         name, _, value = given.partition("=")
-        if not name or not value:
-            raise click.BadParameter(f"{given!r} is not {metavar}.")
-        return name, value
+        try:
+            if name and value:
+                return name, kind(value)
+        except ValueError:
+            pass
+        raise click.BadParameter(f"{given!r} is not {metavar}.")
 
     return option(flag, f"{text} Repeatable.", assignment, multiple=True)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from rich.console import Console
     from rich.progress import TaskID
     from rich.table import Table
@@ -23,12 +22,9 @@ MAX_ROWS = 16
 _COLUMN_WIDTH = 11
 
 
-def print_json(value: BaseModel | dict[str, Any]) -> None:
+def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on stdout."""
-    if isinstance(value, dict):
-        click.echo(json.dumps(value, indent=2, ensure_ascii=False))
-    else:
-        click.echo(value.model_dump_json(indent=2))
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], **more: Any) -> Table:

@@ -59,6 +59,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
     "--hotness FEATURE=N",
     "Ids in a bag of a feature, in the mean. Default: what the published model or the snapshot's golden requests have, "
     "else 1.",
+    float,
 )
 @opts.option(
     "--zipf S", "Row r is looked up in proportion to r^-S. Default: as published, else 0.", opts.FiniteRange(0, 8)
@@ -109,7 +110,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     from shard_node.planning.cost_model import SYSTEMS
 
     spec, profile = planned_model(options)
-    profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
+    profile = profile.with_hotness(spec, dict(options["hotness"]))
     if options["zipf"] is not None:
         profile = replace(profile, zipf=options["zipf"])
     if options["head"] is not None:
@@ -139,13 +140,6 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
         except OSError as error:
             raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
     (print_json if options["as_json"] else print_document)(document)
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise click.UsageError(f"--hotness {name}={text}: {text!r} is not a number.") from None
 
 
 def _head(text: str) -> Head:

@@ -258,11 +258,10 @@ def recording(config: ServeConfig, service: RankingService) -> Iterator[None]:
     if config.record is None:
         yield
         return
-    from serving.observe.recording import RecordingConfig, RequestRecorder
+    from serving.observe.recording import RequestRecorder
 
-    max_bytes = config.record_max_mb * 1_000_000
-    recorded = RecordingConfig(folder=config.record, share=config.record_share, max_bytes=max_bytes)
-    with contextlib.closing(RequestRecorder(recorded, service.metrics.recorded, clock=service.clock)) as recorder:
+    bounds, counted = (config.record_share, config.record_max_mb * 1_000_000), service.metrics.recorded
+    with contextlib.closing(RequestRecorder(config.record, *bounds, counted, clock=service.clock)) as recorder:
         service.on_ranked += (recorder.offer,)
         yield
 

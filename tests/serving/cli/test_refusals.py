@@ -156,7 +156,7 @@ REFUSALS = [
     ("plan --model lunch", USAGE, "no such file, and the catalog has only dlrm-v2"),
     ("plan --model dlrm-v2:2", USAGE, "above 0 and at most 1"),
     ("plan --model merlin-tiny --out /nowhere/plan.json", USAGE, "--out /nowhere/plan.json: No such file"),
-    (f"{PLAN} --hotness f0=many", USAGE, "'many' is not a number"),
+    (f"{PLAN} --hotness f0=many", USAGE, "'f0=many' is not FEATURE=N"),
     (f"{PLAN} --prune", USAGE, "--ids, --prune and --keep-share go with a model description"),
     (f"{PLAN} --head 5000", USAGE, "--head 5000: '5000' is not ROWS:SHARE"),
     ("plan --model dlrm-v2:x", USAGE, "the scale of its rows must be above 0"),
