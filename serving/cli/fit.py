@@ -56,11 +56,6 @@ def _levers(text: str) -> tuple[str, ...]:
 @opts.option("--keep-share SHARE", "Of lookups, what pruning leaves alone.", opts.PART, 0.999)
 @opts.option("--levers LEVER,...", "Which may be proposed, such as prune,precision. Default: all.", _levers)
 @opts.option("--out", "Write the proposal as a model description.", opts.WRITABLE_FILE)
-@opts.option(
-    "--counts-out",
-    "Write how often rows are looked up by the --trace, at the sizes proposed, for `export`; not of vocabularies.",
-    opts.WRITABLE_FILE,
-)
 @opts.json_flag("what is found")
 def fit(model: str, **options: Any) -> None:
     """Fit a model's tables to the ids that come.
@@ -102,8 +97,6 @@ def fit(model: str, **options: Any) -> None:
         if options["out"] is not None:
             proposed = description.model_copy(update={"tables": tuple(table.table for table in done)})
             options["out"].write_text(proposed.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
-    if options["counts_out"] is not None:
-        _write_counts(options["counts_out"], done)
     (print_json if options["as_json"] else print_document)(document)
     if measured and not traces:
         message = "Counts are of rows, not of ids, so collisions can't be measured: for those give a --trace."
@@ -111,19 +104,6 @@ def fit(model: str, **options: Any) -> None:
     if proposal is not None and proposal.bytes_after > proposal.limit_bytes and proposal.shards == 1:
         left = human_bytes(proposal.bytes_after)
         click.echo(f"does not fit: {left} are left, and --levers leaves out shard", err=True)
-
-
-def _write_counts(path: Path, tables: Sequence[LeveredTable]) -> None:
-    from loader.access_counts import write_access_counts
-
-    counts = {
-        table.table.name: counted
-        for table in tables
-        if table.ids is not None and (counted := table.ids.row_counts(table.table)) is not None
-    }
-    if not counts:
-        raise click.UsageError("--counts-out: there is no --trace of a table whose rows are known.")
-    write_access_counts(path, counts)
 
 
 def _read_lookups(

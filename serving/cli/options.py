@@ -97,16 +97,21 @@ def count(flag: str, text: str, low: int = 1, high: int | None = None, default: 
     return option(flag, text, click.IntRange(low, high), default)
 
 
-def _time_s(text: str) -> float:
-    try:
-        return float(seconds(text))
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.") from None
+def _reader(read: Callable[[Any], Any]) -> Callable[[str], Any]:
+    """Return a function that reads an option's text, and whose ValueError is a usage error."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.") from None
+
+    return convert
 
 
 def duration(flag: str, text: str, **more: Any) -> Option:
     """Declare an option for a time; the command gets seconds."""
-    return option(f"{flag} TIME", text, _time_s, **more)
+    return option(f"{flag} TIME", text, _reader(seconds), **more)
 
 
 def gigabytes(flag: str, text: str, default: float | None = None, *, above_zero: bool = False) -> Option:
@@ -185,13 +190,8 @@ ids_option = option(
 out_store_option = option("--store", "Where the snapshot goes: FOLDER/<model>/<version>/.", FOLDER, required=True)
 
 
-def store_text(text: str) -> str | Path:
-    """Read where a store or a snapshot is: the text of a URL, and the path of anything else, which is no file."""
-    try:
-        place: str | Path = store_or_path(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.") from None
-    return place
+store_text = _reader(store_or_path)
+"""Reads where a store or a snapshot is: the text of a URL, and the path of anything else, which is no file."""
 
 
 def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:

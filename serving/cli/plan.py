@@ -32,6 +32,19 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 """The keys of `SYSTEMS`, repeated because importing them would make `--help` slow; a test compares them."""
 
 
+def _head(text: str) -> Head:
+    from shard_node.planning.hotness import Head
+
+    rows, _, share = text.partition(":")
+    try:
+        head = Head(int(rows), float(share))
+    except ValueError:
+        head = Head(0, 0.0)
+    if not (1 <= head.rows < 2**48 and 0 <= head.share <= 1):
+        raise click.BadParameter(f"{text!r} is not ROWS:SHARE, such as 5000:0.85.")
+    return head
+
+
 @click.command(cls=WithExamples)
 @opts.option(
     "--model FILE",
@@ -53,7 +66,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.count("--shards", "Nodes that share rows.", 1, 1024, 1)
 @opts.settings_options(DivisionSettings, "sharding", "replicate_bytes")
 @opts.switch("--no-peer-access", "Plan for cards that can't read each other's memory.")
-@opts.count("--batch", "Candidates of a batch.", 1, 10_000_000, 500)
+@opts.option("--batch", "Candidates of a batch.", click.IntRange(1, 10_000_000), 500, name="candidates")
 @opts.count("--requests", "Requests of a batch; context features are looked up once for each.", 1, 10_000_000, 1)
 @opts.assignments(
     "--hotness FEATURE=N",
@@ -67,6 +80,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.option(
     "--head ROWS:SHARE",
     "Only the first ROWS of a table follow --zipf, for that share of the lookups; the others go to all rows alike.",
+    _head,
 )
 @opts.network_options
 @opts.option(
@@ -111,10 +125,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
 
     spec, profile = planned_model(options)
     profile = profile.with_hotness(spec, dict(options["hotness"]))
-    if options["zipf"] is not None:
-        profile = replace(profile, zipf=options["zipf"])
-    if options["head"] is not None:
-        profile = replace(profile, head=_head(options["head"]))
+    profile = replace(profile, **{name: options[name] for name in ("zipf", "head") if options[name] is not None})
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
@@ -122,16 +133,9 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     if options["shards"] > 1:
         line = Network(gb_per_s=options["network_gb_per_s"], latency_us=options["network_us"])
         network = config_of(NetworkOptions, options, network=line)
-    node = config_of(
-        CapacityOptions,
-        options,
-        system=system,
-        cards=options["cards"] or system.cards,
-        card_memory_gb=options["card_memory_gb"] or system.card_memory_gb,
-        peer_access=not options["no_peer_access"],
-        candidates=options["batch"],
-        network=network,
-    )
+    given = dict(system) | {name: value for name, value in options.items() if value is not None}
+    more = {"system": system, "peer_access": not options["no_peer_access"], "network": network}
+    node = config_of(CapacityOptions, given, **more)
     division = best_division(spec, node, profile) if compare or out is not None else None
     document = to_jsonable_python(capacity(spec, profile, node, division))
     if out is not None and division is not None:
@@ -140,19 +144,6 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
         except OSError as error:
             raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
     (print_json if options["as_json"] else print_document)(document)
-
-
-def _head(text: str) -> Head:
-    from shard_node.planning.hotness import Head
-
-    rows, _, share = text.partition(":")
-    try:
-        head = Head(int(rows), float(share))
-    except ValueError:
-        head = Head(0, 0.0)
-    if not (1 <= head.rows < 2**48 and 0 <= head.share <= 1):
-        raise click.UsageError(f"--head {text}: {text!r} is not ROWS:SHARE, such as 5000:0.85.")
-    return head
 
 
 def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -51,14 +51,7 @@ Sleep = Callable[[float], Awaitable[None]]
 )
 @opts.hash_threads_option
 @opts.json_flag("what was published")
-def publish(
-    snapshot: str | Path,
-    store: StorePlace | None,
-    registry: str | None,
-    retain: int | None,
-    threads: int,
-    as_json: bool,
-) -> None:
+def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **options: Any) -> None:
     """Check a snapshot in full, copy it into the store, and put it on record.
 
     SNAPSHOT is its folder or, of one that lies in a store at a URL, URL/MODEL/VERSION.
@@ -77,11 +70,14 @@ def publish(
     where = own if store is None else store
 
     async def work(fleet: FleetRegistry) -> tuple[Publication, Retained | None]:
-        done = await publishing.publish(fleet, folder, where, clock=time.time, threads=threads, progress=bars)
+        done = await publishing.publish(
+            fleet, folder, where, clock=time.time, threads=options["threads"], progress=bars
+        )
+        retain = options["retain"]
         return done, None if retain is None else await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
-        published, retained = with_registry(registry_url(registry, where), work)
+        published, retained = with_registry(registry_url(options["registry"], where), work)
     done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
     kept, deleted = (None, None) if retained is None else (retained.kept, retained.dropped)
     document = published.record.model_dump(mode="json") | done | {"kept": kept, "deleted": deleted}
@@ -164,18 +160,7 @@ def rollout() -> None:
 @opts.follow_option
 @opts.fleet_options
 @click.pass_context
-def start(
-    ctx: click.Context,
-    model: str,
-    version: int,
-    canary: float | None,
-    bake: float | None,
-    bake_timeout: float | None,
-    strategy: Literal["beside", "by-replica"],
-    guard: Sequence[tuple[str, str]],
-    follow: bool,
-    url: str,
-) -> None:
+def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: str, **options: Any) -> None:
     """Roll out a published version.
 
     It is staged beside the live one on all nodes, checked, warmed and compared with its golden scores before a single
@@ -190,16 +175,17 @@ def start(
     from loader.rollout.guards import GuardLimits
     from loader.rollout.requests import start_rollout
 
-    limits = config_of(GuardLimits, {}, "--guard: ", **dict(guard))
+    limits = config_of(GuardLimits, {}, "--guard: ", **dict(options["guard"]))
+    canary, bake, bake_timeout_s = options["canary"], options["bake"], options["bake_timeout"]
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
-    if bake_timeout is not None and not bake_s:
+    if bake_timeout_s is not None and not bake_s:
         raise click.UsageError("--bake-timeout needs --bake or --canary.")
+    baking = {"canary_share": canary, "bake_s": bake_s, "bake_timeout_s": bake_timeout_s, "guards": limits}
 
     async def work(fleet: FleetRegistry) -> Rollout:
         started = await start_rollout(
-            fleet, model, version, canary_share=canary, bake_s=bake_s, bake_timeout_s=bake_timeout, strategy=strategy,
-            guards=limits, rollout_id=secrets.token_hex(16),
-        )  # fmt: skip
+            fleet, model, version, strategy=options["strategy"], rollout_id=secrets.token_hex(16), **baking
+        )
         replaced = "the first one" if started.from_version is None else f"in place of {started.from_version}"
         click.echo(f"{model}: rolling out version {version}, {replaced}")
         return await follow_rollout(fleet, started) if follow else started
@@ -316,7 +302,6 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
     Raises RolloutError if another one has taken its place in the registry before its end was seen.
     """
     from loader.errors import RegistryUnavailableError, RolloutError
-    from loader.rollout.plan import read_rollout
     from loader.rollout.requests import read_fleet
 
     told, last, moved = set(begun.events), "", time.monotonic()
@@ -329,9 +314,8 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
 
     while True:
         try:
-            on_record = await read_rollout(fleet, begun.model)
-            if on_record is not None:
-                now = on_record.rollout
+            state = await read_fleet(fleet)
+            if (now := state.rollouts.get(begun.model)) is not None:
                 if now.rollout_id != begun.rollout_id:
                     raise RolloutError(f"{begun.model}: another rollout followed before the end of this one was seen")
                 for event in now.events:
@@ -339,11 +323,10 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                         told.add(event)
                         tell(_event_line(event))
                 if not now.active:
-                    await _tell_end(fleet, now)
+                    _tell_end(now, state.wanted.get(now.model))
                     return now
                 if time.monotonic() - moved >= REMIND_S:
                     moved = time.monotonic()
-                    state = await read_fleet(fleet)
                     _print_progress(state.status(begun.model), has_coordinator=state.coordinator is not None)
         except RegistryUnavailableError as error:
             tell(f"waiting: {error}")
@@ -366,8 +349,7 @@ def print_status(status: RolloutStatus, *, has_coordinator: bool) -> None:
     print_document({"steps": steps, **document, "events": document["events"][-SHOWN_EVENTS:]})
 
 
-async def _tell_end(fleet: FleetRegistry, ended: Rollout) -> None:
-    wanted = await fleet.wanted_model(ended.model)
+def _tell_end(ended: Rollout, wanted: WantedModel | None) -> None:
     if ended.state == "done":
         lasted = human_time(ended.events[-1].at - ended.started_at) if ended.events else ""
         click.echo(f"{ended.model}: version {ended.to_version} is live, after {lasted}")

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -73,11 +73,6 @@ def config_of(
             str(one).removeprefix("document: ").removeprefix("Value error, ") for one in schema_errors(error, [schema])
         )
         raise click.UsageError(prefix + "; ".join(problems)) from error
-
-
-def flags(names: Iterable[str]) -> str:
-    """Return options as a person writes them: `--shard, --no-verify`."""
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def snapshot_folder(

@@ -13,7 +13,7 @@ import click
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_document, print_json, progress_bars
-from serving.cli.settings import config_of, flags, snapshot_folder
+from serving.cli.settings import config_of, snapshot_folder
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
 
     given = {name: options.pop(name) for name in ("keep_share", "pruned_row")}
     is_pruned, training = options.pop("prune"), {name: options.pop(name) for name in ("epochs", "bucketing")}
-    if not is_pruned and (unused := [name for name, value in given.items() if value is not None]):
-        raise click.UsageError(f"{flags(unused)}: only with --prune")
+    if not is_pruned and any(value is not None for value in given.values()):
+        raise click.UsageError("--keep-share, --pruned-row: only with --prune")
     pruning = config_of(Pruning, given) if is_pruned else None
     tables = {name: _json_object(f"--table {name}", text) for name, text in options.pop("table")}
     films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=tables)

@@ -22,7 +22,7 @@ START = "rollout start films 2 --registry r"
 REFUSALS = [
     ("inspect", USAGE, "Name a snapshot"),
     ("inspect --store a --snapshot b", USAGE, "leave out --store"),
-    ("train --store s --keep-share 0.5", USAGE, "--keep-share: only with --prune"),
+    ("train --store s --keep-share 0.5", USAGE, "--keep-share, --pruned-row: only with --prune"),
     ("train --store s --table films=[]", USAGE, "--table films: '[]' is not a JSON object"),
     ("train --store s --table films=x", USAGE, "--table films: not JSON"),
     ("demo --sharding sideways", USAGE, "is not one of"),
@@ -158,7 +158,7 @@ REFUSALS = [
     ("plan --model merlin-tiny --out /nowhere/plan.json", USAGE, "--out /nowhere/plan.json: No such file"),
     (f"{PLAN} --hotness f0=many", USAGE, "'f0=many' is not FEATURE=N"),
     (f"{PLAN} --prune", USAGE, "--ids, --prune and --keep-share go with a model description"),
-    (f"{PLAN} --head 5000", USAGE, "--head 5000: '5000' is not ROWS:SHARE"),
+    (f"{PLAN} --head 5000", USAGE, "'5000' is not ROWS:SHARE"),
     ("plan --model dlrm-v2:x", USAGE, "the scale of its rows must be above 0"),
     (f"{PLAN} --hotness nobody=3", ERROR, "has no such feature"),
     (f"{PLAN} --hotness f0=-1", ERROR, "allowed is 0"),
