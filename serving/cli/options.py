@@ -297,9 +297,8 @@ network_options = together(
     numbers("--compare-hit-rates H,...", "Print for each whether to replicate or to shard.", 0, 1, "0,0.5,0.85,0.99"),
     numbers("--compare-hot-rows N,...", "The same, for so many of the hottest rows at the router.", 0, 2**48),
 )  # fmt: skip
-_MOVIELENS = "Folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre)."
 films_options = together(
-    option("--movielens", _MOVIELENS, EXISTING_FOLDER),
+    option("--movielens", "Folder of MovieLens 100K's u.data, u.item, u.user, u.genre.", EXISTING_FOLDER),
     count("--ratings", "How many ratings to generate, without --movielens.", 1000, 10_000_000, 40_000),
     count("--epochs", "Passes over the data; default: the trainer's own.", 1, 1000),
     count("--seed", "Of the split, the training, and of what is generated.", 0, 2**32 - 1, 0),
