@@ -266,7 +266,7 @@ class Router:
             ShardrankError: if a shard can't answer.
         """
         times, started_at = LookupTimes(), self._clock()
-        mapped = self.map(bags)
+        mapped = self._mapper.map(bags)
         num_rows, complete, by_lookup = self.rows_to_fetch(mapped)
         by_table = self._by_table(by_lookup)
         mapped_at = self._clock()

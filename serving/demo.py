@@ -28,13 +28,14 @@ from router.plan import Plan
 from router.plan_file import PlanFile
 from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
+from serving.config import ServeConfig
 from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports
 from serving.rank.service import RankingService
-from serving.server import Listening, ServerConfig, running_server
+from serving.server import Listening, running_server
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
 from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from serving.versions.loading import ModelSource, load_served_model
@@ -326,7 +327,7 @@ async def _serving(
                 service = RankingService()
                 stack.push_async_callback(asyncio.to_thread, service.close)
                 service.install(await asyncio.to_thread(load_served_model, source, service, bars))
-                server = ServerConfig(host=config.host, http_port=ports.http, grpc_port=ports.grpc)
+                server = ServeConfig(host=config.host, http_port=ports.http, grpc_port=ports.grpc)
                 await stack.enter_async_context(running_server(service, server))
             else:
                 ready, total = itertools.count(1), config.shards + 2

@@ -72,7 +72,7 @@ class KeyedBags:
     ) -> KeyedBags:
         """Build offsets from the length of each bag (any integer dtype, [B])."""
         offsets = np.zeros(lengths.size + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
+        np.add.accumulate(lengths, dtype=np.int64, out=offsets[1:])
         bags = cls(keys, bags_per_key, offsets, values, weights)
         # Every bag that is made is asked for both, more than once.
         bag_starts = np.zeros(keys.size + 1, dtype=np.int64)

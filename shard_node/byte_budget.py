@@ -85,17 +85,24 @@ class ByteAccount:
             if self.held + num_bytes > half // (len(budget.holders) + (self not in budget.holders)):
                 raise budget.refusal("share")
             self._make_room(num_bytes)
-        self.hold(num_bytes)
+        budget.buffered += num_bytes
+        self.held += num_bytes
+        if self.held:
+            budget.holders.add(self)
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that can't be refused any more, such as those of an answer."""
         self._budget.buffered += num_bytes
         self.held += num_bytes
-        (self._budget.holders.add if self.held else self._budget.holders.discard)(self)
+        if self.held:
+            self._budget.holders.add(self)
 
     def refund(self, num_bytes: int) -> None:
         """Count bytes out again."""
-        self.hold(-num_bytes)
+        self._budget.buffered -= num_bytes
+        self.held -= num_bytes
+        if not self.held:
+            self._budget.holders.discard(self)
 
     def close(self) -> None:
         """Count everything out, and nothing more: the connection is lost."""

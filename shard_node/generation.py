@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
+import msgspec
+
 from loader.errors import RolloutError
 from loader.progress import lower_own_priority
 from shard_node.errors import GenerationNotFoundError
@@ -42,15 +44,12 @@ class Generation(Generic[Payload]):
     retired: threading.Event = field(default_factory=threading.Event)
 
 
-class Lease(Generic[Payload]):
+class Lease(msgspec.Struct, Generic[Payload], eq=False):
     """The right to use one generation until released. A context manager; releasing it twice is an error."""
 
-    __slots__ = ("_generations", "_released", "generation")
-
-    def __init__(self, generations: Generations[Payload], generation: Generation[Payload]) -> None:
-        self._generations = generations
-        self._released = False
-        self.generation = generation
+    generations: Generations[Payload]
+    generation: Generation[Payload]
+    is_released: bool = False
 
     @property
     def payload(self) -> Payload:
@@ -64,10 +63,15 @@ class Lease(Generic[Payload]):
 
     def release(self) -> None:
         """Give the lease back. The last one of a draining generation lets it be retired."""
-        if self._released:
-            raise RolloutError(f"a lease on {self.generation.model!r} {self.version} was released twice")
-        self._released = True
-        self._generations.release(self.generation)
+        generations, generation = self.generations, self.generation
+        if self.is_released:
+            raise RolloutError(f"a lease on {generation.model!r} {generation.version} was released twice")
+        self.is_released = True
+        with generations.lock:
+            generation.leases -= 1
+            drained = generation.state == "draining" and generations.take_if_drained(generation)
+        if drained:
+            generations.free(generation)
 
     def __enter__(self) -> Lease[Payload]:
         return self
@@ -79,22 +83,22 @@ class Lease(Generic[Payload]):
 
 
 class Generations(Generic[Payload]):
-    """All generations of a process. Thread-safe; taking and releasing a lease is a few instructions under one lock.
+    """All generations of a process. Thread-safe; taking and releasing a lease is a few instructions under `lock`.
 
-    `free` frees a payload after its last lease, in a thread of its own, of low priority unless the work is in Python.
+    `free_payload` does so after the last lease, in a thread of its own, of low priority unless the work is in Python.
     """
 
-    def __init__(self, free: Callable[[Payload], None], *, low_priority: bool = True) -> None:
-        self._free_payload = free
+    def __init__(self, free_payload: Callable[[Payload], None], *, low_priority: bool = True) -> None:
+        self._free_payload = free_payload
         self._low_priority = low_priority
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._by_key: dict[tuple[str, int], Generation[Payload]] = {}
         self._live: dict[str, Generation[Payload]] = {}
 
     def stage(self, model: str, version: int, payload: Payload) -> Generation[Payload]:
         """Put a loaded version beside the live one. Raises RolloutError if it is here, or still drains."""
         generation = Generation(model, version, payload)
-        with self._lock:
+        with self.lock:
             before = self._by_key.get((model, version))
             if before is not None:
                 raise RolloutError(f"version {version} of model {model!r} is already here ({before.state})")
@@ -106,7 +110,7 @@ class Generations(Generic[Payload]):
 
         Raises GenerationNotFoundError if that version is not here, or drains; so do all that name a version.
         """
-        with self._lock:
+        with self.lock:
             generation = self._find(model, version)
             before = self._live.get(model)
             # States are read without the lock: the one that stays live is never seen as anything else.
@@ -116,78 +120,66 @@ class Generations(Generic[Payload]):
             self._live[model] = generation
 
     def lease(self, model: str, version: int | None = None) -> Lease[Payload]:
-        """Leases the live generation, or the given version, live or staged."""
-        return Lease(self, self.take(model, version))
-
-    def take(self, model: str, version: int | None = None) -> Generation[Payload]:
-        """Return the generation itself, counted as leased: `release` must follow, once."""
-        with self._lock:
+        """Lease the live generation, or the given version, live or staged."""
+        with self.lock:
             generation = self._live.get(model) if version is None else self._by_key.get((model, version))
             if generation is None or generation.state == "draining":
                 raise self._not_found(model, version)
             generation.leases += 1
-        return generation
+        return Lease(self, generation)
 
     def payload(self, model: str, version: int) -> Payload:
         """Return what a version serves with, without a lease: only for what outlasts its being freed."""
-        with self._lock:
+        with self.lock:
             return self._find(model, version).payload
-
-    def release(self, generation: Generation[Payload]) -> None:
-        """Give back what `take` or a lease took."""
-        with self._lock:
-            generation.leases -= 1
-            drained = generation.state == "draining" and self._take_if_drained(generation)
-        if drained:
-            self._free(generation)
 
     def retire(self, model: str, version: int) -> Generation[Payload]:
         """Withdraw a version: it is freed when its last lease ends; wait for its `retired` event."""
-        with self._lock:
+        with self.lock:
             generation = self._find(model, version)
             if self._live.get(model) is generation:
                 del self._live[model]
             generation.state = "draining"
-            drained = self._take_if_drained(generation)
+            drained = self.take_if_drained(generation)
         if drained:
-            self._free(generation)
+            self.free(generation)
         return generation
 
     def retire_all(self) -> list[Generation[Payload]]:
         """Withdraws every version that is not withdrawn yet; returns all that are not freed yet."""
-        with self._lock:
+        with self.lock:
             generations = list(self._by_key.values())
             self._live.clear()
             for generation in generations:
                 generation.state = "draining"
-            drained = [generation for generation in generations if self._take_if_drained(generation)]
+            drained = [generation for generation in generations if self.take_if_drained(generation)]
         for generation in drained:
-            self._free(generation)
+            self.free(generation)
         return generations
 
     def models(self) -> list[str]:
         """Return the models that have a live version, sorted."""
-        with self._lock:
+        with self.lock:
             return sorted(self._live)
 
     def live(self) -> list[Generation[Payload]]:
         """Return the live generation of every model that has one."""
-        with self._lock:
+        with self.lock:
             return list(self._live.values())
 
     def live_versions(self) -> dict[str, int]:
         """Return the live version of every model that has one, all as of one moment."""
-        with self._lock:
+        with self.lock:
             return {model: one.version for model, one in sorted(self._live.items())}
 
     def has(self, model: str, version: int) -> bool:
         """Whether a version is here and not freed: live, staged, or draining."""
-        with self._lock:
+        with self.lock:
             return (model, version) in self._by_key
 
     def all(self) -> list[Generation[Payload]]:
         """Return every generation that is here, by model and version."""
-        with self._lock:
+        with self.lock:
             return [self._by_key[key] for key in sorted(self._by_key)]
 
     def _find(self, model: str, version: int) -> Generation[Payload]:
@@ -201,14 +193,17 @@ class Generations(Generic[Payload]):
         wanted = f"model {model!r}" if version is None else f"version {version} of model {model!r}"
         return GenerationNotFoundError(f"{wanted} is not here; here: {', '.join(here) or 'nothing'}")
 
-    def _take_if_drained(self, generation: Generation[Payload]) -> bool:
+    def take_if_drained(self, generation: Generation[Payload]) -> bool:
+        """Retire a draining generation without leases, under `lock`; return whether it is to be freed."""
         if generation.state != "draining" or generation.leases:
             return False
         generation.state = "retired"
         del self._by_key[generation.model, generation.version]
         return True
 
-    def _free(self, generation: Generation[Payload]) -> None:
+    def free(self, generation: Generation[Payload]) -> None:
+        """Free the payload of a generation that is retired, in a thread of its own."""
+
         # Unmapping gigabytes takes long; whoever gave the last lease back must not wait for it. The interpreter must:
         # ending while a thread frees tensors aborts the process.
         def free() -> None:

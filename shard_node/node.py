@@ -137,24 +137,24 @@ class DeltaProgress:
 
 
 class DeltaPosition:
-    """The current `DeltaProgress` of one generation: written by one follower, read by any thread."""
+    """The current `DeltaProgress` of one generation, `now`: written by one follower, read by any thread."""
 
     def __init__(self, delta_base: int = 0, last_delta: int = 0) -> None:
-        self._now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
+        self.now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
 
     def snapshot(self) -> DeltaProgress:
         """Return all fields as of one moment."""
-        return self._now
+        return self.now
 
     @property
     def sequence(self) -> int:
         """The last delta whose rows are here, contained ones included."""
-        return self._now.sequence
+        return self.now.sequence
 
     def applied(self, sequence: int, published_at: float, rows: int, now: float) -> None:
         """Move past one delta: all of its rows are in place."""
-        before, published = self._now, min(published_at, now)
-        self._now = replace(
+        before, published = self.now, min(published_at, now)
+        self.now = replace(
             before,
             sequence=sequence,
             published_at=published_at,
@@ -170,17 +170,17 @@ class DeltaPosition:
 
         A stream that was seen to be longer is not forgotten: what was there once and is not applied is missing.
         """
-        before = self._now
+        before = self.now
         stream_last = max(stream_last, before.stream_last)
         until = stream_last if before.catch_up_to is None else before.catch_up_to
         if stream_last > before.sequence:
-            self._now = replace(before, stream_last=stream_last, catch_up_to=until)
+            self.now = replace(before, stream_last=stream_last, catch_up_to=until)
         else:
-            self._now = replace(before, stream_last=stream_last, catch_up_to=until, fresh_at=looked_at, reason="")
+            self.now = replace(before, stream_last=stream_last, catch_up_to=until, fresh_at=looked_at, reason="")
 
     def refused(self, reason: str) -> None:
         """Note why the next delta can't be applied."""
-        self._now = replace(self._now, refused=self._now.refused + 1, reason=reason)
+        self.now = replace(self.now, refused=self.now.refused + 1, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,23 +222,24 @@ class ShardNode:
     def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
         """Pools as `pool`, and tells the last delta that those rows had before they were looked at."""
         # One lease for both: under the same number rows may be staged anew, and then they begin with an earlier delta.
-        generation = self.generations.take(model, version)
+        lease = self.generations.lease(model, version)
         try:
-            sequence = generation.payload.deltas.sequence
-            return generation.payload.engine.pool(bags), sequence
+            tables = lease.generation.payload
+            sequence = tables.deltas.now.sequence
+            return tables.engine.pool(bags), sequence
         finally:
-            self.generations.release(generation)
+            lease.release()
 
     def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
         """Pools as `pool`, in the forms that whoever asks takes."""
-        generation = self.generations.take(model, version)
+        lease = self.generations.lease(model, version)
         try:
-            engine = generation.payload.engine
+            tables = lease.generation.payload
             # Before the rows: they may be newer than it says, and never older.
-            sequence = generation.payload.deltas.sequence
-            answer = engine.answer(bags) if forms.stored else Answer(engine.pool(bags))
+            sequence = tables.deltas.sequence
+            answer = tables.engine.answer(bags) if forms.stored else Answer(tables.engine.pool(bags))
         finally:
-            self.generations.release(generation)
+            lease.release()
         sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
         return Answer(sums, answer.stored, sequence=sequence)
 

@@ -62,6 +62,7 @@ from loadtest.workloads.payloads import APIS, Api, Payload
 from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
+from serving.config import ServeConfig
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -70,7 +71,7 @@ from serving.observe.calls import STAGES, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
-from serving.server import ServerConfig, running_server
+from serving.server import running_server
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ranking_parts
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
@@ -314,7 +315,7 @@ async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) 
         else:
             served = await asyncio.to_thread(load_served_model, source, service, loop=loop)
         service.install(served)
-        async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
+        async with running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
             pool = bench_payloads(CALLS_SHAPE, "mlp", 1, api, 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):

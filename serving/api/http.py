@@ -19,20 +19,21 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import OverloadedError, ShardrankError
-from serving.api.bodies import CODINGS, expand, read_body
+from serving.api.bodies import CODINGS, expand
 from serving.api.documents import RANKING_ROUTE, create_documents, create_probes
-from serving.api.http_connection import CHECK_S, Exchange, HttpListener, State
-from serving.api.http_messages import Fields, HttpReply, error_reply, internal_error_reply
+from serving.api.http_connection import CHECK_S, HttpListener, State
+from serving.api.http_messages import Exchange, Fields, HttpReply, error_reply, internal_error_reply
 from serving.api.listening import CountFailure
 from serving.api.tokens import Tokens
 from serving.dashboard.board import FleetSource, run_board
-from serving.errors import invalid_field
+from serving.errors import InvalidRequestError, invalid_field
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
-from serving.formats.requests import Buffer, Codec, Encoded
+from serving.formats.requests import Codec
 from serving.limits import RequestLimits
-from serving.observe.traces import TRACEPARENT, parent_of
+from serving.observe.calls import Call
+from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from serving.rank.service import RankingService, answer
 from shard_node.wire.address import Address
 
@@ -43,6 +44,7 @@ LAST_READ_S = 0.01
 LAST_REQUEST_S = 0.5
 """For bytes that have come to be read, and for a new connection to bring its first request, when the server stops."""
 PROTOBUF = b"application/x-protobuf"
+_GONE = InvalidRequestError("", "the client closed the connection before its request was complete", kind="client_gone")
 
 
 class HttpApp:
@@ -54,70 +56,50 @@ class HttpApp:
         self.documents = create_documents(service, tokens)
         self._documents = answered_once(self.documents)
 
-    def admit(self, exchange: Exchange) -> OverloadedError | None:
-        """Match the route of a request by its head, and admit it if it ranks; return why it is refused.
-
-        Its token is not checked: the refusal says nothing of what is served.
-        """
+    def admit(self, exchange: Exchange) -> ShardrankError | None:
+        """Match the route of a request by its head, and admit it if it ranks; return why it is refused."""
         if exchange.method != "POST" or (route := RANKING_ROUTE.fullmatch(exchange.path)) is None:
             return None
-        exchange.route = route
+        service, fields = self._service, exchange.fields
         api, method = ("oip_http", "rank") if route["model"] is None else ("http", route["method"])
         try:
-            exchange.call = self._service.admit(api, method, None)
+            call = service.admit(api, method, None)
         except OverloadedError as error:
             return error
-        return None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Response one request."""
-        exchange: Exchange = scope["state"]["exchange"]
-        if exchange.route is None:
-            await self._documents(scope, receive, send)
-            return
-        try:
-            encoded = await self._ranked(scope, receive, exchange)
-            reply = HttpReply(200, encoded.body, encoded.content_type, encoded.headers)
-        except ShardrankError as error:
-            reply = error_reply(exchange.path, exchange.request_id, error)
-        except Exception:
-            reply = internal_error_reply(exchange.path, exchange.request_id)
-        await send({"type": "http.response.start", "status": reply.status, "headers": reply.header_lines()})
-        await send({"type": "http.response.body", "body": reply.body})
-
-    def _ranked(self, scope: Scope, receive: Receive, exchange: Exchange) -> Awaitable[Encoded]:
-        """Check a request's token, choose its codec, and begin to answer it."""
-        service, fields, call = self._service, exchange.fields, exchange.call
         try:
             if self._tokens is not None:
                 self._tokens.check(_text(fields, b"authorization"), "rank")
-            codec, codings = _codec(exchange.route, fields)
-        except BaseException as error:
+            codec, codings = _codec(route, fields)
+            is_coded = b"content-encoding" in fields and _is_coded(fields, codings)
+        except ShardrankError as error:
             service.end_call(call, error)
-            raise
+            return error
         parent = None
         if service.tracer is not None and TRACEPARENT in fields:
-            parent = parent_of(fields, scope["headers"])
-        read: Callable[[], Awaitable[Buffer]] = partial(
-            read_body, receive, "max_body_bytes", service.limits.max_body_bytes
-        )
-        if b"content-encoding" in fields:
-            read = partial(self._expanded, exchange, codings, read)
-        return answer(service, call, codec, read, exchange, parent)
+            parent = parent_of(fields, exchange.connection.scope["headers"])
+        exchange.respond = partial(self._ranked, exchange, call, codec, is_coded, parent)
+        exchange.watch(partial(service.end_call, call, _GONE))
+        return None
 
-    async def _expanded(
-        self, exchange: Exchange, codings: tuple[str, ...], read: Callable[[], Awaitable[Buffer]]
-    ) -> Buffer:
-        coding = (_text(exchange.fields, b"content-encoding") or "identity").lower()
-        if coding != "identity" and coding not in codings:
-            others = f", or coded as {' or '.join(codings)}" if codings else ""
-            says = f"{coding[:40]!r} is not supported; send the body as it is{others}"
-            raise invalid_field("content-encoding", says)
-        body = await read()
-        if coding == "identity":
-            return body
-        connection, limit = exchange.connection, self._service.limits.max_body_bytes
-        return await expand(body, limit, connection.account, connection.spent, self._service.expanding)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that does not rank."""
+        await self._documents(scope, receive, send)
+
+    async def _ranked(
+        self, exchange: Exchange, call: Call, codec: Codec, is_coded: bool, parent: Parent | None, body: bytes
+    ) -> HttpReply:
+        service = self._service
+        received: bytes | Awaitable[bytes] = body
+        if is_coded:
+            account, limit = exchange.connection.account, service.limits.max_body_bytes
+            received = expand(body, limit, account, exchange.connection.spent, service.expanding)
+        try:
+            encoded = await answer(service, call, codec, received, exchange, parent)
+        except ShardrankError as error:
+            return error_reply(exchange.path, exchange.request_id, error)
+        except Exception:
+            return internal_error_reply(exchange.path, exchange.request_id)
+        return HttpReply(200, encoded.body, encoded.content_type, encoded.headers)
 
 
 def answered_once(app: ASGIApp) -> ASGIApp:
@@ -147,6 +129,15 @@ def _codec(route: re.Match[str], fields: Fields) -> tuple[Codec, tuple[str, ...]
     return JsonCodec(method, model), ()
 
 
+def _is_coded(fields: Fields, codings: tuple[str, ...]) -> bool:
+    """Return whether a body is to be decompressed. Raises InvalidRequestError for another coding."""
+    coding = (_text(fields, b"content-encoding") or "identity").lower()
+    if coding != "identity" and coding not in codings:
+        others = f", or coded as {' or '.join(codings)}" if codings else ""
+        raise invalid_field("content-encoding", f"{coding[:40]!r} is not supported; send the body as it is{others}")
+    return coding != "identity"
+
+
 def _text(fields: Fields, name: bytes) -> str | None:
     value = fields.get(name)
     return None if value is None else value.decode("latin-1")
@@ -167,8 +158,7 @@ class HttpServer(HttpListener):
         """Continue, but every answer from now on closes its connection."""
         self.is_draining = True
         for connection in self.open:
-            if connection.cycle is not None:
-                connection.cycle.keep_alive = False
+            connection.close_with_answer()
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Accept what has connected, then nothing more; close idle connections, and wait for requests in flight."""

@@ -6,7 +6,8 @@ connection are in `TRANSITIONS`. Its rules:
 
 1. Each state has a time limit, see `HttpListener`; that of a request begins with its first byte. In ANSWERING the
    connection is only checked then: requests have deadlines of their own.
-2. A request is admitted or refused in `on_headers_complete`; the application starts there, and gets the body complete.
+2. A request is admitted or refused in `on_headers_complete`. Ranking begins once its body is complete, and its answer
+   is one write; the application, which has all other routes, begins with the head.
 3. Bytes of a body are charged to the budget. Without room it is refused, and what still comes of it is dropped
    (LINGERING), so that the client can read the refusal. A body whose answer is complete early is dropped likewise.
 4. Nothing is read in ANSWERING once bytes of the next request are there, and nothing is parsed while the peer does not
@@ -25,7 +26,7 @@ import socket
 import ssl as tls
 import urllib.parse
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from enum import StrEnum
 from functools import partial
 from itertools import chain
@@ -39,7 +40,7 @@ from uvicorn.server import ServerState
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.api.bodies import body_too_large
-from serving.api.http_messages import Fields, body_length, error_reply, header_too_large
+from serving.api.http_messages import Exchange, Respond, body_length, error_reply, header_too_large
 from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, CountFailure, forget_unsent
 from serving.errors import InvalidRequestError, malformed
 from serving.limits import RequestLimits
@@ -63,6 +64,7 @@ _CHUNK_LINE_BYTES = 20
 # Of a chunked body, parsed at once: small chunks cost a microsecond each.
 _CHUNKED_BYTES = 2**14
 _END = b"\r\n\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _UPGRADE = re.compile(rb"\r\n(?i:upgrade):[^\r]*+")
 
 
@@ -102,52 +104,6 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
     State.CLOSED: {},
 }
 _CLOSED = (State.CLOSING, State.CLOSED)
-
-
-class Exchange:
-    """A request whose head was read, and its answer. Implements `serving.rank.service.Caller`.
-
-    Attributes:
-        fields: the first header of each name, which is in lower case.
-        route, call: what `Admit` has matched the path to, and admitted, for the application.
-        on_sent: called once the answer is sent, or the client has left.
-    """
-
-    def __init__(self, connection: HttpConnection, method: str, path: str, fields: Fields) -> None:
-        self.connection, self.method, self.path, self.fields = connection, method, path, fields
-        self.route: Any = None
-        self.call: Any = None
-        self.is_answered = self._is_over = False
-        self._on_leave: Callable[[], None] | None = None
-        self.on_sent: list[Callable[[], None]] = []
-
-    @property
-    def request_id(self) -> str:
-        """The client's id of the request, "" for none."""
-        return self.fields.get(b"x-request-id", b"").strip(b" \t").decode("latin-1")
-
-    def time_remaining(self) -> None:
-        """Return None: an HTTP client sets no deadline in a head."""
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the client leaves before its answer: at once, if it has left already."""
-        self._on_leave = callback
-        if self._is_over:
-            callback()
-
-    def when_taken(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the answer is sent, or the client has left."""
-        self.on_sent.append(callback)
-        if self._is_over:
-            callback()
-
-    def leave(self) -> None:
-        """Notify those who work for a client that has left, or was refused meanwhile."""
-        self._is_over = True
-        if self._on_leave is not None and not self.is_answered:
-            self._on_leave()
-        for callback in self.on_sent:
-            callback()
 
 
 class HttpConnection(Accepted, HttpToolsProtocol):
@@ -218,9 +174,9 @@ class HttpConnection(Accepted, HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer what is complete, to a client that has closed its side."""
-        if self.state is not State.ANSWERING or self.cycle is None or self._listener.ssl is not None:
+        if self.state is not State.ANSWERING or self._listener.ssl is not None:
             return False
-        self.cycle.keep_alive, self._is_last = False, True
+        self.close_with_answer()
         return True
 
     def pause_writing(self) -> None:
@@ -232,7 +188,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         """Continue: the peer has read it."""
         super().resume_writing()
         self.unread_deadline = math.inf
-        if self.state is State.ANSWERING and self.cycle is not None and self.cycle.response_complete:
+        if self.state is State.ANSWERING and self._exchange is not None and self._exchange.is_answered:
             self.on_response_complete()
         else:
             self._read_on()
@@ -251,7 +207,9 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         target = httptools.parse_url(self.url)
         if target.path is None:
             raise malformed("", "not HTTP/1.1: the target has no path")
-        path = urllib.parse.unquote(target.path.decode("ascii"))
+        path = target.path.decode("ascii")
+        if "%" in path:
+            path = urllib.parse.unquote(path)
         exchange = self._exchange = Exchange(self, method, path, fields)
         scope["method"], scope["http_version"], scope["state"] = method, version, {"exchange": exchange}
         scope["path"], scope["raw_path"], scope["query_string"] = path, target.path, target.query or b""
@@ -267,6 +225,9 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             self._refuse(body_too_large("max_body_bytes", listener.limits.max_body_bytes, length))
         elif (error := listener.admit(exchange)) is not None:
             self._answer(error)
+        elif exchange.respond is not None:
+            if self.expect_100_continue:
+                self.transport.write(_CONTINUE)
         else:
             self.cycle = RequestResponseCycle(
                 scope=scope,
@@ -281,9 +242,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
                 keep_alive=not self._is_last,
                 on_response=self.on_response_complete,
             )
-            task = self.loop.create_task(self.cycle.run_asgi(self.app))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self._begin(self.cycle.run_asgi(self.app))
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body, if there is room for it."""
@@ -307,18 +266,28 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             parts.append(bytearray(body))
 
     def on_message_complete(self) -> None:
-        """Give the body to the application."""
-        cycle, self._body_left = self.cycle, 0
-        if self.state is State.BODY and cycle is not None:
-            # As bytes, of which uvicorn makes no copy.
-            cycle.body = b"".join(self._body_parts)  # type: ignore[assignment]
-            self._body_parts.clear()
-            cycle.more_body = False
-            cycle.message_event.set()
-            self._advance(Event.BODY_END)
-        elif self.state is State.LINGERING:
+        """Answer the request, or give the body to the application."""
+        exchange, cycle, self._body_left = self._exchange, self.cycle, 0
+        if self.state is State.LINGERING:
             self._advance(Event.BODY_END)
             self._await_request()
+        elif self.state is State.BODY and exchange is not None:
+            body = b"".join(self._body_parts)
+            self._body_parts.clear()
+            self._advance(Event.BODY_END)
+            if exchange.respond is not None:
+                self._begin(self._respond(exchange, exchange.respond, body))
+            elif cycle is not None:
+                # As bytes, of which uvicorn makes no copy.
+                cycle.body = body  # type: ignore[assignment]
+                cycle.more_body = False
+                cycle.message_event.set()
+
+    def close_with_answer(self) -> None:
+        """Make the answer that is awaited the connection's last."""
+        self._is_last = True
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """Go on to the next request, once the peer has read what was written."""
@@ -334,7 +303,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         self._body_parts.clear()
         self.account.refund(self.account.held)
         if exchange is not None:
-            exchange.call = exchange._on_leave = None  # they would keep the request and its version
+            exchange.respond = exchange.on_leave = None  # they would keep the request and its version
             for callback in exchange.on_sent:
                 callback()
         if self.transport.is_closing():
@@ -385,6 +354,21 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             self.drop()
         else:
             self.deadline = now + CHECK_S
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _respond(self, exchange: Exchange, respond: Respond, body: bytes) -> None:
+        """Write an answer, unless its client has left."""
+        if self._exchange is not exchange:
+            return
+        exchange.on_leave = None
+        reply = await respond(body)
+        if self._exchange is exchange:
+            self.transport.write(reply.encode(self._answer_headers, is_last=self._is_last))
+            self.on_response_complete()
 
     def _advance(self, event: Event) -> None:
         before, listener = self.state, self._listener
@@ -528,7 +512,9 @@ class HttpConnection(Accepted, HttpToolsProtocol):
 
 
 Admit: TypeAlias = Callable[[Exchange], ShardrankError | None]
-"""Matches the route of a request whose head is there, and returns why it is refused by that."""
+"""Matches the route of a request whose head is there, sets its `respond`, and returns why it is refused by that.
+
+What watches the exchange is called if `respond` will not be, since the client has left."""
 
 
 class HttpListener(ConnectionListener[HttpConnection]):

@@ -1,11 +1,12 @@
-"""HTTP/1.1 messages: what heads must be (RFC 9112), and answers in the forms of both APIs."""
+"""HTTP/1.1 messages: what heads must be (RFC 9112), requests, and answers in the forms of both APIs."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -41,17 +42,64 @@ class HttpReply(NamedTuple):
     content_type: str = JSON
     headers: tuple[tuple[str, str], ...] = ()
 
-    def header_lines(self) -> Headers:
-        """Return its headers as ASGI has them."""
-        lines = [(b"content-type", self.content_type.encode()), (b"content-length", b"%d" % len(self.body))]
-        for name, value in self.headers:
-            lines.append((name.encode("latin-1"), value.encode("latin-1")))
-        return lines
-
     def encode(self, headers: Headers, *, is_last: bool) -> bytes:
-        """Return the bytes of the answer, with `headers` before its own; `is_last` on its connection."""
-        lines = [*headers, *self.header_lines(), *([(b"connection", b"close")] if is_last else ())]
-        return b"\r\n".join((_STATUS_LINES[self.status], *(b"%b: %b" % line for line in lines), b"", self.body))
+        """Return the bytes of the answer, which begins with `headers`; `is_last` on its connection."""
+        lines, body = [_STATUS_LINES[self.status]], self.body
+        for name, value in headers:
+            lines.append(b"%b: %b" % (name, value))
+        for field, text in self.headers:
+            lines.append(f"{field}: {text}".encode("latin-1"))
+        last = b"\r\nconnection: close" if is_last else b""
+        last_lines = b"content-type: %b\r\ncontent-length: %d%b\r\n" % (self.content_type.encode(), len(body), last)
+        return b"\r\n".join((*lines, last_lines, body))
+
+
+Respond: TypeAlias = Callable[[bytes], Awaitable[HttpReply]]
+"""Answers a request, given its body; raises nothing."""
+
+
+class Exchange:
+    """A request whose head was read, and its answer. Implements `serving.rank.service.Caller`.
+
+    Attributes:
+        connection: the `HttpConnection`.
+        fields: the first header of each name, which is in lower case.
+        respond: what `Admit` lets answer; None if the application does.
+        on_leave: called when the client leaves before its answer.
+        on_sent: called once the answer is sent, or the client has left.
+    """
+
+    def __init__(self, connection: Any, method: str, path: str, fields: Fields) -> None:
+        self.connection, self.method, self.path, self.fields = connection, method, path, fields
+        self.respond: Respond | None = None
+        self.is_answered = self._is_over = False
+        self.on_leave: Callable[[], None] | None = None
+        self.on_sent: list[Callable[[], None]] = []
+
+    @property
+    def request_id(self) -> str:
+        """The client's id of the request, "" for none."""
+        return self.fields.get(b"x-request-id", b"").strip(b" \t").decode("latin-1")
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the client leaves before its answer: at once, if it has left already."""
+        self.on_leave = callback
+        if self._is_over:
+            callback()
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the answer is sent, or the client has left."""
+        self.on_sent.append(callback)
+        if self._is_over:
+            callback()
+
+    def leave(self) -> None:
+        """Notify those who work for a client that has left, or was refused meanwhile."""
+        self._is_over = True
+        if self.on_leave is not None and not self.is_answered:
+            self.on_leave()
+        for callback in self.on_sent:
+            callback()
 
 
 def body_length(version: str, headers: Headers, fields: Fields) -> int | None:

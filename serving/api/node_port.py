@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
 from serving.api.http import Answering, listening_on_thread
-from serving.api.http_connection import Exchange
-from serving.api.http_messages import error_reply
+from serving.api.http_messages import Exchange, error_reply
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
 from serving.observe.metrics import CONTENT_TYPE, MAX_KEPT, Kept, make_observations

@@ -96,11 +96,10 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
 
 
 def _on_ray(config: FleetConfig) -> FleetConfig:
-    """Return the settings of a fleet on several hosts."""
+    """Return the settings of a fleet on several hosts: `--device auto` is the CPU, and each has its address."""
     from serving.fleet.ray_fleet import HOST
     from shard_node.cuda.card_set import DeviceChoice
 
-    # Ray shows an actor the GPUs that were set aside for it, and no others.
     device = DeviceChoice.parse(config.device)
     update = {"device": "cpu" if device.kind == "auto" else str(device)}
     if "host" not in config.model_fields_set:

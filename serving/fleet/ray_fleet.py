@@ -67,7 +67,8 @@ def groups_of(config: FleetConfig) -> Groups:
     """Return what runs: a coordinator, a group for each shard, and one of the serving processes."""
     from shard_node.cuda.card_set import DeviceChoice
 
-    any_host, device = {"CPU": config.cpus}, DeviceChoice.parse(config.device)
+    # Ray shows an actor the GPUs that were set aside for it, and no others.
+    device, any_host = DeviceChoice.parse(config.device), {"CPU": config.cpus}
     node = any_host | ({"GPU": float(len(device.devices) or config.cards)} if device.kind == "cuda" else {})
     node |= {} if config.max_memory_gb is None else {"memory": config.max_memory_gb * 1e9}
     coordinator = config.coordinator_config("coordinator-on-ray")
@@ -184,12 +185,11 @@ def _imported(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def connected(address: str | None, registry_name: str, *, detached: bool = True) -> Iterator[RayCluster]:
+def connected(address: str | None, registry_name: str, *, detached: bool = False) -> Iterator[RayCluster]:
     """Connect to a Ray cluster while the block runs. A fleet's actors have the namespace `shardrank <its registry>`.
 
-    What is started stays when this process ends if it is `detached`.
-
-    Raises FleetError if Ray is not installed, or no cluster answers.
+    `address` is None for that of RAY_ADDRESS, or the one that runs on this machine. What is started is ended with the
+    block, unless it is `detached`. Raises FleetError if Ray is not installed, or no cluster answers.
     """
     # Nothing is told to the makers of Ray.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -214,7 +214,7 @@ def connected(address: str | None, registry_name: str, *, detached: bool = True)
         # Ray's would exit, and leave a fleet that is not detached to be killed.
         signal.signal(signal.SIGTERM, on_sigterm)
     try:
-        yield RayCluster(detached=detached)
+        yield RayCluster(detached)
     finally:
         ray.shutdown()
 
@@ -222,7 +222,7 @@ def connected(address: str | None, registry_name: str, *, detached: bool = True)
 class RayCluster:
     """A cluster that this process is connected to, and what of one fleet runs there; `connected` makes one."""
 
-    def __init__(self, *, detached: bool) -> None:
+    def __init__(self, detached: bool) -> None:
         self._ray = _imported("ray")
         self._lifetime = "detached" if detached else None
         # An actor that is not detached ends with the last reference to it.

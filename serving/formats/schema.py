@@ -78,6 +78,7 @@ class RequestSchema:
         self.keys: Int32Array = np.arange(len(every), dtype=np.int32)
         self.is_string = np.array([name in features.string_features for name in self.names], dtype=np.bool_)
         self.is_weighted = np.array([feature.weighted for feature in every], dtype=np.bool_)
+        self._of_context = features.is_context.astype(np.int64)
         self.kinds = tuple(zip(self.names, features.is_context.tolist(), self.is_string.tolist(), strict=True))
         self.weighted_names = frozenset(feature.name for feature in every if feature.weighted)
         self.name_sets = {part: frozenset(self.names_of(part)) for part in PARTS}
@@ -132,7 +133,7 @@ class RequestSchema:
 
     def bags_per_key(self, num_candidates: int) -> Int64Array:
         """int64 [F], 1 for a context feature, N for a candidate feature."""
-        return np.where(self.features.is_context, 1, num_candidates)
+        return self._of_context + num_candidates * (1 - self._of_context)
 
     def check_num_candidates(self, num_candidates: int) -> None:
         """Raise InvalidRequestError for none or too many."""

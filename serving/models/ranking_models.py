@@ -407,15 +407,15 @@ class DeviceCopies:
 
     def __init__(self, original: RankingModel) -> None:
         self._lock = threading.Lock()
+        self.original = original
         self._by_device: dict[torch.device, RankingModel] = {CPU: original}
 
     def on(self, device: torch.device) -> RankingModel:
         """Return the model on `cpu`, or on a CUDA device with its index, not to be changed."""
         with self._lock:
             if device not in self._by_device:
-                original = self._by_device[CPU]
-                model = copy.deepcopy(original).to(device)
-                model.pack(original.number_format)
+                model = copy.deepcopy(self.original).to(device)
+                model.pack(self.original.number_format)
                 if device.type == "cuda":
                     # It was made on this thread's stream, and is read on another one.
                     torch.cuda.current_stream(device).synchronize()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
@@ -104,7 +105,7 @@ class Call:
     counter: VersionCounter | None = None
     is_pinned: bool = False
     is_complete: bool = False
-    deadline: float = 0.0
+    deadline: float = math.inf
     received_at: float = 0.0
     leased_at: float = 0.0
     parsed_at: float = 0.0

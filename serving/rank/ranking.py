@@ -220,12 +220,12 @@ class RankingParts:
     @property
     def dtype(self) -> NumberFormat:
         """Return the number format that the dense model is computed in."""
-        return self.models.on(CPU).number_format
+        return self.models.original.number_format
 
     @cached_property
     def projections(self) -> dict[str, torch.Tensor]:
         """Return the dense model's projections by part, on the CPU."""
-        return self.models.on(CPU).projections_by_part
+        return self.models.original.projections_by_part
 
 
 class Scored(NamedTuple):
@@ -349,7 +349,8 @@ class Ranking:
             self._end_trace(times, "rank", error)
             raise
         scored_at = self._clock()
-        is_counted = ~np.fromiter(map(_IS_PINNED, waiting), bool, len(waiting))
+        pinned = list(map(_IS_PINNED, waiting))
+        is_counted = ~np.array(pinned) if True in pinned else None
         outcomes = self._outcomes(requests, batch, scored, is_counted)
         self._end_batch(times, scored_at, waiting, "rank")
         return outcomes
@@ -359,9 +360,12 @@ class Ranking:
         requests: Sequence[RankRequest],
         batch: MergedBatch,
         scored: Scored,
-        is_counted: npt.NDArray[np.bool_],
+        is_counted: npt.NDArray[np.bool_] | None,
     ) -> list[RankResponse | Exception]:
-        """Return an answer or error of each request; `is_counted`, bool [B], says whose scores guards compare."""
+        """Return an answer or error of each request; `is_counted`, bool [B], says whose scores guards compare.
+
+        None of all.
+        """
         scores, rejected, dense_step, sequence = scored
         order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
@@ -374,7 +378,7 @@ class Ranking:
             outcomes.append(RankResponse(model, version, of_request, best, request_id, dense_step, named, sequence))
         # A sum is finite only if all of them are, and one number is asked faster than many.
         if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
-            self._counter.scored(scores[0] if is_counted.all() else scores[0, is_counted[batch.request_of_candidate]])
+            self._counter.scored(scores[0] if is_counted is None else scores[0, is_counted[batch.request_of_candidate]])
             return outcomes
         finite = np.logical_and.reduceat(np.isfinite(scores).all(axis=0), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
@@ -389,7 +393,8 @@ class Ranking:
             # The first refused id of each request is the one that it is told.
             for number, which in zip(*np.unique(owner, return_index=True), strict=True):
                 outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
-        is_counted &= [isinstance(one, RankResponse) for one in outcomes]
+        is_answered = np.array([isinstance(one, RankResponse) for one in outcomes])
+        is_counted = is_answered if is_counted is None else is_counted & is_answered
         self._counter.scored(scores[0, is_counted[batch.request_of_candidate]])
         return outcomes
 
@@ -458,7 +463,11 @@ class Ranking:
                 self._columns,
                 parts.projections,
             )
-            scores: Float32Array = parts.models.on(self.device).scores(inputs.on(self.device)).cpu().numpy()
+            if self.device is CPU:
+                scored = parts.models.original.scores(inputs)
+            else:
+                scored = parts.models.on(self.device).scores(inputs.on(self.device)).cpu()
+            scores: Float32Array = scored.numpy()
         # What a batch was rounded up by is nobody's.
         return scores[:, : batch.request_of_candidate.size]
 

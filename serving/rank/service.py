@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankResponse, float], None]
 """Called with an answered rank request, its schema, and when its call began, monotonic seconds; must be quick."""
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
-Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 CLOSE_GRACE_S = 5.0
 MAX_EXPANDING = 2
 
@@ -60,6 +59,7 @@ class RankingService(VersionChoice):
     Attributes:
         expanding: limits the bodies that are decompressed at a time.
         on_ranked: called with every rank request of an API, once its answer is encoded.
+        in_flight: how many calls are being received or handled.
     """
 
     def __init__(
@@ -83,15 +83,14 @@ class RankingService(VersionChoice):
         self.metrics.num_in_flight = lambda: self.in_flight
         self.expanding = asyncio.Semaphore(MAX_EXPANDING)
         self.on_ranked: tuple[OnRanked, ...] = ()
-        self._receiving = 0
-        self._admitted = 0
+        self.in_flight = self._receiving = 0
         self._num_ahead = 0
         self._counting = threading.Lock()
 
     @contextlib.contextmanager
     def call(self, api: str, method: str) -> Iterator[Call]:
-        """Count one call in as `begin_call` does, and out with its status; all about it happens in a `with` block."""
-        call = self.begin_call(api, method)
+        """Count one call in that is never queued, and out with its status; all about it happens in a `with` block."""
+        call = self.admit(api, method, None, is_queued=False)
         try:
             yield call
         except BaseException as error:
@@ -99,40 +98,23 @@ class RankingService(VersionChoice):
             raise
         self.end_call(call)
 
-    def admit(self, api: str, method: str, remaining_s: float | None) -> Call:
-        """Count in a rank or lookup call whose head has come, unless it would wait in vain; `end_call` must follow.
+    def admit(self, api: str, method: str, remaining_s: float | None, *, is_queued: bool = True) -> Call:
+        """Count in a call whose head has come, as being received until it is complete; `end_call` must follow.
 
-        It would if, for each live model, an answer were due too late (`Batcher.overload`) within `remaining_s`, the
-        seconds until its deadline, None if that is not known yet. Only on the loop of the APIs. Raises OverloadedError.
+        One that is queued, on the loop of the APIs, is not let in if it would wait in vain: if, for each live model,
+        an answer were due too late (`Batcher.overload`) within `remaining_s`, the seconds until its deadline, None if
+        that is not known yet. Raises OverloadedError.
         """
-        if self.in_flight:
-            refusal, live = None, self.generations.live()
-            for generation in live:
-                # Those that were admitted in this loop iteration are not queued yet.
-                refusal = generation.payload.batcher.overload(remaining_s, self._num_ahead)
-                if refusal is None:
-                    break
-            if refusal is not None:
-                self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", refusal.kind)
-                try:
-                    raise refusal
-                finally:
-                    # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
-                    del refusal
-            if not self._num_ahead:
-                asyncio.get_running_loop().call_soon(self._end_iteration)
-            self._num_ahead += 1
-        return self.begin_call(api, method)
-
-    def _end_iteration(self) -> None:
-        self._num_ahead = 0
-
-    def begin_call(self, api: str, method: str) -> Call:
-        """Count one call in, as being received until it is complete; `end_call` must follow. Raises OverloadedError."""
+        if is_queued and self.in_flight:
+            self._check_queues(api, method, remaining_s)
         call = Call(api, method, self.clock())
+        if remaining_s is not None:
+            call.deadline = call.started_at + remaining_s
         with self._counting:
             is_full = self._receiving >= self.limits.max_receiving
-            self._receiving += not is_full
+            if not is_full:
+                self._receiving += 1
+                self.in_flight += 1
         if is_full:
             limit = f"max_receiving = {self.limits.max_receiving}"
             error = OverloadedError(f"too many requests that are not complete yet; the limit is {limit}")
@@ -140,14 +122,34 @@ class RankingService(VersionChoice):
             raise error
         return call
 
+    def _check_queues(self, api: str, method: str, remaining_s: float | None) -> None:
+        refusal, live = None, self.generations.live()
+        for generation in live:
+            # Those that were admitted in this loop iteration are not queued yet.
+            refusal = generation.payload.batcher.overload(remaining_s, self._num_ahead)
+            if refusal is None:
+                break
+        if refusal is not None:
+            self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", refusal.kind)
+            try:
+                raise refusal
+            finally:
+                # The traceback has this frame: a cycle, whose collection took a sixth of the time under overload.
+                del refusal
+        if not self._num_ahead:
+            asyncio.get_running_loop().call_soon(self._end_iteration)
+        self._num_ahead += 1
+
+    def _end_iteration(self) -> None:
+        self._num_ahead = 0
+
     def complete(self, call: Call) -> None:
         """Count a call as complete; idempotent. Raises OverloadedError if too many are in flight."""
         with self._counting:
             if call.is_complete:
                 return
-            if self._admitted < self.limits.max_in_flight:
+            if self.in_flight - self._receiving < self.limits.max_in_flight:
                 self._receiving -= 1
-                self._admitted += 1
                 call.is_complete = True
                 return
         raise OverloadedError(f"too many requests in flight; the limit is max_in_flight = {self.limits.max_in_flight}")
@@ -155,9 +157,8 @@ class RankingService(VersionChoice):
     def end_call(self, call: Call, error: BaseException | None = None) -> None:
         """Count a call out, with what it ended with."""
         with self._counting:
-            if call.is_complete:
-                self._admitted -= 1
-            else:
+            self.in_flight -= 1
+            if not call.is_complete:
                 self._receiving -= 1
         now, status = self.clock(), "ok"
         outcome: Outcome | None = "ok"
@@ -238,11 +239,6 @@ class RankingService(VersionChoice):
             if not generation.retired.wait(self.limits.max_timeout_ms / 1000 + CLOSE_GRACE_S):
                 logger.error("%s %d still has leases; it is not freed", generation.model, generation.version)
 
-    @property
-    def in_flight(self) -> int:
-        """Count the calls being received or handled."""
-        return self._receiving + self._admitted
-
     def _forget(self, model: str, version: int) -> None:
         self.metrics.forget_version(model, version)
 
@@ -253,9 +249,6 @@ class Caller(Protocol):
     @property
     def connection(self) -> Hashable:
         """The key of its connection."""
-
-    def time_remaining(self) -> float | None:
-        """Return the seconds until its deadline, if it set one."""
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Call `callback` when it leaves: at once, if it has left already."""
@@ -268,20 +261,20 @@ async def answer(
     service: RankingService,
     call: Call,
     codec: Codec,
-    receive: Receive,
+    body: Buffer | Awaitable[Buffer],
     client: Caller,
     parent: Parent | None = None,
 ) -> Encoded:
-    """Answer an admitted call, whose request `receive` returns complete and decompressed, of the trace `parent`.
+    """Answer an admitted call of the trace `parent`; `body` is its request, complete and decompressed.
 
     The call is counted out. Raises ShardrankError with its HTTP and gRPC status.
     """
     if service.tracer is not None:
         call.trace = service.tracer.begin(parent)
     try:
-        codec = _parse(service, codec, call, await receive())
-        if (remaining_s := client.time_remaining()) is not None:
-            call.deadline = min(call.deadline, call.parsed_at + remaining_s)
+        if not isinstance(body, (bytes, bytearray, memoryview)):
+            body = await body
+        codec = _parse(service, codec, call, body)
         call.loop = asyncio.get_running_loop()
         if isinstance(call.request, LookupRequest):
             encoded = await _looked_up(service, codec, call, client)
@@ -352,5 +345,5 @@ def _parse(service: RankingService, codec: Codec, call: Call, body: Buffer) -> C
         lease.release()
         raise
     call.parsed_at = service.clock()
-    call.deadline = call.started_at + call.request.timeout_s
+    call.deadline = min(call.deadline, call.started_at + call.request.timeout_s)
     return codec

@@ -159,19 +159,18 @@ class Placement:
         self._slot_shift = np.array([place.slot_shift for place in places], np.int64)
         self._cut_by_files = bool((self._files_shift < ALL_BITS).any())
         self._undivided_base = np.array([place.cell_base[0, 0] for place in places], np.int64)
-        self._undivided_begin_at_0 = not self._undivided_base.any()
 
-    def are_undivided(self, first_table: int, end_table: int) -> bool:
+    def are_undivided(self, tables: slice) -> bool:
         """Whether each of these tables is in row order in one arena."""
-        return bool(self._is_undivided[first_table:end_table].all())
+        return bool(self._is_undivided[tables].all())
+
+    def are_slots(self, tables: slice) -> bool:
+        """Whether the rows of these undivided tables are their slots."""
+        return not self._undivided_base[tables].any()
 
     def slots_of_undivided(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         """Find the slots (int64 [n]) of rows whose tables are undivided in their group's arena."""
-        if self._undivided_begin_at_0:
-            return bags.values
         base = self._undivided_base[bags.keys]
-        if not base.any():
-            return bags.values
         return bags.values + (base if base.size == 1 else np.repeat(base, values_per_key))
 
     def locate(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:

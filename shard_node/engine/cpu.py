@@ -23,7 +23,9 @@ Of = TypeVar("Of")
 class _GroupArenas(NamedTuple):
     group: Group
     arenas: range
+    # Whether one arena has all rows in row order; then also, whether rows are its slots.
     is_undivided: bool
+    are_slots: bool
 
 
 class CpuEngine:
@@ -50,8 +52,11 @@ class CpuEngine:
         self._tiers = tuple(tiers)
         self._groups: list[_GroupArenas] = []
         for group, numbers in zip(layout.groups, group_arenas, strict=True):
-            is_undivided = len(numbers) == 1 and placement.are_undivided(group.first_table, group.end_table)
-            self._groups.append(_GroupArenas(group, numbers, is_undivided))
+            tables = slice(group.first_table, group.end_table)
+            is_undivided = len(numbers) == 1 and placement.are_undivided(tables)
+            self._groups.append(
+                _GroupArenas(group, numbers, is_undivided, is_undivided and placement.are_slots(tables))
+            )
         self._num_tables = len(layout.tables)
         self._counts = np.zeros(self._num_tables, np.int64)
         self._counts_lock = threading.Lock()
@@ -104,10 +109,14 @@ class CpuEngine:
         values_per_key = bags.values_per_key()
         self._row_lock.begin_read()
         try:
-            results = [
-                work(group, _slice_keys(bags, first, end), values_per_key[first:end])
-                for group, (_, first, end) in zip(self._groups, group_keys(self.layout, bags), strict=True)
-            ]
+            if len(self._groups) == 1:
+                results = [work(self._groups[0], bags, values_per_key)]
+            else:
+                edges = zip(self._groups, group_keys(self.layout, bags), strict=True)
+                results = [
+                    work(group, _slice_keys(bags, first, end), values_per_key[first:end])
+                    for group, (_, first, end) in edges
+                ]
         finally:
             self._row_lock.end_read()
         with self._counts_lock:
@@ -142,16 +151,18 @@ class CpuEngine:
         return rows
 
     def _slots(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        if group.are_slots:
+            return bags.values
         if group.is_undivided:
             return self._placement.slots_of_undivided(bags, values_per_key)
         return self._placement.slots_in_arena(bags, values_per_key)
 
     def _pool_group(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
+        if len(group.arenas) == 1:
+            slots = bags.values if group.are_slots else self._slots(group, bags, values_per_key)
+            return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         if not bags.num_bags:
             return np.zeros((0, group.group.embedding_dim), np.float32)
-        if len(group.arenas) == 1:
-            slots = self._slots(group, bags, values_per_key)
-            return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         arena, slots = self._placement.locate(bags, values_per_key)
         placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
         parts = split(placed, arena, group.arenas)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +19,6 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 # Gathered fp16 rows are widened to float32 before they are summed: so many bytes at a time stay in a core's cache.
 FP16_GATHER_BYTES = 2 << 20
-
-Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-def _quantised(op: Callable[..., torch.Tensor]) -> Kernel:
-    def pool(
-        rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        # Positional: scale_grad_by_freq, mode (ignored by the op: it sums), pruned_weights, per_sample_weights,
-        # compressed_indices_mapping, include_last_offset.
-        return op(rows, slots, offsets, False, 0, False, weights, None, True)
-
-    return pool
 
 
 def _pool_fp32(
@@ -84,11 +70,9 @@ def _pool_long_bags(
     return out
 
 
-_KERNELS: dict[RowDtype, Kernel] = {
-    "int8": _quantised(torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default),
-    "int4": _quantised(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets.default),
-    "fp16": _pool_fp16,
-    "fp32": _pool_fp32,
+_QUANTISED: dict[RowDtype, Callable[..., torch.Tensor]] = {
+    "int8": torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default,
+    "int4": torch.ops.quantized.embedding_bag_4bit_rowwise_offsets.default,
 }
 
 
@@ -111,5 +95,12 @@ def pool_rows(
     # The operators want one dtype of both.
     offsets = offsets.astype(slots.dtype, copy=False)
     factors = None if weights is None else torch.from_numpy(weights)
-    pooled: Float32Array = _KERNELS[dtype](rows, torch.from_numpy(slots), torch.from_numpy(offsets), factors).numpy()
-    return pooled
+    at, ends = torch.from_numpy(slots), torch.from_numpy(offsets)
+    if (op := _QUANTISED.get(dtype)) is not None:
+        # Positional: scale_grad_by_freq, mode (ignored by the op: it sums), pruned_weights, per_sample_weights,
+        # compressed_indices_mapping, include_last_offset.
+        pooled = op(rows, at, ends, False, 0, False, factors, None, True)
+    else:
+        pooled = (_pool_fp16 if dtype == "fp16" else _pool_fp32)(rows, at, ends, factors)
+    sums: Float32Array = pooled.numpy()
+    return sums

@@ -251,7 +251,7 @@ def reflection_methods() -> dict[bytes, GrpcMethod]:
 
 def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
     async def ranked(call: GrpcCall, admitted: Call) -> bytes:
-        return (await answer(service, admitted, codec, call.receive, call, call.head.trace_parent)).body
+        return (await answer(service, admitted, codec, call.receive(), call, call.head.trace_parent)).body
 
     def admit(call: GrpcCall) -> Awaitable[bytes]:
         return ranked(call, service.admit(codec.api, codec.method, call.time_remaining()))

@@ -14,6 +14,11 @@ from shardrank_testing.http_wire import LIMITS, Served, Wire, chunked, errors, p
 from shardrank_testing.waiting import Clock
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["ranked", "by an application"])
+def is_ranked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Served, "is_ranked", request.param)
+
+
 def read_all(data: bytes, connection: Any) -> None:
     """Have a connection read all of it, as an event loop does."""
     while data:
@@ -277,7 +282,7 @@ async def test_a_client_has_read_one_answer_and_not_the_next():
 
     def write(data: bytes) -> None:
         Wire.write(wire, data)
-        if data == b"3":
+        if data.endswith(b"3"):
             connection.pause_writing()
 
     wire.write = write
@@ -296,3 +301,35 @@ async def test_a_client_has_read_one_answer_and_not_the_next():
     assert read == ["first", "second"]
     exchange.when_taken(lambda: read.append("late"))
     assert read[2:] == ["late"]
+
+
+async def test_a_client_that_leaves_before_its_request_is_begun_gets_nothing_done():
+    served = Served()
+    connection, wire = served.connect()
+    connection.data_received(post())
+    connection.connection_lost(None)
+    await settled(lambda: not served.tasks)
+    assert (served.left, served.calls, wire.sent) == (1, [], b"")
+
+
+async def test_a_client_that_expects_it_is_told_to_continue():
+    served = Served()
+    connection, wire = served.connect()
+    sent = post(b"abc", "expect: 100-continue")
+    connection.data_received(sent[:-3])
+    await settled(lambda: wire.sent)
+    assert wire.sent == b"HTTP/1.1 100 Continue\r\n\r\n"
+    connection.data_received(sent[-3:])
+    await settled(lambda: wire.sent.endswith(b"3"))
+    assert statuses(wire.sent.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")) == [200]
+
+
+async def test_a_request_that_is_cancelled_before_it_is_begun_ends_with_its_connection():
+    served = Served()
+    connection, _ = served.connect()
+    connection.data_received(post())
+    for task in served.tasks:
+        task.cancel()
+    await settled(lambda: not served.tasks)
+    connection.connection_lost(None)
+    assert (served.left, served.calls) == (1, [])

@@ -13,7 +13,7 @@ import pytest
 
 from loader.errors import OverloadedError
 from serving.api.http import HttpApp
-from serving.api.http_connection import Exchange
+from serving.api.http_messages import Exchange
 from serving.client import AsyncClient, RetryPolicy
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_api, gated_service, until

@@ -29,12 +29,13 @@ from serving.api.documents import HIDDEN_PROBLEMS
 from serving.api.grpc import wire as frames
 from serving.api.tokens import Scope, TokenFile, new_token
 from serving.client import RetryPolicy
+from serving.config import ServeConfig
 from serving.errors import PermissionDeniedError, UnauthenticatedError
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService
-from serving.server import Listening, ServerConfig, serve
+from serving.server import Listening, serve
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments
@@ -115,17 +116,17 @@ async def protected(
 ) -> AsyncIterator[Listening]:
     """A whole server, with its port for operators."""
     mine = TlsConfig(cert=papers.server.cert, key=papers.server.key, client_ca=papers.ca.cert if mutual else None)
-    config = ServerConfig(
+    config = ServeConfig(
         http_port=0,
         grpc_port=0,
         admin_port=0,
         shutdown_delay_s=0,
-        drain_timeout_s=5.0,
-        tls=mine if tls else None,
         tokens=papers.tokens if tokens else None,
     )
     ready: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(service, config, partial(asyncio.sleep, 0), ready.set_result))
+    serving = asyncio.create_task(
+        serve(service, config, partial(asyncio.sleep, 0), ready.set_result, mine if tls else None)
+    )
     try:
         await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
         yield ready.result()

@@ -41,7 +41,7 @@ def test_each_shard_has_a_group_whose_nodes_claim_cards_and_memory() -> None:
 
 
 def test_fewer_hosts_than_a_group_needs_are_refused_by_what_they_lack() -> None:
-    groups = groups_of(CONFIG.model_copy(update={"device": "cuda:0", "cards": 2}))
+    groups = groups_of(CONFIG.model_copy(update={"device": "cuda"}))
     hosts = [{"CPU": 8.0, "GPU": 1.0}] * 3
     check_hosts(groups, hosts)
     with pytest.raises(

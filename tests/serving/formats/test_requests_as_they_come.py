@@ -46,7 +46,7 @@ async def test_every_form_is_ranked_from_any_kind_of_buffer(api_model, api_servi
                 return as_type(body)
 
             call = api_service.admit(kept.api, kept.method, None)
-            encoded = await answer(api_service, call, kept, receive, Waiting())
+            encoded = await answer(api_service, call, kept, receive(), Waiting())
             assert encoded.body
             np.testing.assert_allclose(kept.answers[0].scores, expected, rtol=1e-5, atol=1e-6, err_msg=f"{name} {seed}")
 

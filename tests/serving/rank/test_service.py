@@ -144,6 +144,6 @@ async def test_the_deadline_is_counted_from_arrival(gated):
         return encode_request(api_request(0) | {"timeout_ms": 40})
 
     with pytest.raises(DeadlineExceededError):
-        await answer(service, service.admit("http", "rank", None), JsonCodec("rank", MODEL), late, Waiting())
+        await answer(service, service.admit("http", "rank", None), JsonCodec("rank", MODEL), late(), Waiting())
     # It had no time left when it was complete, so it was never run.
     assert metric(service, 'shardrank_batch_requests_sum{model="films"}') == 0

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from loader.errors import OverloadedError
-from serving.api.http_connection import Exchange, HttpConnection, HttpListener
+from serving.api.http_connection import HttpConnection, HttpListener
+from serving.api.http_messages import Exchange, HttpReply
 from serving.api.listening import forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
@@ -113,7 +115,12 @@ class Wire(asyncio.Transport):
 
 
 class Served:
-    """A listener over an application that reports what it got; requests with the header `x-refuse` end if `refuses`."""
+    """A listener that reports what it got; requests with the header `x-refuse` end if `refuses`.
+
+    If `is_ranked`, they are answered as those that rank, by `Exchange.respond`; else by an application.
+    """
+
+    is_ranked = True
 
     def __init__(
         self, limits: RequestLimits = LIMITS, clock: Clock | None = None, hold: bool = False, refuses: bool = False
@@ -130,6 +137,10 @@ class Served:
         def admit(exchange: Exchange) -> OverloadedError | None:
             if refuses and b"x-refuse" in exchange.fields:
                 return OverloadedError("no")
+            exchange.watch(self._leave)
+            if self.is_ranked:
+                headers = dict(exchange.connection.headers)
+                exchange.respond = partial(self._respond, exchange, headers)
             return None
 
         self.listener = HttpListener(
@@ -139,8 +150,13 @@ class Served:
     def _leave(self) -> None:
         self.left += 1
 
+    async def _respond(self, exchange: Exchange, headers: dict[bytes, bytes], body: bytes) -> HttpReply:
+        exchange.watch(self._leave)
+        self.calls.append((exchange.method, exchange.path, body, headers))
+        await self.may_answer.wait()
+        return HttpReply(200, b"%d" % len(body))
+
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        scope["state"]["exchange"].watch(self._leave)
         body, is_more = b"", True
         while is_more:
             message = await receive()

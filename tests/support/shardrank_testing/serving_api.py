@@ -24,6 +24,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
+from serving.config import ServeConfig
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Buffer, Codec, Encoded, Method, Response
 from serving.formats.schema import RequestSchema
@@ -33,7 +34,7 @@ from serving.models.ranking_models import build_model
 from serving.observe.calls import Call
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService, answer
-from serving.server import Listening, ServerConfig, running_server
+from serving.server import Listening, running_server
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.answer import Answer as ShardAnswer
@@ -239,8 +240,8 @@ class Api:
 @contextlib.asynccontextmanager
 async def running_api(service: RankingService) -> AsyncIterator[Api]:
     """HTTP and gRPC over a service, on free ports."""
-    config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0, drain_timeout_s=1.0)
-    async with running_server(service, config) as listening:
+    config = ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
+    async with running_server(service, config, drain_timeout_s=1.0) as listening:
         base = f"http://{listening.host}:{listening.http_port}"
         async with (
             httpx.AsyncClient(base_url=base, timeout=30) as http,
@@ -268,15 +269,12 @@ class KeptAnswers:
 
 
 class Waiting:
-    """Whoever waits for an answer: sets no deadline, stays, and takes it at once."""
+    """Whoever waits for an answer: stays, and takes it at once."""
 
     owner = ""
 
     def __init__(self, watch: Callable[[Callable[[], None]], Any] = lambda callback: None) -> None:
         self.watch = watch
-
-    def time_remaining(self) -> float | None:
-        return None
 
     def when_taken(self, callback: Callable[[], None]) -> None:
         callback()
@@ -293,11 +291,9 @@ async def ask(
     """The answer to a request in the JSON form, as the one road gives it to any API."""
     codec = KeptAnswers(JsonCodec(method, model, "embedded"))
 
-    async def receive() -> bytes:
-        return request if isinstance(request, bytes) else encode_request(request)
-
+    body = request if isinstance(request, bytes) else encode_request(request)
     call = call or service.admit(codec.api, method, None)
-    await answer(service, call, codec, receive, Waiting() if watch is None else Waiting(watch))
+    await answer(service, call, codec, body, Waiting() if watch is None else Waiting(watch))
     return codec.answers[0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 
 import grpc
 import numpy as np
@@ -17,8 +16,6 @@ from serving.api.grpc.services import MAX_WATCHES_PER_CONNECTION
 from serving.api.grpc.wire import PREFACE
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
-from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.http2_peer import SETTINGS, Http2Peer, data
 from shardrank_testing.serving_api import (
     MODEL,
@@ -26,7 +23,6 @@ from shardrank_testing.serving_api import (
     gated_api,
     rank_message,
     refused_call,
-    running_api,
     served_api,
     until,
 )
@@ -142,20 +138,6 @@ async def test_the_calls_own_deadline_counts(api_model):
             await api.stub.Rank(rank_message(api_request(0)), timeout=0.1)
         with refused_call(StatusCode.DEADLINE_EXCEEDED, "deadline_exceeded", "deadline passed"):
             await api.stub.Rank(rank_message(api_request(0) | {"timeout_ms": 20}), timeout=30)
-
-
-async def test_the_deadline_is_counted_from_when_the_message_was_read(api_model):
-    late_s = 0.0
-    service = RankingService(expected_models=[MODEL], clock=lambda: time.monotonic() + late_s)
-    service.install(load_served_model(ModelSource(snapshot=api_model.path, dtype="float32"), service))
-    async with running_api(service) as api:
-        call = api.channel.stream_unary(RANK, response_deserializer=ranking_pb2.RankResponse.FromString)(timeout=10)
-        await until(lambda: service.in_flight)
-        late_s = 20.0
-        await call.write(rank_message(api_request(0) | {"timeout_ms": 60_000}).SerializeToString())
-        await call.done_writing()
-        np.testing.assert_allclose((await call).scores, api_model.scores(api_request(0)), rtol=1e-5)
-    await asyncio.to_thread(service.close)
 
 
 async def test_a_cancelled_call_is_dropped_from_the_queue(api_model):
