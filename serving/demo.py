@@ -27,7 +27,7 @@ from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
-from serving.fleet.local_fleet import Beginning, LocalFleet, placement_line, running_fleet
+from serving.fleet.local_fleet import Beginning, LocalFleet, running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.fleet.workers import reserved_ports
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
@@ -212,7 +212,8 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
         fleet = fleet.model_copy(update={**served, **versions, "replicate_bytes": REPLICATE_BYTES})
 
         def show_placement(beginnings: Sequence[Beginning]) -> None:
-            console.print(placement_line(beginnings[0].plan), markup=False, highlight=False, soft_wrap=True)
+            plan = beginnings[0].plan
+            console.print(f"{plan.num_shards} shards, plan {plan.digest[:12]}", markup=False, highlight=False)
 
         async def serve() -> int:
             async with AsyncExitStack() as running:

@@ -21,7 +21,6 @@ from serving.limits import RequestLimits
 from serving.models.layers import DtypeChoice
 from serving.rank.service import RankingService, answer_in_thread
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.buckets import Sharding
 from shard_node.cuda.card_set import CardOptions, CardSet
 
 
@@ -37,11 +36,9 @@ class Ranker:
         cls,
         snapshot: str | Path,
         *,
-        shards: int = 1,
         cards: int = 1,
         device: str = "cpu",
         card_options: CardOptions | None = None,
-        sharding: Sharding = "hash",
         dtype: DtypeChoice = "auto",
         num_replicas: int = 1,
         memory_budget_bytes: int | None = None,
@@ -53,9 +50,7 @@ class Ranker:
 
         Args:
             snapshot: the folder.
-            shards: how many shards the rows are divided over, all in this process.
-            cards: cards of each shard.
-            sharding: how tables are divided.
+            cards: over which the rows are divided.
             device: where rows lie, as `--device` of `shardrank serve` has it.
             card_options: what the rows may take of the cards, if that is not the CPU.
             dtype: of the dense model; `auto` is the fastest that the device has and golden requests bear out.
@@ -72,9 +67,7 @@ class Ranker:
         service = RankingService(limits)
         source = ModelSource(
             snapshot=Path(snapshot),
-            local_shards=shards,
             cards=cards,
-            sharding=sharding,
             memory_budget_bytes=memory_budget_bytes,
             card_set=CardSet.open(device, cards, card_options),
             verify=verify,

@@ -312,14 +312,6 @@ class RolloutStatus(Frozen):
     events: tuple[Event, ...] = ()
 
 
-async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
-    """Read how far a model's rollout is now."""
-    on_record = await read_rollout(fleet, model)
-    wanted = await fleet.wanted_model(model)
-    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
-    return status_of(model, on_record.rollout if on_record is not None else None, wanted, view)
-
-
 def status_of(
     model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView, *, with_nodes: bool = True
 ) -> RolloutStatus:

@@ -27,7 +27,6 @@ from loadtest.rounds import Measure, Values
 from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
 from router.router import Router
-from serving.cli import options as opts
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import EXACT
 from shard_node.bags import KeyedBags
@@ -120,8 +119,6 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
 @click.option("--rows", type=click.IntRange(2), default=100_000, show_default=True, help="Of each of 26 tables.")
 @click.option("--hot-rows", type=click.IntRange(1), default=10_000, show_default=True, help="Of each table.")
 @click.option("--seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Of each measurement.")
-@opts.removed_option("--policy-rows", "policies are compared in docs/decisions/hot-rows.md.")
-@opts.removed_option("--capacity", "policies are compared in docs/decisions/hot-rows.md.")
 def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
     """Measure what copies of hot rows at the router save: lookups over shard processes without them and with them.
 

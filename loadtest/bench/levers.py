@@ -22,7 +22,6 @@ from loadtest.rounds import Measure
 from loadtest.workloads.workload import Zipf
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
-from serving.cli import options as opts
 from serving.models.inputs import InputAssembler
 from serving.models.ranking_models import build_model
 from shard_node.bags import Int64Array, KeyedBags
@@ -129,8 +128,6 @@ def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
 @bench_command
 @click.option("--rows", type=click.IntRange(100), default=100_000, show_default=True, help="Of each of the 26 tables.")
 @click.option("--seconds", type=click.FloatRange(0), default=0.5, show_default=True, help="Of each measurement.")
-@opts.removed_option("--movielens", "`shardrank train` says what a lever costs in quality.")
-@opts.removed_option("--epochs", "`shardrank train` says what a lever costs in quality.")
 def levers(bench: Bench, rows: int, seconds: float) -> None:
     """Measure what each way to make tables smaller saves in bytes, and costs in the time of a lookup.
 

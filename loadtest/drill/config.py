@@ -252,11 +252,7 @@ def make_command(schema: type[Settings], module: str = "") -> click.Command:
 swap = make_command(SwapDrillConfig)
 crash = make_command(CrashDrillConfig)
 broken = make_command(BrokenDrillConfig)
-upgrade = opts.together(
-    opts.removed_option("--transport", "the fleet is that of the other drills, over Unix sockets."),
-    opts.removed_option("--settle-s", "the next process follows as soon as the one before is ready."),
-    opts.removed_option("--in-flight", "use --rate."),
-)(make_command(UpgradeDrillConfig))
+upgrade = make_command(UpgradeDrillConfig)
 restart = make_command(RestartDrillConfig, "upgrade")
 soak = make_command(SoakDrillConfig)
 overload = make_command(OverloadDrillConfig)

@@ -10,18 +10,15 @@ import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import human_bytes, print_json, print_table
+from serving.cli.output import human_bytes, print_document, print_json
 from serving.cli.settings import Options
 
 if TYPE_CHECKING:
     from loader.access_counts import AccessCounts
     from loader.description import ModelDescription
-    from router.table_shrinking import LeveredTable, Proposal
-    from router.table_sizing import RowLookups, TableMeasures
+    from router.table_shrinking import LeveredTable
+    from router.table_sizing import RowLookups
 
-PERCENT = ".2%"
-MAX_TABLES = 20
-MAX_CHANGES = 8
 _NO_LEVERS: Options = {"ids": (), "prune": False, "keep_share": None}
 _BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
@@ -59,11 +56,6 @@ def _levers(text: str) -> tuple[str, ...]:
 @opts.option("--keep-share SHARE", "Of lookups, what pruning leaves alone.", opts.PART, 0.999)
 @opts.option("--levers LEVER,...", "Which may be proposed, such as prune,precision. Default: all.", _levers)
 @opts.option("--out", "Write the proposal as a model description.", opts.WRITABLE_FILE)
-@opts.option(
-    "--counts-out",
-    "Write how often rows are looked up by the --trace, at the sizes proposed, for `export`; not of vocabularies.",
-    opts.WRITABLE_FILE,
-)
 @opts.json_flag("what is found")
 def fit(model: str, **options: Any) -> None:
     """Fit a model's tables to the ids that come.
@@ -104,29 +96,13 @@ def fit(model: str, **options: Any) -> None:
         if options["out"] is not None:
             proposed = description.model_copy(update={"tables": tuple(table.table for table in done)})
             options["out"].write_text(proposed.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
-    if options["counts_out"] is not None:
-        _write_counts(options["counts_out"], done)
-    if options["as_json"]:
-        print_json(document)
-        return
-    _print_bytes(document["bytes"])
-    if measured:
-        _print_measures(measured, ids_known=bool(traces))
-    if proposal is not None:
-        _print_proposal(proposal)
-
-
-def _write_counts(path: Path, tables: Sequence[LeveredTable]) -> None:
-    from loader.access_counts import write_access_counts
-
-    counts = {
-        table.table.name: counted
-        for table in tables
-        if table.ids is not None and (counted := table.ids.row_counts(table.table)) is not None
-    }
-    if not counts:
-        raise click.UsageError("--counts-out: there is no --trace of a table whose rows are known.")
-    write_access_counts(path, counts)
+    (print_json if options["as_json"] else print_document)(document)
+    if measured and not traces:
+        message = "Counts are of rows, not of ids, so collisions can't be measured: for those give a --trace."
+        click.echo(message, err=True)
+    if proposal is not None and proposal.bytes_after > proposal.limit_bytes and proposal.shards == 1:
+        left = human_bytes(proposal.bytes_after)
+        click.echo(f"does not fit: {left} are left, and --levers leaves out shard", err=True)
 
 
 def _read_lookups(
@@ -194,70 +170,3 @@ def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:
         sizes = {"code_bytes": codes, "scale_bytes": stored - codes - classes, "class_bytes": classes}
         rows.append({"dtype": name, **sizes, "stored_bytes": stored, "of_float32": stored / float32})
     return rows
-
-
-def _print_bytes(sizes: Sequence[Mapping[str, Any]]) -> None:
-    fields = ("code_bytes", "scale_bytes", "class_bytes", "stored_bytes")
-    rows = [
-        (size["dtype"], f"{size['code_bytes']:,}", *(human_bytes(size[name]) for name in fields),
-         f"{size['of_float32']:.1%}")
-        for size in sizes
-    ]  # fmt: skip
-    columns = ("rows", "#bytes of codes", "#codes", "#scales, biases", "#which are hot", "#together", "#of fp32")
-    print_table("Bytes of all rows", columns, rows)
-
-
-def _text(value: float | None, form: str = ",.0f") -> str:
-    return "" if value is None else format(value, form)
-
-
-def _print_measures(measured: Sequence[TableMeasures], *, ids_known: bool) -> None:
-    largest = sorted(measured, key=lambda table: -table.stored_bytes)[:MAX_TABLES]
-    title = f"the largest {MAX_TABLES} of {len(measured)}" if len(measured) > MAX_TABLES else "all with a trace"
-    rows = [
-        (table.table, _text(table.num_embeddings), human_bytes(table.stored_bytes), _text(table.lookups),
-         _text(table.distinct_ids), _text(table.ids_seen_once), _text(table.rows_used),
-         _text(table.rows_unused_share, PERCENT), *(_text(head.share_of_lookups, PERCENT) for head in table.head),
-         _text(table.unseen_share, PERCENT))
-        for table in largest
-    ]  # fmt: skip
-    columns: tuple[str, ...] = ("table", "#rows", "#bytes", "#lookups", "#ids", "#seen once", "#rows used", "#rows not",
-               "#hottest 1 %", "#hottest 10 %", "#new to come")  # fmt: skip
-    print_table(f"Tables, {title}; lookups of the hottest rows used, and those to come of rows not used", columns, rows)
-    if not ids_known:
-        click.echo("Counts are of rows, not of ids, so collisions can't be measured: for those give a --trace.\n")
-    collisions = [
-        (table.table, _text(table.distinct_ids), _text(table.expected_rows_used / table.distinct_ids, PERCENT),
-         _text(table.rows_used / table.distinct_ids, PERCENT), _text(table.expected_ids_alone_share, PERCENT),
-         _text(table.ids_alone_share, PERCENT), _text(table.lookups_colliding_share, PERCENT))
-        for table in largest
-        if table.expected_rows_used is not None and table.distinct_ids
-    ]  # fmt: skip
-    if collisions:
-        columns = ("table", "#ids", "#rows used / ids, by chance", "#measured", "#ids alone in their row, by chance",
-                   "#measured", "#lookups in a collision")  # fmt: skip
-        print_table("Collisions of hashed tables", columns, collisions)
-
-
-def _print_proposal(proposal: Proposal) -> None:
-    rows = [
-        (step.lever, human_bytes(step.bytes_before), human_bytes(step.bytes_after), _text(step.changed_share, PERCENT),
-         _text(step.all_changed_share, PERCENT), "yes" if step.needs_training else "no")
-        for step in proposal.steps
-    ]  # fmt: skip
-    columns = ("lever", "#before", "#after", "#lookups it changes", "#all changed", "train again")
-    print_table(f"Into {human_bytes(proposal.limit_bytes)}: {human_bytes(proposal.bytes_before)} now", columns, rows)
-    for step in proposal.steps:
-        if step.note:
-            click.echo(f"{step.lever}: {step.note}")
-        for change in sorted(step.tables, key=lambda table: table.bytes_after - table.bytes_before)[:MAX_CHANGES]:
-            shrunk = f"{human_bytes(change.bytes_before)} -> {human_bytes(change.bytes_after)}"
-            click.echo(f"{step.lever}: {change.table}: {change.before} -> {change.after} ({shrunk})")
-        if (left := len(step.tables) - MAX_CHANGES) > 0:
-            click.echo(f"{step.lever}: and {left} tables more (--json has all)")
-    if proposal.bytes_after <= proposal.limit_bytes:
-        click.echo(f"fits: {human_bytes(proposal.bytes_after)}")
-    elif proposal.shards > 1:
-        click.echo(f"{human_bytes(proposal.bytes_after)} are for {proposal.shards} shards")
-    else:
-        click.echo(f"does not fit: {human_bytes(proposal.bytes_after)} are left, and --levers leaves out shard")

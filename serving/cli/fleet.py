@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +25,6 @@ from serving.fleet.process import StopRequestedError, run_until_signalled, run_u
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning
 
-
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
     "everything, metrics too."
@@ -39,7 +38,6 @@ _SCOPES = (
 @opts.setting_option(DivisionSettings, "cards", default=2)
 @opts.setting_option(RowSettings, "device", default="cpu")
 @opts.settings_options(DivisionSettings, "sharding", "plan_file")
-@opts.removed_option("--local", "`shardrank train`, then `serve`, have all in one process.", flag_value="yes")
 @opts.settings_options(FrontSettings, "hot_rows_gb", "hot_rows", "host", "http_port", "grpc_port", hidden=False)
 @opts.switch("--once", "Stop after the report.")
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
@@ -65,7 +63,6 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 
 
 @configured("up", FleetConfig)
-@opts.earlier_options
 @click.pass_context
 def up(ctx: click.Context, /, config: FleetConfig) -> None:
     """Run a whole fleet on this machine, or on a Ray cluster.
@@ -84,17 +81,14 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
       shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
       shardrank up --on ray --store /shared/models --registry redis://10.0.0.9/0 --replicas 2 --workers 2 --detach
     """
-    if config.on == "ray":
-        config = _on_ray(config)
-        settings.warn_if_open("its host's address", Protection.of(config))
-    else:
-        settings.warn_if_open(config.host, Protection.of(config))
+    settings.warn_if_open("its host's address" if config.on == "ray" else config.host, Protection.of(config))
+    config = _on_ray(config) if config.on == "ray" else config
     log_level = ctx.find_root().params["log_level"]
     config = config_of(FleetConfig, config, "", (), **_versions(config), log_level=log_level)
-    if config.on == "ray":
-        _run_on_ray(config)
-    else:
-        _run(config, settings.scheme(config))
+    try:
+        run_until_signalled(partial(_run_on_ray if config.on == "ray" else _run, config))
+    except StopRequestedError:
+        click.echo("stopped")
 
 
 def _on_ray(config: FleetConfig) -> FleetConfig:
@@ -133,50 +127,37 @@ def _versions(config: FleetConfig) -> dict[str, Any]:
     return {"models": models, "versions": {models[0]: version}}
 
 
-def _run(config: FleetConfig, scheme: str) -> None:
+async def _run(config: FleetConfig) -> None:
     from serving.fleet.local_fleet import running_fleet
 
-    async def program() -> None:
-        async with running_fleet(config, _ready, on_begin=_tell) as fleet:
-            click.echo(f"logs: {fleet.supervisor.run_directory}")
-            click.echo(f"registry: {fleet.registry.name}")
-            click.echo(f"HTTP: {scheme}://{fleet.host}:{fleet.http_port}/docs")
-            click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
-            await asyncio.Event().wait()
-
-    _until_stopped(program)
-
-
-def _until_stopped(program: Callable[[], Awaitable[None]]) -> None:
-    try:
-        run_until_signalled(program)
-    except StopRequestedError:
-        click.echo("stopped")
+    async with running_fleet(config, _ready, on_begin=_tell) as fleet:
+        click.echo(f"logs: {fleet.supervisor.run_directory}")
+        click.echo(f"registry: {fleet.registry.name}")
+        click.echo(f"HTTP: {settings.scheme(config)}://{fleet.host}:{fleet.http_port}/docs")
+        click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
+        await asyncio.Event().wait()
 
 
 def _ready(name: str) -> None:
     click.echo(f"{name} is ready")
 
 
-def _run_on_ray(config: FleetConfig) -> None:
+async def _run_on_ray(config: FleetConfig) -> None:
     from serving.fleet.ray_fleet import fleet_on_ray
 
-    async def program() -> None:
-        async with fleet_on_ray(config, _ready, on_begin=_tell) as fleet:
-            click.echo(f"registry: {fleet.registry.name}")
-            for address in fleet.addresses:
-                click.echo(f"HTTP: {address}/docs")
-            for model, shards in fleet.earlier.items():
-                click.echo(
-                    f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
-                    f"{config.shards}; the same command then ends the nodes that are left over"
-                )
-            if fleet.ended:
-                click.echo(f"ended: {', '.join(fleet.ended)}")
-            if not config.detached:
-                await asyncio.Event().wait()
-
-    _until_stopped(program)
+    async with fleet_on_ray(config, _ready, on_begin=_tell) as fleet:
+        click.echo(f"registry: {fleet.registry.name}")
+        for address in fleet.addresses:
+            click.echo(f"HTTP: {address}/docs")
+        for model, shards in fleet.earlier.items():
+            click.echo(
+                f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
+                f"{config.shards}; the same command then ends the nodes that are left over"
+            )
+        if fleet.ended:
+            click.echo(f"ended: {', '.join(fleet.ended)}")
+        if not config.detached:
+            await asyncio.Event().wait()
 
 
 @click.command(cls=WithExamples)
@@ -206,12 +187,8 @@ def down(registry: str | None, address: str | None) -> None:
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:
-    from serving.fleet.local_fleet import placement_line
-
     for one in beginnings:
-        if len(beginnings) > 1:
-            click.echo(f"{one.model} version {one.version}:")
-        click.echo(placement_line(one.plan))
+        click.echo(f"{one.model} version {one.version}: {one.plan.num_shards} shards, plan {one.plan.digest[:12]}")
         if one.latest != one.version:
             click.echo(
                 f"{one.model}: version {one.version} is live, the store's latest is {one.latest}; "

@@ -48,7 +48,7 @@ def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Pat
         assert (report["source"], report["ratings"], report["test_ratings"]) == ("movielens-100k", 2500, 500)
         assert (report["shards"], report["cards"], report["version"]) == (2, 2, 1)
         assert "Films for user" in program.output
-        assert re.search("^on every shard: .*; split over 2 shards: ", program.output, re.MULTILINE)
+        assert re.search("^2 shards, plan [0-9a-f]{12}$", program.output, re.MULTILINE)
         assert len(descendants(program.process.pid)) == 5
 
         # What the printed line does, done without curl.

@@ -89,7 +89,7 @@ def wait_for_end(pid: int) -> None:
 def test_every_process_is_ready_before_the_ports_are_printed(fleet: Program) -> None:
     for name in ("coordinator", "shard-0-0", "shard-1-0", "serve-0", "serve-1"):
         assert f"{name} is ready\n" in fleet.output
-    assert re.search(r"^on every shard: none; split over 2 shards: .*films", fleet.output, re.MULTILINE)
+    assert re.search(r"^films version \d+: 2 shards, plan [0-9a-f]{12}$", fleet.output, re.MULTILINE)
     assert "films: version 1 is live, the store's latest is 3;" in fleet.output
     answers = [rank(fleet) for _ in range(8)]
     assert {answer.status_code for answer in answers} == {200}
