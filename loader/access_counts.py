@@ -29,7 +29,7 @@ MAX_ACCESS_COUNT = 2**32 - 1
 MAX_IDS = 2**63
 """Raw ids, and keys made of a table and a row, are below it."""
 _TENSORS = "rows", "counts", "num_embeddings"
-_HOW_TO_MAKE = "`shardrank counts` and `shardrank fit --counts-out` write one; docs/snapshot-format.md has its tensors"
+_HOW_TO_MAKE = "`shardrank counts` writes one; docs/snapshot-format.md has its tensors"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -131,7 +131,7 @@ def _is_above(successes: int, trials: int, probability: float) -> bool:
     """
     if successes <= probability * trials:
         return False
-    share = successes / trials
+    share = min(1.0, successes / trials)
     parts = ((share, probability), (1 - share, 1 - probability))
     divergence = sum(seen * math.log(seen / expected) if expected else math.inf for seen, expected in parts if seen)
     return math.exp(-trials * divergence) < MAX_FALSE_ALARM

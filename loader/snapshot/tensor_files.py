@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loader.errors import SnapshotCorruptError, cut, file_error
 from loader.memory import map_array
-from loader.snapshot.tables import FAIL_FAST, quoted_errors
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSOR_DIMS = 8
@@ -29,24 +28,20 @@ _DTYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"BF16": 2}  # NumPy has no bfloat16
 
 
-_Number = Annotated[int, Field(ge=0, lt=2**63)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _Entry(BaseModel):
+class _Entry(msgspec.Struct):
     """A tensor in a file's header."""
 
-    model_config = ConfigDict(strict=True)
-
     dtype: Literal["BOOL", "U8", "I8", "I16", "I32", "I64", "U32", "F16", "F32", "F64", "BF16"]
-    shape: Annotated[tuple[_Number, ...], FAIL_FAST, Field(max_length=MAX_TENSOR_DIMS)]
+    shape: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_TENSOR_DIMS)]
     data_offsets: tuple[_Number, _Number]
 
 
-class _Header(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, _Entry]
-
-    metadata: Any = Field(default=None, alias="__metadata__")
+# The first entry that is wrong ends it: a header may have a million of them.
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY = msgspec.json.Decoder(_Entry)
 
 
 @dataclass(frozen=True)
@@ -76,14 +71,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 raise SnapshotCorruptError(
                     f"{path}: header of {header_bytes} bytes in a file of {file_bytes}; at most {MAX_HEADER_BYTES}"
                 )
-            entries = _Header.model_validate_json(file.read(header_bytes)).model_extra or {}
+            entries = _HEADER.decode(file.read(header_bytes))
     except OSError as error:
         raise file_error(path, "read", error) from error
-    except ValidationError as error:
-        raise SnapshotCorruptError(f"{path}: the header: {quoted_errors(error)}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SnapshotCorruptError(f"{path}: the header: {error}") from error
     position = data_offset = 8 + header_bytes
     tensors: dict[str, TensorInfo] = {}
-    for name, entry in entries.items():
+    for name, text in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            entry = _ENTRY.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise SnapshotCorruptError(f"{path}: the header: {cut(repr(name))}: {cut(error)}") from error
         begin, end = entry.data_offsets
         tensors[name] = info = TensorInfo(entry.dtype, entry.shape, data_offset + begin)
         if end - begin != info.size_bytes:

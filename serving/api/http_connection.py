@@ -366,7 +366,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             return
         exchange.on_leave = None
         reply = await respond(body)
-        if self._exchange is exchange:
+        if self._exchange is exchange and self.state not in _CLOSED:
             self.transport.write(reply.encode(self._answer_headers, is_last=self._is_last))
             self.on_response_complete()
 
@@ -473,7 +473,8 @@ class HttpConnection(Accepted, HttpToolsProtocol):
     def _answer(self, error: ShardrankError, *, closes: bool = False) -> None:
         """Answer in place of the application. What still comes of a body is dropped, unless it `closes`."""
         exchange, cycle = self._exchange, self.cycle
-        has_begun = self.state is State.LINGERING or (cycle is not None and cycle.response_started)
+        is_answered = exchange is not None and exchange.is_answered
+        has_begun = self.state is State.LINGERING or is_answered or (cycle is not None and cycle.response_started)
         if not has_begun:
             path, request_id = ("", "") if exchange is None else (exchange.path, exchange.request_id)
             headers = self.server_state.default_headers if exchange is None else self._answer_headers

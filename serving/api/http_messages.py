@@ -100,6 +100,8 @@ class Exchange:
             self.on_leave()
         for callback in self.on_sent:
             callback()
+        # They would keep the request and its version.
+        self.respond = self.on_leave = None
 
 
 def body_length(version: str, headers: Headers, fields: Fields) -> int | None:

@@ -185,6 +185,10 @@ class ConnectionListener(abc.ABC, Generic[Made]):
     def _accept_socket(self, connection: socket.socket, peer: Any) -> None:
         """Make the protocol of an accepted connection; `peer` is its address, "" of a Unix socket."""
         connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            # asyncio's own loop leaves it as it is for sockets that were accepted elsewhere.
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if (error := self.refusal()) is not None:
             if self.ssl is None:
                 with contextlib.suppress(OSError):
@@ -195,7 +199,7 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             oldest = next(iter(self._connecting))
             del self._connecting[oldest]
             oldest.cancel()
-        task = asyncio.create_task(self._connect(connection, self.make(peer[0] if peer else "")))
+        task = asyncio.create_task(self._connect(connection, self.make(peer[0] if isinstance(peer, tuple) else "")))
         self._connecting[task] = None
         task.add_done_callback(lambda done: self._connecting.pop(done, None))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
@@ -222,7 +223,7 @@ class NodeServer(ConnectionListener[ServerConnection]):
         self.new_connection = partial(ServerConnection, self, self._handler, self._limits, time.monotonic)
         self.addresses: tuple[Address, ...] = ()
         self._bound = ExitStack()
-        self._is_draining = False
+        self._is_draining, self._warned_at = False, -math.inf
 
     @property
     def in_flight(self) -> int:
@@ -243,8 +244,10 @@ class NodeServer(ConnectionListener[ServerConnection]):
 
     def note(self, kind: str) -> None:
         """See `ConnectionListener`; the TLS context counts refusals."""
-        if kind == "exhausted":
-            logger.warning("can't accept connections on %s", ", ".join(map(str, self.addresses)))
+        now = asyncio.get_running_loop().time()
+        if kind == "exhausted" and now >= self._warned_at + 1.0:
+            self._warned_at = now
+            logger.warning("no more files can be opened for connections on %s", ", ".join(map(str, self.addresses)))
 
     async def start(self, addresses: Sequence[Address]) -> None:
         """Listen on every address, or on none. Raises ConfigError."""
@@ -269,10 +272,12 @@ class NodeServer(ConnectionListener[ServerConnection]):
         within the time; `close` ends the others.
         """
         self._is_draining = True
-        await self._stop_listening(timeout_s)
+        until = asyncio.get_running_loop().time() + timeout_s
+        # Those that connect from now on are told in `opened`.
         for connection in tuple(self.open):
             connection.go_away()
-        await self.all_closed(timeout_s)
+        await self._stop_listening(timeout_s)
+        await self.all_closed(max(0.0, until - asyncio.get_running_loop().time()))
         if self.open:
             left = self.num_connections, self.in_flight, timeout_s
             logger.warning("drain: %d connections and %d requests left after %.1f s", *left)

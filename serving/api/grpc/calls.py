@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import re
 from collections import deque
@@ -39,12 +38,13 @@ logger = logging.getLogger(__name__)
 ERROR_KIND_METADATA = "shardrank-error-kind"
 MAX_DETAILS_BYTES = 4096
 MAX_WAITING_MESSAGES = 256
-MESSAGES_AT_ONCE = 8
 MAX_SMALL_MESSAGE_BYTES = 2**16
 """Of a message that is no ranking request."""
 PREFIX_BYTES = 5
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, in addition to reading it."""
+REFUSED_CALL_S, MAX_MESSAGE_S = 2e-3, 0.05
+"""What a message that is refused may cost to read, and what one is charged at most: by the wall clock."""
 INTERNAL, STOPPING = "internal error; the server's log says more", "the server stops"
 IDENTITY = "identity"
 KNOWN_CODINGS = ", ".join((IDENTITY, *CODINGS))
@@ -188,6 +188,7 @@ class GrpcCall(Stream):
         self._drained: asyncio.Future[None] | None = None
         self._on_leave: Callable[[], object] | None = None
         self._has_head = self._has_left = False
+        self._working_since = 0.0
         self._ignores_more = method is None
         self._started_at = connection.clock()
         self._bytes = MessageBytes(connection.account)
@@ -309,10 +310,10 @@ class GrpcCall(Stream):
         return await self._plain()
 
     async def messages(self) -> AsyncIterator[Buffer]:
-        """All messages; others come between after a few. Raises ShardrankError for one that can't be read."""
-        for number in itertools.count(1):
+        """All messages; other connections come between. Raises ShardrankError for one that can't be read."""
+        while True:
             await self._wait()
-            if number % MESSAGES_AT_ONCE == 0:
+            while self.connection.is_turn_over():  # noqa: ASYNC110  # in the next iteration it is not
                 await asyncio.sleep(0)
             if not self._messages:
                 return
@@ -322,6 +323,7 @@ class GrpcCall(Stream):
         """Send one message of several; returns when the client has read it."""
         head = b"" if self._has_head else RESPONSE_HEAD
         self._has_head = True
+        self._charge(0.0)
         if not self.connection.send(self._stream_id, head, _prefixed(message)):
             self._drained = self.connection.loop.create_future()
             await self._drained
@@ -337,6 +339,9 @@ class GrpcCall(Stream):
         try:
             message = await answer
         except ShardrankError as error:
+            if isinstance(error, InvalidRequestError) and error.kind != "unknown_id":
+                # It was seen while the message was read, in one go.
+                self._charge(REFUSED_CALL_S)
             self._refuse(error)
         except asyncio.CancelledError:
             # By the client, who hears nothing of it, or because the server stops.
@@ -354,6 +359,13 @@ class GrpcCall(Stream):
                 connection.send(self._stream_id, RESPONSE_HEAD, _prefixed(message), OK_TRAILERS)
         finally:
             connection.when_sent(self._stream_id, self._bytes.refund_all)
+
+    def _charge(self, usual_s: float) -> None:
+        """Charge the work on the last message, beyond what is usual, since it was given to the method."""
+        if self._working_since:
+            cost_s = self.connection.clock() - self._working_since - usual_s
+            self.connection.spent(min(max(0.0, cost_s), MAX_MESSAGE_S))
+            self._working_since = 0.0
 
     def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
         if isinstance(error, OverloadedError) and self._method is not None and not self._method.is_streamed:
@@ -390,6 +402,7 @@ class GrpcCall(Stream):
             message = await expand(compressed, max_bytes, self._bytes, connection.spent, expanding)
         if method.is_streamed:
             self._bytes.refund(min(self._bytes.held, PREFIX_BYTES + len(message)))
+        self._working_since = connection.clock()
         return message
 
     def _ignore_more(self) -> None:

@@ -37,7 +37,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         self._on_sent: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
-        self._idle_work_s = 0.0
+        self._idle_work_s = self._turn_ends = 0.0
         self._num_written = 0
         self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
 
@@ -106,6 +106,16 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
             self._on_sent[stream_id].append(callback)
         else:
             callback()
+
+    def is_turn_over(self) -> bool:
+        """Return whether the streamed calls of this connection have worked for `MAX_READ_S` in this iteration."""
+        if not self._turn_ends:
+            self._turn_ends = self.clock() + MAX_READ_S
+            self.loop.call_soon(self._end_turn)
+        return self.clock() >= self._turn_ends
+
+    def _end_turn(self) -> None:
+        self._turn_ends = 0.0
 
     def spent(self, seconds: float) -> None:
         """Count work without a call that is completed; end a connection of much work and no such calls."""

@@ -218,7 +218,11 @@ LONG_STRINGS = {"strings": np.zeros(1024 * 700 + 1, np.uint8)}
         (GENRE, {"row": np.zeros((19, 32), np.uint8)}, "no tensor 'rows'"),
         (GENRE, {"rows": np.zeros((19, 32), np.uint8), "x": np.zeros(1)}, r"tensors \['x'\] besides \['rows'\]"),
         (DENSE, {"weight": np.zeros(1, np.float64)}, "tensor 'weight' is F64"),
-        (DENSE, {"weight": np.zeros([1] * 9, np.float32)}, r"weight.shape: Tuple should have at most 8 items"),
+        (
+            DENSE,
+            {"weight": np.zeros([1] * 9, np.float32)},
+            r"'weight': Expected `array` of length <= 8",
+        ),
         (GOLDEN, {"scores": np.zeros(1, np.float32)}, "no tensor 'num_candidates'"),
         (VOCABULARY, {"ids": FILM_IDS}, "no tensor 'strings'"),
         (VOCABULARY, {"ids": np.arange(778)}, "778 ids; allowed"),
@@ -282,6 +286,7 @@ def rows_header(dtype="U8", shape=(19, 32), offsets=(0, 608), name="rows"):
         rows_header(shape=[0, 2**63], offsets=[0, 0]),
         rows_header(name="a") | rows_header(),
         # Made to cost time, memory or a long message.
+        {f"t{number}": {} for number in range(300_000)},
         rows_header(shape=[9] * 400_000),
         rows_header(shape=[10**4290] * 300),
         rows_header(shape=[10**4290], offsets=[10**4290, 608]),

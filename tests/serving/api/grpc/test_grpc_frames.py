@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
+from serving.api.grpc import listener
 from serving.api.grpc import wire as frames
-from serving.api.grpc.calls import MAX_WAITING_MESSAGES, MESSAGES_AT_ONCE
+from serving.api.grpc.calls import MAX_WAITING_MESSAGES
 from serving.api.grpc.services import GrpcServer
+from serving.api.grpc.wire import ErrorCode
+from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import END, Http2Peer, data, prefixed
-from shardrank_testing.serving_api import Api, api_request, counted_turns, rank_message
+from shardrank_testing.serving_api import Api, api_request, counted_turns, rank_message, served_api
 
 RANK = "/shardrank.v1.RankingService/Rank"
 GET_MODEL = "/shardrank.v1.RankingService/GetModel"
@@ -91,13 +94,33 @@ async def test_messages_that_wait_are_counted(peer):
     assert f"more than {MAX_WAITING_MESSAGES} messages" in trailers["grpc-message"]
 
 
-async def test_a_stream_of_small_requests_lets_others_have_their_turn(peer):
-    request = prefixed(question(file_containing_symbol="none"))
+async def test_streams_of_small_requests_let_others_have_their_turn(peer, monkeypatch):
+    """However many streams a connection has: together they work for so long in an iteration of the loop."""
+    request, streams, count = prefixed(question(file_containing_symbol="none")), (1, 3, 5, 7), 40
+    monkeypatch.setattr(listener, "MAX_READ_S", 20e-6)
     async with counted_turns() as turns:
-        peer.send(peer.call(1, REFLECTION.format("v1")), data(1, request * MAX_WAITING_MESSAGES, END))
-        answers, _ = await peer.answer(1)
-    assert answers.count(b"none") == MAX_WAITING_MESSAGES
-    assert turns[0] >= MAX_WAITING_MESSAGES // MESSAGES_AT_ONCE
+        for stream in streams:
+            peer.send(peer.call(stream, REFLECTION.format("v1")), data(stream, request * count, END))
+        answers = [(await peer.answer(stream))[0] for stream in streams]
+    assert [answer.count(b"none") for answer in answers] == [count] * len(streams)
+    assert turns[0] >= len(streams) * count // 8
+
+
+@pytest.mark.parametrize(
+    ("path", "message", "num_streams"),
+    [
+        (REFLECTION.format("v1"), prefixed(question(file_containing_symbol="none")) * MAX_WAITING_MESSAGES, 40),
+        # So many unknown fields, and a last byte that is wrong.
+        (RANK, prefixed(b"\xf8\x07\x01" * 10_000 + b"\xff"), 2),
+    ],
+    ids=["streamed", "refused"],
+)
+async def test_work_on_messages_without_a_completed_call_ends_its_connection(api_model, path, message, num_streams):
+    limits = RequestLimits(max_idle_work_ms=20)
+    async with served_api(api_model, limits) as api, connected(api.listening.grpc_port) as peer:
+        for stream in range(1, 2 * num_streams, 2):
+            peer.send(peer.call(stream, path), data(stream, message, END))
+        assert (await peer.rest())[-1].code == ErrorCode.ENHANCE_YOUR_CALM
 
 
 async def test_a_document_has_a_small_message(peer):
