@@ -286,6 +286,7 @@ def compare_cards(
         )  # fmt: skip
         # What the first start on a machine pays, such as reading files from the disk, would be in one arm alone.
         rehearsed = measured.measure(arms[0], 1, bench.seconds(REHEARSAL_S))
+        bench.problems.clear()
         measured.rate = rate or RATE_SHARE * rehearsed["requests"]
         subjects = {arm.name: partial(measured.measure, arm) for arm in arms}
         setup = {

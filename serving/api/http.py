@@ -1,4 +1,4 @@
-"""The HTTP API: an ASGI application that ranks by itself, and ports for operators on a thread of their own."""
+"""The HTTP API: which requests rank, and how they are answered; and ports for operators on a thread of their own."""
 
 from __future__ import annotations
 

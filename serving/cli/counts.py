@@ -14,8 +14,6 @@ from serving.cli.settings import Options, Protection, config_of, opened_registry
 from serving.config import NodeTlsSettings
 
 if TYPE_CHECKING:
-    import ssl
-
     import httpx
 
     from loader.access_counts import AccessCounts
@@ -151,9 +149,7 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
         clients = [ShardClient(Address.parse(one), connect_timeout_s=timeout_s, tls=tls) for one in shards]
         for client in clients:
             stack.push_async_callback(client.close)
-        authority: ssl.SSLContext | bool = True
-        if options["server_ca"] is not None:
-            authority = ssl.create_default_context(cafile=str(options["server_ca"]))
+        authority = ssl.create_default_context(cafile=options["server_ca"] and str(options["server_ca"]))
         headers = {} if options["token"] is None else {"Authorization": f"Bearer {options['token']}"}
         http = await stack.enter_async_context(httpx.AsyncClient(verify=authority, headers=headers, timeout=timeout_s))
         path = f"/v1/models/{quote(model, safe='')}/access-counts?version={version or 0}"
@@ -209,7 +205,7 @@ async def _server_counts(client: httpx.AsyncClient, url: str) -> dict[str, Acces
                 if len(data) > _MAX_ANSWER_BYTES:
                     raise RemoteError(f"{url}: the answer has more than {_MAX_ANSWER_BYTES} bytes")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise NodeUnavailableError(f"{url}: {error}") from error
+        raise NodeUnavailableError(f"{url}: {str(error) or type(error).__name__}") from error
     if not answer.is_success:
         text = printable(data[: 4 * _MAX_SHOWN].decode(errors="replace"), _MAX_SHOWN)
         raise RemoteError(f"{url}: HTTP status {answer.status_code}: {text}")

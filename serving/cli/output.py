@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 
 PIPE_COLUMNS = 140
 MAX_ROWS = 16
+"""Of a list that nobody reads to its end."""
 _COLUMN_WIDTH = 11
+_COUNTED = re.compile("rows|ids|bags|lookups|embeddings|requests|count")
+"""In names of numbers that are shortened; versions and sequences are not."""
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -44,11 +49,11 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]
     return table
 
 
-def print_document(document: Mapping[str, Any], name: str = "") -> None:
+def print_document(document: Mapping[str, Any], name: str = "", max_rows: int = sys.maxsize) -> None:
     """Print what `--json` prints as text, by the same names; `name` is that of the document, if it has one.
 
-    The fields of an object are a line, an object in it is the next one; a list of objects is a table. What is empty is
-    left out.
+    The fields of an object are a line, an object in it is the next one; a list of objects is a table, of more than
+    `max_rows` those with the most bytes. What is empty is left out.
     """
     nested = {
         key: value for key, value in document.items() if value and (_is_list(value) or isinstance(value, Mapping))
@@ -58,22 +63,23 @@ def print_document(document: Mapping[str, Any], name: str = "") -> None:
     for key, value in nested.items():
         label = f"{name}.{key}" if name else key
         if _is_list(value):
-            _print_list(label, value)
+            _print_list(label, value, max_rows)
         else:
-            print_document(value, label)
+            print_document(value, label, max_rows)
 
 
-def _print_list(name: str, objects: Sequence[Mapping[str, Any]]) -> None:
-    """Print objects as a table, or a line each if there are too many fields; of many those with the most bytes.
+def _print_list(name: str, objects: Sequence[Mapping[str, Any]], max_rows: int) -> None:
+    """Print objects as a table, or a line each if there are too many fields.
 
     Lists of objects in them follow, each as one list, whose objects begin with the first field of the one they are of.
     """
     keys = {key: None for fields in objects for key, value in fields.items() if not _is_empty(value)}
     inner = {key for fields in objects for key, value in fields.items() if value and _is_list(value)}
     columns, shown = [key for key in keys if key not in inner], objects
-    if len(objects) > MAX_ROWS:
+    if len(objects) > max_rows:
         size = next((key for key in columns if "bytes" in key), None)
-        shown = (objects if size is None else sorted(objects, key=lambda fields: -fields[size]))[:MAX_ROWS]
+        by_size = sorted(objects, key=lambda fields: -(fields.get(size) or 0)) if size else objects
+        shown = by_size[:max_rows]
     title = f"{name}, {len(shown)} of {len(objects)}" if len(shown) < len(objects) else name
     console = stdout_console()
     if len(columns) * _COLUMN_WIDTH > console.width:
@@ -88,7 +94,7 @@ def _print_list(name: str, objects: Sequence[Mapping[str, Any]]) -> None:
         named = [
             {parent: next(iter(fields.values()))} | dict(child) for fields in objects for child in fields.get(key) or ()
         ]
-        _print_list(f"{name}.{key}", named)
+        _print_list(f"{name}.{key}", named, max_rows)
 
 
 def _is_list(value: object) -> bool:
@@ -125,8 +131,8 @@ def text_of(name: str, value: Any) -> str:
             return f"{value:.1f}"
         case float():
             return f"{value:.4g}" if abs(value) < 1000 else human_count(value)
-        case int():
-            return str(value) if value < 1_000_000 else human_count(value)
+        case int() if value >= 1_000_000 and _COUNTED.search(name):
+            return human_count(value)
     return str(value)[:12] if name in ("identity", "digest") else str(value)
 
 

@@ -11,7 +11,7 @@ import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import print_document, print_json
+from serving.cli.output import MAX_ROWS, print_document, print_json
 from serving.cli.settings import Options, config_of
 from serving.cli.snapshots import read_description
 from serving.config import DEFAULT_PINNED_GB, DivisionSettings
@@ -143,7 +143,10 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
             out.write_text(division[1].to_json(), encoding="utf-8")
         except OSError as error:
             raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
-    (print_json if options["as_json"] else print_document)(document)
+    if options["as_json"]:
+        print_json(document)
+    else:
+        print_document(document, max_rows=MAX_ROWS)
 
 
 def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CANARY_BAKE_S = 60.0
 SHOWN_EVENTS = 8
+SHOWN_BLOCKERS = 6
 POLL_S = 0.2
 REMIND_S = 10.0
 """How long a rollout may stand still before it is told what it waits for, again and again."""
@@ -302,6 +303,7 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
     Raises RolloutError if another one has taken its place in the registry before its end was seen.
     """
     from loader.errors import RegistryUnavailableError, RolloutError
+    from loader.rollout.plan import read_rollout
     from loader.rollout.requests import read_fleet
 
     told, last, moved = set(begun.events), "", time.monotonic()
@@ -314,8 +316,8 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
 
     while True:
         try:
-            state = await read_fleet(fleet)
-            if (now := state.rollouts.get(begun.model)) is not None:
+            if (record := await read_rollout(fleet, begun.model)) is not None:
+                now = record.rollout
                 if now.rollout_id != begun.rollout_id:
                     raise RolloutError(f"{begun.model}: another rollout followed before the end of this one was seen")
                 for event in now.events:
@@ -323,10 +325,10 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                         told.add(event)
                         tell(_event_line(event))
                 if not now.active:
-                    _tell_end(now, state.wanted.get(now.model))
+                    _tell_end(now, await fleet.wanted_model(now.model))
                     return now
                 if time.monotonic() - moved >= REMIND_S:
-                    moved = time.monotonic()
+                    moved, state = time.monotonic(), await read_fleet(fleet)
                     _print_progress(state.status(begun.model), has_coordinator=state.coordinator is not None)
         except RegistryUnavailableError as error:
             tell(f"waiting: {error}")
@@ -337,8 +339,10 @@ def _print_progress(status: RolloutStatus, *, has_coordinator: bool) -> None:
     click.echo(_headline(status))
     if status.state in ("running", "undoing") and not has_coordinator:
         click.echo(NO_COORDINATOR)
-    for blocker in status.waiting_for:
+    for blocker in status.waiting_for[:SHOWN_BLOCKERS]:
         click.echo(f"  waiting for {blocker}")
+    if (left := len(status.waiting_for) - SHOWN_BLOCKERS) > 0:
+        click.echo(f"  waiting for {left} more (--json has all)")
 
 
 def print_status(status: RolloutStatus, *, has_coordinator: bool) -> None:
