@@ -188,7 +188,6 @@ class Step(Frozen):
         bytes_before, bytes_after: of all rows; of the last step, `shard`, of one shard's.
         changed_share: lookups that this step changes beyond those that were changed before.
         all_changed_share: lookups that are changed after it, each once.
-        note: what it needs.
     """
 
     lever: Lever
@@ -198,7 +197,6 @@ class Step(Frozen):
     changed_share: float | None
     all_changed_share: float | None
     tables: tuple[TableChange, ...] = ()
-    note: str = ""
 
 
 class Proposal(Frozen):
@@ -248,9 +246,7 @@ class Propose:
         total = stored_bytes(done)
         if total > self.limit_bytes and "shard" in self.levers:
             shards = -(-total // self.limit_bytes)
-            note = f"{shards} shards, none above {self.limit_bytes} bytes"
-            step = self._step("shard", done, done)
-            steps.append(step.model_copy(update={"bytes_after": -(-total // shards), "note": note}))
+            steps.append(self._step("shard", done, done).model_copy(update={"bytes_after": -(-total // shards)}))
         sizes = {"limit_bytes": self.limit_bytes, "bytes_before": stored_bytes(tables), "bytes_after": total}
         return Proposal(**sizes, shards=shards, steps=tuple(steps)), done
 
@@ -312,16 +308,7 @@ class Propose:
             changed_share=None if share is None or all_changed is None else all_changed - share,
             all_changed_share=all_changed,
             tables=tuple(changes),
-            note=self._note(lever, after),
         )
-
-    def _note(self, lever: Lever, tables: Sequence[LeveredTable]) -> str:
-        if lever == "prune":
-            rarest = any(table.keep_share not in (None, 1.0) for table in tables)
-            return f"at export: export --counts FILE --prune{f' --keep-share {self.keep_share:g}' * rarest}"
-        described = [table.table for table in tables if lever in ("dims", "precision")]
-        by_popularity = any(table.blocks or isinstance(table.dtype, DtypeByPopularity) for table in described)
-        return "by popularity: export needs counts" if by_popularity else ""
 
     def _fitted(self, table: LeveredTable, excess: int) -> LeveredTable | None:
         if not isinstance(table.table.id_mapping, HashMapping) or table.ids is None or not table.ids.ids.size:

@@ -24,7 +24,7 @@ from loader.rollout.coverage import (
     refusals,
     step_blockers,
 )
-from loader.rollout.guards import compare, golden_breach
+from loader.rollout.guards import compare
 from loader.rollout.plan import OnRecord, Rollout, Step, advanced, changed, read_rollout, undone, wanted_in_step
 
 logger = logging.getLogger(__name__)
@@ -114,13 +114,8 @@ class _StepRunner:
         if baking_now and rollout.bake_began_at is not None:
             verdict = compare(*self._tally.totals(rollout, view.nodes), rollout.guards)
             compared, missing = verdict.text(), verdict.missing
-            breach = compared if verdict.breached else ""
-            reports = [node.report(rollout.model, rollout.to_version) for node in view.nodes]
-            if not any(report is not None and report.delta_sequence > rollout.last_delta for report in reports):
-                golden = golden_breach(view.nodes, rollout.model, rollout.to_version)
-                breach = "; ".join(filter(None, (breach, golden)))
-            if breach:
-                return await self._write(on_record, undone(rollout, now, "rolled_back", f"guard: {breach}"))
+            if verdict.breached:
+                return await self._write(on_record, undone(rollout, now, "rolled_back", f"guard: {compared}"))
         if blockers:
             return await self._wait(on_record, blockers)
         self._waits.pop("step", None)
@@ -135,8 +130,6 @@ class _StepRunner:
             text = f"guard: min_requests is {rollout.guards.min_requests}, {missing} are missing after {baked_s:.0f} s"
             return await self._write(on_record, undone(rollout, now, "rolled_back", f"{text}; {compared}"))
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"
-        if rollout.step == Step.SHADOW:
-            text = "skipped: shadow versions are gone"
         if rollout.committed and (refused := refusals(rollout, view)):
             text = f"{text}; refused by {refused}"
         return await self._write(on_record, advanced(rollout, now, epoch, f"{text}; {compared}" if compared else text))

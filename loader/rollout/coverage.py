@@ -138,7 +138,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
         return none + _without(view.serving(), model, new)
     if step == Step.REPLAY:
         return _delta_lags(rollout, of_new) + _bare_shards(of_new, model, new)
-    if step in (Step.SHADOW, Step.CANARY):
+    if step == Step.CANARY:
         lagging = [node for node in view.serving() if model in node.live and node.applied.get(model, 0) < wanted_epoch]
         text = f"has not acted on epoch {wanted_epoch} yet"
         lags = [StepBlocker(f"{node.node_id}: {text}", not node.has(model, new, "ready")) for node in lagging]

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from pydantic import Field
 
-from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, Record, VersionStats
+from loader.registry.fleet import LATENCY_BOUNDS_MS, Record, VersionStats
 from loader.snapshot.tables import Frozen
 
 MAX_FALSE_ALARM = 1e-4
@@ -135,20 +135,6 @@ def _is_above(successes: int, trials: int, probability: float) -> bool:
     parts = ((share, probability), (1 - share, 1 - probability))
     divergence = sum(seen * math.log(seen / expected) if expected else math.inf for seen, expected in parts if seen)
     return math.exp(-trials * divergence) < MAX_FALSE_ALARM
-
-
-def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
-    """Return which serving processes have golden scores further off than the manifest allows; empty if none has.
-
-    Only meaningful while no delta was applied to the version: changed rows change golden scores.
-    """
-    reasons = []
-    for node in nodes:
-        report = node.report(model, version)
-        difference, tolerance = (report.golden_difference, report.golden_tolerance) if report else (None, None)
-        if difference is not None and tolerance is not None and difference > tolerance:
-            reasons.append(f"{node.node_id}: golden scores differ by {difference:g}, allowed is {tolerance:g}")
-    return "; ".join(reasons)
 
 
 def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | None:

@@ -49,7 +49,6 @@ class Step:
     STAGE_SHARDS: Final = "stage_shards"
     STAGE_SERVING: Final = "stage_serving"
     REPLAY: Final = "replay"
-    SHADOW: Final = "shadow"  # of rollouts that earlier releases started: skipped
     CANARY: Final = "canary"
     FLIP: Final = "flip"
     BAKE: Final = "bake"

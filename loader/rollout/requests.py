@@ -312,43 +312,6 @@ class RolloutStatus(Frozen):
     events: tuple[Event, ...] = ()
 
 
-def status_of(
-    model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView, *, with_nodes: bool = True
-) -> RolloutStatus:
-    """Return the status that follows from what was read, `nodes` left empty if they are not asked for. Pure."""
-    live = None if wanted is None else wanted.live
-    nodes = tuple(NodeStatus.from_record(model, node) for node in view.nodes) if with_nodes else ()
-    if rollout is None:
-        return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
-    written = wanted is not None and wanted.epoch > rollout.base_epoch
-    if wanted is not None and written and wanted.wants_same(wanted_in_step(rollout, wanted.epoch)):
-        lagging = step_blockers(rollout, view, wanted.epoch)
-    else:
-        written, lagging = False, cannot_roll(rollout, view)
-    waiting_for = [lag.text for lag in lagging]
-    guards = None
-    if rollout.bake_began_at is not None:
-        guards = compare(*BakeTally().totals(rollout, view.nodes), rollout.guards)
-        if guards.missing:
-            missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
-            waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")
-    states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
-    if rollout.active:
-        states[rollout.step_index] = "running"
-    same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
-    return RolloutStatus(
-        **{name: getattr(rollout, name) for name in same},
-        live=live,
-        wanted=wanted,
-        step=rollout.step,
-        steps=tuple(StepStatus(name=name, state=state) for name, state in zip(rollout.steps, states, strict=True)),
-        written=written,
-        waiting_for=tuple(waiting_for) if rollout.active else (),
-        guards=guards,
-        nodes=nodes,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class FleetState:
     """What is wanted of a fleet, and what it is.
@@ -378,10 +341,40 @@ class FleetState:
         """Return the nodes that are for a model."""
         return FleetView.of(self.nodes, self.division).for_model(model)
 
-    def status(self, model: str, *, with_nodes: bool = True) -> RolloutStatus:
-        """Return as `status_of`."""
-        rollout, wanted = self.rollouts.get(model), self.wanted.get(model)
-        return status_of(model, rollout, wanted, self.view(model), with_nodes=with_nodes)
+    def status(self, model: str) -> RolloutStatus:
+        """Return the status of a model's rollout that follows from what was read."""
+        rollout, wanted, view = self.rollouts.get(model), self.wanted.get(model), self.view(model)
+        live = None if wanted is None else wanted.live
+        nodes = tuple(NodeStatus.from_record(model, node) for node in view.nodes)
+        if rollout is None:
+            return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
+        written = wanted is not None and wanted.epoch > rollout.base_epoch
+        if wanted is not None and written and wanted.wants_same(wanted_in_step(rollout, wanted.epoch)):
+            lagging = step_blockers(rollout, view, wanted.epoch)
+        else:
+            written, lagging = False, cannot_roll(rollout, view)
+        waiting_for = [lag.text for lag in lagging]
+        guards = None
+        if rollout.bake_began_at is not None:
+            guards = compare(*BakeTally().totals(rollout, view.nodes), rollout.guards)
+            if guards.missing:
+                missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
+                waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")
+        states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
+        if rollout.active:
+            states[rollout.step_index] = "running"
+        same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
+        return RolloutStatus(
+            **{name: getattr(rollout, name) for name in same},
+            live=live,
+            wanted=wanted,
+            step=rollout.step,
+            steps=tuple(StepStatus(name=name, state=state) for name, state in zip(rollout.steps, states, strict=True)),
+            written=written,
+            waiting_for=tuple(waiting_for) if rollout.active else (),
+            guards=guards,
+            nodes=nodes,
+        )
 
     def last_delta(self, model: str, version: int) -> int | None:
         """Return the last delta of a version's stream; None if it is not published, or nothing is known of it."""

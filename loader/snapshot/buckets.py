@@ -89,19 +89,12 @@ class RowBuckets:
             # Where there are fewer rows than buckets a shift of 0 leaves one for each bucket.
             clipped: Int64Array = np.clip(edges[:, None] - (buckets << self.bucket_shift), 0, 1 << self.bucket_shift)
             return clipped
-        runs, is_below = self.runs_below(edges)
-        below: Int64Array = runs[:, None] + is_below
-        return below
-
-    def runs_below(self, edges: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Count, for each edge, the complete runs of buckets below it, int64 [m]. Not for `range`, which has no runs.
-
-        Return also, of the run that each edge is in, whether the row of each bucket is below it: bool [m, count].
-        """
-        assert self.seed is not None
+        # Complete runs of buckets below each edge, and which rows of the run that it is in.
         runs, rows_in_run = edges >> self.slot_shift, (edges & (self.count - 1)).astype(np.int16)
         mixes = mix(runs, self.seed).astype(np.int16)
-        return runs, (np.arange(self.count, dtype=np.int16) ^ mixes[:, None]) < rows_in_run[:, None]
+        is_below = (np.arange(self.count, dtype=np.int16) ^ mixes[:, None]) < rows_in_run[:, None]
+        below: Int64Array = runs[:, None] + is_below
+        return below
 
     def rows_per_bucket(self) -> Int64Array:
         """Count the rows of each bucket, int64 [count]."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +19,11 @@ from typing import NamedTuple
 from loader.errors import (
     DeltaError,
     RegistryConflictError,
-    RegistryRecordError,
     SnapshotCorruptError,
     SnapshotExistsError,
 )
 from loader.progress import Progress, no_progress
-from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, delta_stream
+from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
 from loader.rollout.plan import read_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import Manifest, ModelSpec
@@ -269,32 +268,15 @@ async def retain(fleet: FleetRegistry, store: StorePlace, model: str, keep: int)
     return Retained(tuple(sorted(numbers)), tuple(sorted(record.version for record in dropped)))
 
 
-async def versions_in_use(fleet: FleetRegistry, model: str, nodes: Sequence[NodeRecord] | None = None) -> set[int]:
-    """Return the versions that what is wanted, the last rollout or a node names. Raises RegistryError.
-
-    Nodes are read last, unless they are given.
-    """
+async def versions_in_use(fleet: FleetRegistry, model: str) -> set[int]:
+    """Return the versions that what is wanted, the last rollout or a node names. Raises RegistryError."""
     on_record = await read_rollout(fleet, model)
     used = set() if on_record is None else set(on_record.rollout.named())
     if (wanted := await fleet.wanted_model(model)) is not None:
         used |= wanted.named()
-    for node in await fleet.nodes() if nodes is None else nodes:
+    # Read last.
+    for node in await fleet.nodes():
         used |= {report.version for report in node.versions if report.model == model}
         if (live := node.live.get(model)) is not None:
             used.add(live)
     return used
-
-
-async def identities_in_use(fleet: FleetRegistry, store: StorePlace) -> set[str]:
-    """Return the identities of all models' versions as `versions_in_use`, which a store's cache keeps longer.
-
-    None for a folder, which has no cache, and if a record of whichever model can't be read.
-    """
-    if isinstance(store, Path):
-        return set()
-    try:
-        nodes = await fleet.nodes()
-        in_use = {model: await versions_in_use(fleet, model, nodes) for model in await fleet.wanted()}
-        return {record.identity for record in await fleet.versions() if record.version in in_use.get(record.model, ())}
-    except RegistryRecordError:
-        return set()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -377,12 +377,11 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
     except SnapshotResourceError:
         raise
     except SnapshotError as error:
-        report = VerifyReport(path=str(path), ok=False, problems=(f"{error.kind}: {error}",))
+        stated: dict[str, Any] = {}
         with suppress(SnapshotError):
             manifest, _ = read_manifest(Path(path))
             stated = {"files": manifest.files(), "model": manifest.spec.model, "version": manifest.version}
-            report = report.model_copy(update=stated)
-        return report
+        return VerifyReport(path=str(path), ok=False, problems=(f"{error.kind}: {error}",), **stated)
     checks = ["manifest, paths, sizes, SHA-256, dtypes, shapes, vocabularies and golden requests of every file"]
     problems: list[str] = []
     for table, files in zip(snapshot.spec.stored_tables, snapshot.manifest.tables, strict=True):

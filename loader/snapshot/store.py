@@ -179,15 +179,13 @@ class Store:
         identity: str | None = None,
         with_rows: bool = True,
         verify: bool = True,
-        keep: Collection[str] = (),
         progress: Progress = no_progress,
     ) -> HeldSnapshot:
         """Return a version, by default the latest, that stays until it is closed. Raises SnapshotError.
 
         For a folder that is all; other arguments are of stores at URLs: `identity` is what it must have, as far as
         that is known; without `with_rows` row files are not fetched; `verify` compares files that were fetched before
-        with their SHA-256; `progress` gets bytes, and ends the fetch by raising. Versions whose identities are in
-        `keep` make room for it after all others.
+        with their SHA-256; `progress` gets bytes, and ends the fetch by raising.
         """
         return HeldSnapshot(self.snapshot_path(model, version))
 

@@ -159,7 +159,6 @@ class RemoteStore(Store):
         identity: str | None = None,
         with_rows: bool = True,
         verify: bool = True,
-        keep: Collection[str] = (),
         progress: Progress = no_progress,
     ) -> HeldSnapshot:
         """As `Store.hold`: fetch what is missing in the cache, and check it. Not to be called on an event loop.
@@ -199,7 +198,7 @@ class RemoteStore(Store):
                     # Another process may fetch them meanwhile.
                     with self._locked(progress):
                         if missing := missing_files(snapshot.path, entries):
-                            self._fetch(snapshot.path, missing, keep, progress)
+                            self._fetch(snapshot.path, missing, progress)
             except BaseException:
                 snapshot.close()
                 raise
@@ -375,16 +374,15 @@ class RemoteStore(Store):
                 time.sleep(_POLL_S)
             yield
 
-    def _make_room(self, needed_bytes: int, folder: Path, keep: Collection[str]) -> None:
+    def _make_room(self, needed_bytes: int, folder: Path) -> None:
         """Delete versions that are not locked until so many bytes of the version at `folder` fit, within `_locked`.
 
-        Those whose identity is not in `keep` go first, then by their last use. Raises StoreError (`store_cache`) if
-        the bytes do not fit.
+        Those that were used least recently go first. Raises StoreError (`store_cache`) if the bytes do not fit.
         """
         roots = [path for path in self.path.iterdir() if _IDENTITY.fullmatch(path.name) and (path / "lock").exists()]
         sizes = {root: sum(path.lstat().st_size for path in root.rglob("*") if path.is_file()) for root in roots}
         used_bytes = sum(sizes.values())
-        for root in sorted(roots, key=lambda path: (path.name in keep, (path / "lock").stat().st_mtime)):
+        for root in sorted(roots, key=lambda path: (path / "lock").stat().st_mtime):
             if used_bytes + needed_bytes <= self._cache_bytes:
                 return
             with (root / "lock").open("a") as lock:
@@ -399,13 +397,13 @@ class RemoteStore(Store):
                 kind="store_cache",
             )
 
-    def _fetch(self, folder: Path, entries: Sequence[FileEntry], keep: Collection[str], progress: Progress) -> None:
+    def _fetch(self, folder: Path, entries: Sequence[FileEntry], progress: Progress) -> None:
         """Fetch files of a version into its folder of the cache, which is locked. Raises as `hold`."""
         source, work = f"{folder.parent.name}/{folder.name}", folder.parents[1] / "fetching"
         total, done, slots = sum(entry.size_bytes for entry in entries), 0, asyncio.Semaphore(FILES_AT_A_TIME)
         self._check_sizes(source, entries)
         shutil.rmtree(work, ignore_errors=True)
-        self._make_room(total, folder, keep)
+        self._make_room(total, folder)
         work.mkdir()
         _log.info("fetching %d files, %d bytes, from %s/%s into %s", len(entries), total, self.name, source, folder)
 

@@ -7,25 +7,26 @@ what `shardrank plan --json` prints.
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import cache
 from typing import Any
 
 from loader.snapshot.manifest import ModelSpec
-from router.plan import Plan
+from loader.snapshot.row_classes import classes_bytes
+from loader.snapshot.tables import DividedTable
+from router.plan import Plan, table_bytes
 from router.plan_file import PlanFile
-from router.planning.division import divided_use
+from router.planning.division import PlacedModel
 from router.planning.inputs import CapacityOptions, LookupProfile
-from router.planning.network import FleetLookups, StoredLookups, network_use
+from router.planning.network import StoredLookups, network_use
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.card_plan import CARD, HOST, HOT, PLACE_BYTES, CardPlan
-from shard_node.planning.cost_model import BatchTime, Traffic, batch_time
+from shard_node.planning.cost_model import Traffic
 
 
 def capacity(
     spec: ModelSpec,
     profile: LookupProfile,
     options: CapacityOptions,
-    division: tuple[dict[str, Any], PlanFile] | None = None,
+    division: tuple[dict[str, Any], PlanFile, PlacedModel] | None = None,
 ) -> dict[str, Any]:
     """Plan a model on the fullest shard of a fleet: by what `best_division` chose, or as `options.sharding` says.
 
@@ -36,23 +37,13 @@ def capacity(
         PlanError: it can't be sharded so.
     """
     if division:
-        spec = division[1].sliced(spec)
-        fleet = Plan.of_file(spec, division[1], options.shards, options.cards)
+        model = division[2]
     else:
-        fleet = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
-    layout = fleet.layout
-    stored = StoredLookups.of(spec, layout, options, profile)
-    lookups = FleetLookups(fleet, stored)
-
-    @cache
-    def placed(shard: int) -> tuple[CardPlan, Traffic, BatchTime]:
-        plan = CardPlan.make(layout, fleet.partition(shard), options.budget, stored.rows)
-        loads = lookups.part(shard) if options.network else lookups.loads
-        traffic = Traffic.of(plan, loads, options.system, stored.near.missed)
-        return plan, traffic, batch_time(traffic, options.system)
-
+        plan = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
+        model = PlacedModel(spec, plan, options, profile)
+    spec, stored, lookups = model.spec, model.stored, model.lookups
     fullest = int(lookups.stored_bytes.argmax())
-    plan, traffic, time = placed(fullest)
+    cards, _, traffic, time = model.shard(fullest)
     return {
         "model": spec.model,
         "options": options.model_dump(),
@@ -60,13 +51,13 @@ def capacity(
         "num_rows": sum(table.num_embeddings for table in spec.logical_tables),
         "size": _sizes(spec),
         "shard_index": fullest,
-        "cards": _cards(plan, options.budget.card_bytes[0]),
-        "pinned_bytes": plan.pinned_bytes,
-        "all_on_cards_bytes": plan.all_on_cards_bytes,
-        "fits_on_cards": not plan.tier_rows[:, :, HOST].any(),
-        "tiers": _tiers(plan, traffic),
-        "tables": _tables(plan, stored),
-        "divided": [divided_use(spec, table, fleet, stored.lookups) for table in spec.divided],
+        "cards": _cards(cards, options.budget.card_bytes[0]),
+        "pinned_bytes": cards.pinned_bytes,
+        "all_on_cards_bytes": cards.all_on_cards_bytes,
+        "fits_on_cards": not cards.tier_rows[:, :, HOST].any(),
+        "tiers": _tiers(cards, traffic),
+        "tables": _tables(cards, stored),
+        "divided": [_divided(spec, table) for table in spec.divided],
         # What a batch asks, and moves over each way when the slowest card pools it.
         "batch": {
             "lookups": sum(of_table.values for of_table in stored.lookups),
@@ -79,7 +70,8 @@ def capacity(
             "host_line_bytes": float(traffic.host_line_bytes.max()),
         },
         "time": asdict(time),
-        "network": network_use(lookups, options, lambda shard: placed(shard)[2]) if options.network else None,
+        "network": options.network
+        and network_use(lookups, model.sent, options.network, lambda shard: model.shard(shard).time),
         "division": division and division[0],
     }
 
@@ -96,6 +88,24 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "stored_bytes": sum(num_rows * row.row_bytes for num_rows, row in rows),
         "on_cards_bytes": sum(num_rows * row.stride for num_rows, row in rows),
         "places_bytes": sum(num_rows * PLACE_BYTES for num_rows, _ in rows),
+    }
+
+
+def _divided(spec: ModelSpec, table: DividedTable) -> dict[str, Any]:
+    """Return the bytes of a table that is stored as parts, which are among the tables.
+
+    `pruned` are rows that are left out; `classes_bytes` are those of which row is in which part, as stored: a router
+    has a quarter more.
+    """
+    parts = spec.parts(table)
+    return {
+        "name": table.name,
+        "by": table.by,
+        **table.model_dump(include={"num_embeddings", "embedding_dim", "pruned"}),
+        "float32_bytes": 4 * table.num_embeddings * table.embedding_dim,
+        "stored_bytes": sum(table_bytes(part) for part in parts),
+        "classes_bytes": classes_bytes(table, parts),
+        "parts": table.parts,
     }
 
 

@@ -40,19 +40,13 @@ MAX_HOTNESS = 1_000_000
 CATALOG: dict[str, Any] = json.loads(Path(__file__).with_name("catalog.json").read_bytes())
 
 
-class Network(Frozen):
-    """What is between the router and the shards."""
+class NetworkOptions(Frozen):
+    """The network between router and shards, and the rows at the router."""
 
     # Of the router's line, in 10^9 bytes a second of one direction; it carries what all shards send.
     gb_per_s: float = Field(gt=0)
     # Of a round trip, unloaded.
     latency_us: float = Field(ge=0)
-
-
-class NetworkOptions(Frozen):
-    """The network between router and shards, and the rows at the router."""
-
-    network: Network
     # For the hottest rows; or the share of the lookups that they answer.
     hot_rows_gb: float = Field(default=0.0, ge=0)
     hit_rate: float | None = Field(default=None, ge=0, le=1)
@@ -93,7 +87,7 @@ class CapacityOptions(Frozen):
     @property
     def shard_network(self) -> NetworkOptions:
         """Return `network`; of a single node one that what is cheapest does not depend on."""
-        return self.network or NetworkOptions(network=Network(gb_per_s=12.5, latency_us=0.0))
+        return self.network or NetworkOptions(gb_per_s=12.5, latency_us=0.0)
 
 
 class TableLookups(NamedTuple):
@@ -127,14 +121,12 @@ class LookupProfile:
 
     Attributes:
         hotness: by feature, ids in a bag in the mean; 1 for a feature that is not in it.
-        longest: by feature, ids of the longest bag; `hotness` for a feature that is not in it.
         zipf: exponent of the power law of row numbers, 0 for uniform; of tables without counts.
         head: the rows that the power law is of; None for all of a table.
         counts: by table of the model, sliced or not, uint32 [num_embeddings], observed lookups of each row.
     """
 
     hotness: Mapping[str, float] = field(default_factory=dict)
-    longest: Mapping[str, float] = field(default_factory=dict)
     zipf: float = 0.0
     head: Head | None = None
     counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
@@ -143,13 +135,10 @@ class LookupProfile:
     def of_requests(cls, requests: GoldenRequests) -> LookupProfile:
         """Count the ids that a set of requests has in each bag."""
         lengths = requests.lengths
-        return cls(
-            {name: float(bags.mean()) if bags.size else 0.0 for name, bags in lengths.items()},
-            {name: float(bags.max(initial=0)) for name, bags in lengths.items()},
-        )
+        return cls({name: float(bags.mean()) if bags.size else 0.0 for name, bags in lengths.items()})
 
     def with_hotness(self, spec: ModelSpec, hotness: Mapping[str, float]) -> LookupProfile:
-        """Return the same but for some features, whose bags are all as long as given.
+        """Return the same but for some features.
 
         Raises PlanError for a feature that the model does not have, or a number out of range.
         """
@@ -159,7 +148,7 @@ class LookupProfile:
                 raise PlanError(f"hotness of {name!r}: model {spec.model!r} has no such feature")
             if not 0 <= ids <= MAX_HOTNESS:
                 raise PlanError(f"hotness of {name!r} is {ids}, allowed is 0..{MAX_HOTNESS}")
-        return replace(self, hotness={**self.hotness, **hotness}, longest={**self.longest, **hotness})
+        return replace(self, hotness={**self.hotness, **hotness})
 
     def lookups(
         self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float
@@ -171,19 +160,15 @@ class LookupProfile:
         """
         shares, lookups = self._part_shares(spec), []
         for table in layout.tables:
-            share, lengths, longest = shares.get(table.name, 1.0), [], []
+            share, lengths = shares.get(table.name, 1.0), []
             for name in table.feature_names:
                 bags = requests if spec.feature(name).side == "context" else candidates
                 mean = self.hotness.get(name, 1.0)
-                if spec.pooling_of(name) == "none":
-                    # A bag of what is not pooled is one id.
-                    lengths.append((share, bags * mean))
-                    longest.append(1.0)
-                else:
-                    lengths.append((mean * share, bags))
-                    longest.append(self.longest.get(name, mean) * share)
+                # A bag of what is not pooled is one id.
+                is_pooled = spec.pooling_of(name) != "none"
+                lengths.append((mean * share, bags) if is_pooled else (share, bags * mean))
             values, all_bags = sum(bags * ids for ids, bags in lengths), sum(bags for _, bags in lengths)
-            lookups.append(TableLookups(float(values), float(all_bags), max(longest), tuple(lengths)))
+            lookups.append(TableLookups(float(values), float(all_bags), max(lengths)[0], tuple(lengths)))
         return tuple(lookups)
 
     def rows(self, spec: ModelSpec, layout: TableLayout, lookups: Sequence[TableLookups]) -> Hotness:

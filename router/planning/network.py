@@ -17,17 +17,13 @@ import numpy.typing as npt
 
 from loader.snapshot.manifest import ModelSpec
 from router.plan import Plan
-from router.planning.inputs import GB, CapacityOptions, LookupProfile, Network, TableLookups
+from router.planning.inputs import GB, CapacityOptions, LookupProfile, NetworkOptions, TableLookups
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.planning.card_plan import HOT, NUM_TIERS
 from shard_node.planning.cost_model import (
     BYTES_PER_US,
     SUM_ITEM_BYTES,
     BatchTime,
-    CardSystem,
-    Traffic,
-    batch_time,
 )
 from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.wire.frame import HEADER
@@ -43,7 +39,6 @@ BODY_BYTES, ARRAY_BYTES, SMALL_ARRAY_BYTES = 8, 16, 2048
 POOL_BYTES = HEADER.size + BODY_BYTES + 4 * ARRAY_BYTES + 8
 # Of arrays of 4-byte numbers, half end in the middle of 8 bytes.
 MEAN_PADDING = 2.0
-_BISECTIONS = 60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,22 +158,16 @@ class ShardLookups:
         hit = (bags[:, :, None] * (1 - left[:, None, :] ** lengths[:, :, None])).sum(axis=1) / turns
         is_hit = (1 - left**num_values) / turns
         values = num_values * shares
-        sends_all = np.ones(num_shards)
-        if num_shards > 1 or np.clip(1 - shares.sum(axis=1), 0, 1).any():
-            owners = num_shards + bool(values.sum() < num_values.sum())
-            is_counted = owners <= MAX_MASKED_OWNERS and num_values.sum() > MANY_VALUES * num_filled
-            sends_all = _chance_of_all_bags(hit, all_bags) if is_counted else np.zeros(num_shards)
+        # In the mean: of batches near that share `split` sends some in one way and some in the other.
+        owners = num_shards + bool(values.sum() < num_values.sum())
+        is_counted = owners <= MAX_MASKED_OWNERS and num_values.sum() > MANY_VALUES * num_filled
+        sends_all = (is_counted & (hit.sum(axis=0) >= NEARLY_ALL * all_bags.sum())).astype(np.float64)
         num_bags = (1 - sends_all) * hit.sum(axis=0) + sends_all * all_bags.sum()
         num_keys = (1 - sends_all) * is_hit.sum(axis=0) + sends_all * np.count_nonzero(all_bags)
         is_used = 1 - np.prod(1 - is_hit, axis=0)
-        # Numbers are int32 where every row of the model fits it. For one shard they are narrowed when they are sent,
-        # which is not done to short arrays.
-        is_narrow = max(table.num_embeddings for table in layout.tables) <= 2**31
-        id_bytes, offset_bytes = (
-            np.where(is_narrow & ~((count * 8 <= SMALL_ARRAY_BYTES) & (num_shards == 1)), 4.0, 8.0)
-            for count in (values.sum(axis=0), num_bags + 1)
-        )
-        ids, offsets = values.sum(axis=0) * id_bytes, (num_bags + is_used) * offset_bytes
+        # Numbers are int32 where every row of the model fits it.
+        number_bytes = 4 if max(table.num_embeddings for table in layout.tables) <= 2**31 else 8
+        ids, offsets = values.sum(axis=0) * number_bytes, (num_bags + is_used) * number_bytes
         keys = num_keys * np.where(8 * num_keys > SMALL_ARRAY_BYTES, 8, 12)
         dims = np.array([table.embedding_dim for table in layout.tables], np.float64)[:, None]
         some_sums, all_sums = ((sent * dims * SUM_ITEM_BYTES).sum(axis=0) for sent in (hit, all_bags / turns))
@@ -189,21 +178,6 @@ class ShardLookups:
         shards_hit = float(hit.sum() / num_filled) if num_filled else 0.0
         parts = {"ids": ids, "offsets": offsets, "keys": keys, "sums": sums, "framing": request_framing + reply_framing}
         return cls(values, hit, turns[:, 0], shards_hit, parts, requests, replies)
-
-
-def _chance_of_all_bags(hit: Float64Array, all_bags: Float64Array) -> Float64Array:
-    """Return the chance that `split` sends a shard all bags, for few of them are without a value: float64 [shards].
-
-    How many have one, `hit` [tables, shards] of `all_bags` [tables, 1] in the mean, is normally distributed.
-    """
-    variance = (hit - _ratio(hit**2, np.broadcast_to(all_bags, hit.shape))).sum(axis=0)
-    mean = hit.sum(axis=0) - NEARLY_ALL * all_bags.sum()
-    is_certain = (mean >= -1e-9 * np.abs(mean).max(initial=1.0)).astype(np.float64)
-    z = np.divide(mean, np.sqrt(np.maximum(variance, 0)), out=np.zeros_like(mean), where=variance > 1e-6)
-    z = np.clip(z, -8, 8)
-    # The cumulative distribution to 3 digits.
-    chances = (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2
-    return np.asarray(np.where(variance > 1e-6, chances, is_certain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +198,7 @@ class NetworkTime:
     busy_us: float
 
     @classmethod
-    def of(cls, sent: ShardLookups, network: Network) -> NetworkTime:
+    def of(cls, sent: ShardLookups, network: NetworkOptions) -> NetworkTime:
         """Return bytes / bandwidth + latency."""
         there, back = (float(size.sum()) / (network.gb_per_s * BYTES_PER_US) for size in (sent.requests, sent.replies))
         latency = network.latency_us if there else 0.0
@@ -232,36 +206,16 @@ class NetworkTime:
         return cls(there, back, latency, there + back + latency, bound, max(there, back))
 
 
-def crossover_hit_rate(sharded_us: Callable[[float], float], replicated_us: float) -> float | None:
-    """Return the hit rate from which on dividing rows takes no longer than having all of them on every node.
-
-    `sharded_us` is of a hit rate from 0 to just below 1, and must not rise. Returns None if no hit rate suffices,
-    because the network's latency alone takes longer.
-    """
-    low, high = 0.0, 1.0 - 1e-9
-    if sharded_us(low) <= replicated_us:
-        return 0.0
-    if sharded_us(high) > replicated_us:
-        return None
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sharded_us(middle) <= replicated_us else (middle, high)
-    return high
-
-
 class FleetLookups:
-    """A batch of lookups in a fleet: what is looked up of which rows, and where they are.
+    """A batch of lookups in a fleet: what is looked up of which rows, and where they are."""
 
-    `rows_by_shard` are int64 [levels, shards] for each table, where they are counted already.
-    """
-
-    def __init__(self, plan: Plan, stored: StoredLookups, rows_by_shard: Sequence[Int64Array] | None = None) -> None:
+    def __init__(self, plan: Plan, stored: StoredLookups) -> None:
         self.stored = stored
         # float64 [tables, 3]: ids, bags, and ids of the longest bag.
         self.loads = np.array([of_table[:3] for of_table in stored.lookups], np.float64)
         self.is_copied = np.array([bool(owners[0] < 0) for owners in plan.shard_of_bucket])
         # Independent of hot rows, and slower than all else.
-        self._rows_by_shard = rows_by_shard or [
+        self._rows_by_shard = [
             rows.rows_by_owner(owners, plan.num_shards)
             for rows, owners in zip(stored.rows, plan.shard_of_bucket, strict=True)
         ]
@@ -282,30 +236,23 @@ class FleetLookups:
             shares[table] = (lookups * near.missed[table]) @ on_shards / float(lookups @ rows.rows())
         return ShardLookups.of(self.stored.layout, self.stored.lookups, shares, self.is_copied)
 
-    def part(self, shard: int) -> Float64Array:
+    def part(self, shard: int, sent: ShardLookups) -> Float64Array:
         """Return the loads of each table, float64 [tables, 3], with only those bags of which a shard has a row."""
-        loads = self.loads.copy()
-        loads[:, 1] = self.sent(self.stored.near).hit[:, shard]
-        return loads
+        values, _, longest = self.loads.T
+        is_used = sent.values[:, shard] > 0
+        return np.column_stack([values * is_used / sent.turns, sent.hit[:, shard], longest * is_used])
 
-    def use(self, bounded: Bounded, bound: float, options: CapacityOptions) -> dict[str, Any]:
-        """Return what hot rows at the router leave to do, as many as `NearRows.choose` allows.
+    def use(self, bounded: Bounded, bound: float, network: NetworkOptions) -> dict[str, Any]:
+        """Return what hot rows at the router leave to move, as many as `NearRows.choose` allows.
 
         `moved_bytes` are those of rows that are missed if they travelled, without scale and bias, to where they are
-        pooled; `network_bytes` are ids out and sums back. `request_us` is the network and the busiest shard, all of
-        whose rows are in card memory.
+        pooled; `network_bytes` are ids out and sums back.
         """
-        layout, network = self.stored.layout, options.shard_network.network
+        layout = self.stored.layout
         near = NearRows.choose(layout, self.stored.rows, bounded, bound)
         sent = self.sent(near)
-        time = NetworkTime.of(sent, network)
-        busiest = int(sent.values.sum(axis=0).argmax())
-        values, (all_values, _, longest) = sent.values[:, busiest], self.loads.T
-        longest = np.minimum(longest, _ratio(longest * values, all_values))
-        loads = np.column_stack([values, sent.hit[:, busiest], longest])
-        shard_us = self.resident_us(loads, options.system) if sent.values.any() else 0.0
         row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).code_bytes for table in layout.tables]
-        moved_bytes = sum((all_values * (1 - near.hit_rates) * row_bytes).tolist())
+        moved_bytes = sum((self.loads[:, 0] * (1 - near.hit_rates) * row_bytes).tolist())
         return {
             "hit_rate": near.hit_rate,
             "hot_rows": near.num_rows,
@@ -313,38 +260,24 @@ class FleetLookups:
             "moved_bytes": moved_bytes,
             "moved_us": moved_bytes / (network.gb_per_s * BYTES_PER_US),
             "network_bytes": float((sent.requests + sent.replies).sum()),
-            "network_us": time.alone_us,
-            "request_us": time.alone_us + shard_us,
+            "network_us": NetworkTime.of(sent, network).alone_us,
         }
-
-    def resident_us(self, loads: Float64Array, system: CardSystem) -> float:
-        """Return the time of lookups if every row, without places, is in the memory of the one card that pools it."""
-        num_tables = len(self.stored.layout.tables)
-        shares = np.zeros((num_tables, 1, NUM_TIERS))
-        shares[:, :, HOT] = 1
-        traffic = Traffic.of_shares(self.stored.layout, shares, np.zeros(num_tables, np.bool_), loads, system)
-        return batch_time(traffic, system).alone_us
 
 
 def network_use(
-    lookups: FleetLookups, options: CapacityOptions, shard_time: Callable[[int], BatchTime]
+    lookups: FleetLookups, sent: ShardLookups, line: NetworkOptions, shard_time: Callable[[int], BatchTime]
 ) -> dict[str, Any]:
     """Return what a batch moves between router and shards and how long it takes, by the time of a shard's cards.
 
     Bytes are to all shards together, or back from them; `bound` is the larger of the two budgets: the network's
-    bandwidth or latency, or the shard's own bound. `replicated_us` is without a network, if each node had all rows in
-    the memory of its cards; from `crossover_hit_rate` on sharding takes no longer; None if the latency alone does.
+    bandwidth or latency, or the shard's own bound.
     """
-    layout, near = lookups.stored.layout, lookups.stored.near
-    router_line, sent = options.shard_network, lookups.sent(near)
-    network = NetworkTime.of(sent, router_line.network)
-    sizes = stored_row_bytes(layout) * [table.num_embeddings for table in layout.tables]
-    stored_bytes, values = lookups.stored_bytes, sent.values.sum(axis=0)
-    times = {shard: shard_time(shard) for shard in sorted({int(values.argmax()), int(stored_bytes.argmax())})}
+    near, network = lookups.stored.near, NetworkTime.of(sent, line)
+    values = sent.values.sum(axis=0)
+    busiest, fullest = int(values.argmax()), int(lookups.stored_bytes.argmax())
+    times = {shard: shard_time(shard) for shard in sorted({busiest, fullest})}
     slowest = max(times, key=lambda shard: times[shard].alone_us)
     slowest_us = times[slowest].alone_us
-    replicated_us = lookups.resident_us(lookups.loads, options.system)
-    crossover = crossover_hit_rate(lambda rate: lookups.use("hit rate", rate, options)["request_us"], replicated_us)
     return {
         "hit_rate": near.hit_rate,
         "hot_rows": near.num_rows,
@@ -357,14 +290,9 @@ def network_use(
         "slowest_us": slowest_us,
         "request_us": slowest_us + network.alone_us,
         "bound": times[slowest].bound if slowest_us > network.alone_us else f"network {network.bound}",
-        "replicated_us": replicated_us,
-        "replicated_bytes": int(sizes.sum()),
-        "sharded_bytes": int(stored_bytes.max() + sizes[lookups.is_copied].sum()),
-        "crossover_hit_rate": crossover,
-        "crossover_hot_bytes": None if crossover is None else lookups.use("hit rate", crossover, options)["hot_bytes"],
         "compared": [
-            *(lookups.use("hit rate", rate, options) for rate in router_line.compare_hit_rates),
-            *(lookups.use("rows", count, options) for count in router_line.compare_hot_rows),
+            *(lookups.use("hit rate", rate, line) for rate in line.compare_hit_rates),
+            *(lookups.use("rows", count, line) for count in line.compare_hot_rows),
         ],
     }
 

@@ -3,19 +3,18 @@
 For every table there are a few ways to divide it (`TablePlanner.options`), each with what it costs a shard: reading
 rows, ids in, sums out. For a bound on the time of a shard, tables are packed onto shards like boxes, the most costly
 first, each in the cheapest way that fits under the bound and into memory; the lowest bound that can be kept is found by
-bisection. Then buckets are dealt to shards, and each shard's to its cards, by counted load
-(`shard_node.planning.card_plan`). The costs steer; which plan is taken is decided by `router.planning.division`, the
-engine's own placement on every shard.
+bisection. Then buckets are dealt to the cards of these shards by counted load (`shard_node.planning.card_plan`). The
+costs steer; which plan is taken is decided by `router.planning.division`, the engine's own placement on every shard.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import ModelSpec
@@ -26,7 +25,7 @@ from router.planning.inputs import CapacityOptions, LookupProfile, TableLookups
 from router.planning.network import StoredLookups
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.planning.card_plan import PLACE_BYTES, Int16Array, Owners, deal
+from shard_node.planning.card_plan import PLACE_BYTES, Owners, deal
 from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, SUM_ITEM_BYTES, sector_bytes
 from shard_node.planning.hotness import Float64Array
 
@@ -36,7 +35,6 @@ HOT_SHARE = 1 / 16
 """Of a shard's cards, what is left for copies of hot rows when tables are placed."""
 UNDIVIDED_SHARE = 1 / 8
 """A table of up to this share of a card is on one card: it needs no places there."""
-UNBOUNDED = 1 << 60
 _BISECTIONS = 24
 _SLACK = 1.001
 _TINY = 1e-9
@@ -95,16 +93,11 @@ class TablePlanner:
         self._fleet = fleet
         self._profile = profile
         stored = StoredLookups.of(self._spec, TableLayout.of(self._spec), fleet, profile)
-        lookups = {
-            table.name: of_table.missed(hit_rate)
-            for table, of_table, hit_rate in zip(
-                stored.layout.tables, stored.lookups, stored.near.hit_rates.tolist(), strict=True
-            )
-        }
-        self._options = [
-            self.options(table, lookups[table.name], is_part=spec.divided_of(table.name) is not None)
-            for table in spec.tables
-        ]
+        self._options = []
+        for table in spec.tables:
+            index, is_part = stored.layout.index[table.name], spec.divided_of(table.name) is not None
+            missed = stored.lookups[index].missed(float(stored.near.hit_rates[index]))
+            self._options.append(self.options(table, missed, is_part=is_part))
         budget = fleet.budget
         self._shard_bytes = int(sum(budget.card_bytes) * (1 - HOT_SHARE)) + budget.pinned_bytes
         costs = [options[0].all_load_us for options in self._options]
@@ -151,7 +144,7 @@ class TablePlanner:
         size = table.num_embeddings * _row_bytes(table, dim)
         # Ids and where bags begin to shards, and sums back.
         moved_bytes = INDEX_BYTES * (values + hit) + SUM_ITEM_BYTES * dim * hit
-        network_us = moved_bytes * (1 / (fleet.shard_network.network.gb_per_s * BYTES_PER_US))
+        network_us = moved_bytes * (1 / (fleet.shard_network.gb_per_s * BYTES_PER_US))
         cost_us = slices * (spread * load_us / fleet.shards + network_us)
         return Option(kind, slices, spread, load_us, size if is_copy else -(-size // spread), cost_us)
 
@@ -160,7 +153,7 @@ class TablePlanner:
 
         Raises PlanError: the tables do not fit, whichever way each is divided.
         """
-        best = self._packed(self._options, self._shard_bytes, np.inf)
+        best = self._packed(np.inf)
         if best is None:
             raise PlanError(
                 f"{len(self._options)} tables do not fit on {self._fleet.shards} shards of {self._shard_bytes} bytes, "
@@ -170,7 +163,7 @@ class TablePlanner:
         low, high = self._total_us / self._fleet.shards, 2 * self._total_us + _TINY
         for _ in range(_BISECTIONS):
             bound = (max(low, _TINY) * high) ** 0.5
-            packed = self._packed(self._options, self._shard_bytes, bound)
+            packed = self._packed(bound)
             if packed is None:
                 low = bound
                 continue
@@ -179,26 +172,14 @@ class TablePlanner:
             if high <= low * _SLACK:
                 break
         budget = self._fleet.budget
-        card_bytes, shard_bytes = int(min(budget.card_bytes) * UNDIVIDED_SHARE), sum(budget.card_bytes)
-        return self._file(best, card_bytes, shard_bytes + budget.pinned_bytes, counted=True)
+        rank_bytes = (sum(budget.card_bytes) + budget.pinned_bytes) // self._fleet.cards
+        return self._file(best, int(min(budget.card_bytes) * UNDIVIDED_SHARE), rank_bytes)
 
-    def pure(self, kind: ShardingType) -> PlanFile:
-        """Return the plan that divides every table alike, but for small ones, which are on every shard.
-
-        Capacity is left out of account, so that what does not fit can be shown. Whole tables are on one card each.
-        """
-        options = [[next((way for way in ways if way.kind == kind), ways[0])] for ways in self._options]
-        placed = self._packed(options, UNBOUNDED, np.inf)
-        assert placed is not None
-        return self._file(placed, UNBOUNDED, UNBOUNDED, counted=False)
-
-    def _packed(
-        self, options: Sequence[Sequence[Option]], free_bytes: int, bound_us: float
-    ) -> list[PlacedTable] | None:
+    def _packed(self, bound_us: float) -> list[PlacedTable] | None:
         """Place every table by the first of its options that keeps to a bound; None if there is one that can't."""
-        owners, placed = Owners.empty([free_bytes] * self._fleet.shards), {}
+        owners, placed = Owners.empty([self._shard_bytes] * self._fleet.shards), {}
         for number in self._order:
-            tables = (self._fitted(owners, option, bound_us) for option in options[number])
+            tables = (self._fitted(owners, option, bound_us) for option in self._options[number])
             if (table := next(filter(None, tables), None)) is None:
                 return None
             placed[number] = table
@@ -230,8 +211,8 @@ class TablePlanner:
             network += option.cost_us - option.all_load_us / self._fleet.shards
         return float(load.max()) + network
 
-    def _file(self, placed: Sequence[PlacedTable], card_bytes: int, shard_bytes: int, *, counted: bool) -> PlanFile:
-        """Give buckets to shards and to cards; what a shard has all of, up to `card_bytes`, is on one card."""
+    def _file(self, placed: Sequence[PlacedTable], card_bytes: int, rank_bytes: int) -> PlanFile:
+        """Give buckets to ranks; what a shard has all of, up to `card_bytes`, is on one card."""
         dims = {
             table.name: (table.embedding_dim // option.slices,) * option.slices if option.slices > 1 else ()
             for table, (option, _) in zip(self._spec.tables, placed, strict=True)
@@ -239,11 +220,11 @@ class TablePlanner:
         spec = with_columns(self._spec, dims)
         stored = StoredLookups.of(spec, TableLayout.of(spec), self._fleet, self._profile)
         pieces = [
-            self._piece(stored, table_slice, option, shards, counted=counted)
+            self._piece(stored, table_slice, option, shards)
             for table, (option, of_slices) in zip(spec.tables, placed, strict=True)
             for table_slice, shards in zip(table.slices, of_slices, strict=True)
         ]
-        ranks = iter(self._ranks(pieces, card_bytes, shard_bytes))
+        ranks = iter(self._ranks(pieces, card_bytes, rank_bytes))
         tables = [
             TablePlan(
                 table=table.name,
@@ -257,76 +238,41 @@ class TablePlanner:
         ]
         return PlanFile.of(spec.model, self._fleet.shards, self._fleet.cards, tables)
 
-    def _piece(
-        self, stored: StoredLookups, table: TableSpec, option: Option, shards: tuple[int, ...], *, counted: bool
-    ) -> _Piece:
-        """Return a stored table with its buckets, whose loads are in proportion to their bytes if not `counted`."""
+    def _piece(self, stored: StoredLookups, table: TableSpec, option: Option, shards: tuple[int, ...]) -> _Piece:
+        """Return a stored table with its buckets, whose loads are in proportion to their bytes if none is known."""
         index = stored.layout.index[table.name]
         sizes = RowBuckets.of(table).rows_per_bucket() * _row_bytes(table, table.embedding_dim)
         rows = stored.rows[index]
-        total = float(rows.lookups @ rows.rows()) if counted else 0.0
+        total = float(rows.lookups @ rows.rows())
         loads = rows.lookups_by_bucket(stored.near.missed[index]) if total else sizes.astype(np.float64)
         us = stored.lookups[index].values * _lookup_us(self._fleet, table, table.embedding_dim)
         return _Piece(option, shards, sizes, loads * (us / (total or float(sizes.sum()))))
 
-    def _ranks(self, pieces: Sequence[_Piece], card_bytes: int, shard_bytes: int) -> list[RanksOfBuckets]:
+    def _ranks(self, pieces: Sequence[_Piece], card_bytes: int, rank_bytes: int) -> list[RanksOfBuckets]:
         """Return who owns each piece."""
-        shard_of_bucket = self._deal_to_shards(pieces, shard_bytes)
-        ranks = [np.zeros(shards.size, np.int32) for shards in shard_of_bucket]
-        copies: list[list[int]] = [[] for _ in pieces]
-        for shard in range(self._fleet.shards):
-            is_local = {
-                number: shard_of_bucket[number] == shard for number, piece in enumerate(pieces) if shard in piece.shards
-            }
-            first_rank = shard * self._fleet.cards
-            for number, card_of_bucket in self._deal_to_cards(pieces, is_local, card_bytes).items():
-                ranks[number][is_local[number]] = first_rank + card_of_bucket[is_local[number]]
-                copies[number].append(first_rank + int(card_of_bucket[0]))
-        return [
-            RanksOfBuckets(ranks=tuple(copies[number])) if piece.is_copy else RanksOfBuckets.of(ranks[number])
-            for number, piece in enumerate(pieces)
-        ]
-
-    def _deal_to_shards(self, pieces: Sequence[_Piece], shard_bytes: int) -> list[Int16Array]:
-        """Return the shard of each bucket, int16 [buckets] for each piece; of one on every shard, -1."""
-        owners = Owners.empty([shard_bytes] * self._fleet.shards)
-        shard_of_bucket: list[Int16Array] = []
-        divided: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for number, piece in enumerate(pieces):
-            shard_of_bucket.append(np.full(piece.sizes.size, -1 if piece.is_copy else piece.shards[0], np.int16))
-            if piece.is_copy or len(piece.shards) == 1:
-                owners.give(np.array(piece.shards), piece.option.load_us, piece.size_bytes)
-            else:
-                divided[piece.shards].append(number)
-        # Those with the least choice first.
-        for shards, numbers in sorted(divided.items(), key=lambda alike: (len(alike[0]), alike[0])):
-            some = owners.of(shards)
-            dealt = deal(
-                [pieces[number].loads for number in numbers], [pieces[number].sizes for number in numbers], some
-            )
-            owners.put(shards, some)
-            for number, owner in zip(numbers, dealt, strict=True):
-                shard_of_bucket[number] = np.array(shards, np.int16)[owner]
-        return shard_of_bucket
-
-    def _deal_to_cards(
-        self, pieces: Sequence[_Piece], is_local: Mapping[int, npt.NDArray[np.bool_]], card_bytes: int
-    ) -> dict[int, Int16Array]:
-        """Return the card of each bucket of the pieces on a shard, int16 [buckets]: bytes are even, then loads."""
-        cards = Owners.empty([UNBOUNDED] * self._fleet.cards)
-        card_of_bucket: dict[int, Int16Array] = {}
-        undivided, parts = list[int](), list[int]()
-        for number in is_local:
+        cards = self._fleet.cards
+        owners, divided = (
+            Owners.empty([rank_bytes] * (self._fleet.shards * cards)),
+            defaultdict[tuple[int, ...], list[int]](list),
+        )
+        ranks: dict[int, RanksOfBuckets] = {}
+        for number in sorted(range(len(pieces)), key=lambda number: -pieces[number].size_bytes):
             piece = pieces[number]
-            is_small = len(piece.shards) == 1 and piece.size_bytes <= card_bytes
-            (undivided if is_small or piece.is_copy else parts).append(number)
-        for number in sorted(undivided, key=lambda number: -pieces[number].size_bytes):
-            piece, card = pieces[number], int(np.lexsort((cards.load, cards.used))[0])
-            cards.give(card, piece.option.load_us, piece.size_bytes)
-            card_of_bucket[number] = np.full(piece.sizes.size, card, np.int16)
-        sizes = [np.where(is_local[number], pieces[number].sizes, 0) for number in parts]
-        dealt = deal([pieces[number].loads for number in parts], sizes, cards, even="bytes")
-        return card_of_bucket | dict(zip(parts, dealt, strict=True))
+            of_shards = [range(shard * cards, (shard + 1) * cards) for shard in piece.shards]
+            if piece.is_copy or (len(of_shards) == 1 and piece.size_bytes <= card_bytes):
+                chosen = [
+                    min(of_shard, key=lambda rank: (owners.used[rank], owners.load[rank])) for of_shard in of_shards
+                ]
+                owners.give(np.array(chosen), piece.option.load_us, piece.size_bytes)
+                ranks[number] = RanksOfBuckets(ranks=tuple(chosen))
+            else:
+                divided[tuple(chain.from_iterable(of_shards))].append(number)
+        # Those with the least choice first.
+        for among, numbers in sorted(divided.items(), key=lambda alike: (len(alike[0]), alike[0])):
+            some = [pieces[number] for number in numbers]
+            dealt = deal([piece.loads for piece in some], [piece.sizes for piece in some], owners, among)
+            ranks |= zip(numbers, map(RanksOfBuckets.of, dealt), strict=True)
+        return [ranks[number] for number in range(len(pieces))]
 
 
 class _Piece(NamedTuple):

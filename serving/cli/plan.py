@@ -120,7 +120,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     from loader.snapshot.tables import NUM_BUCKETS
     from router.planning.capacity import capacity
     from router.planning.division import best_division
-    from router.planning.inputs import CapacityOptions, Network, NetworkOptions
+    from router.planning.inputs import CapacityOptions, NetworkOptions
     from shard_node.planning.cost_model import SYSTEMS
 
     spec, profile = planned_model(options)
@@ -131,8 +131,8 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
     system, network = SYSTEMS[options["system"]], None
     if options["shards"] > 1:
-        line = Network(gb_per_s=options["network_gb_per_s"], latency_us=options["network_us"])
-        network = config_of(NetworkOptions, options, network=line)
+        line = {"gb_per_s": options["network_gb_per_s"], "latency_us": options["network_us"]}
+        network = config_of(NetworkOptions, options, **line)
     given = dict(system) | {name: value for name, value in options.items() if value is not None}
     more = {"system": system, "peer_access": not options["no_peer_access"], "network": network}
     node = config_of(CapacityOptions, given, **more)

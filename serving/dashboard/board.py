@@ -280,7 +280,7 @@ def _role(desired: WantedModel | None, version: int, states: Set[str]) -> str:
 
 
 def _rollout(state: FleetState, rollout: Rollout) -> Document:
-    status = state.status(rollout.model, with_nodes=False)
+    status = state.status(rollout.model)
     return status.model_dump(mode="json", exclude={"nodes", "wanted", "model"}) | {
         "events": [event.model_dump() | {"text": event.text[:MAX_TEXT]} for event in status.events[-MAX_EVENTS:]],
         "waiting_for": [text[:MAX_TEXT] for text in status.waiting_for[:8]],

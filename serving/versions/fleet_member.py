@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,6 @@ from loader.registry.fleet import (
     WantedModel,
 )
 from loader.registry.registry import Registry
-from loader.snapshot.publishing import identities_in_use
 from loader.snapshot.reader import Snapshot
 from loader.stores import open_store
 from loader.stores.cache import StoreUrl
@@ -330,7 +329,7 @@ class FleetMember:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        keep, loop = await identities_in_use(self.fleet, self._config.store), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
         def work(wish: CancelToken) -> LoadedVersion:
             # OpenMP would give this thread helpers of its own.
@@ -338,7 +337,7 @@ class FleetMember:
             progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
             paced = throttled(progress, self._config.stage_cpu_share, wish.rest)
             with ExitStack() as closing:
-                snapshot = self._open(published, keep, paced, closing)
+                snapshot = self._open(published, paced, closing)
                 wish.check()
                 plan, shards, hot = self._connect(snapshot, topology, closing)
                 kept = ExitStack()
@@ -370,13 +369,11 @@ class FleetMember:
         duration_s = time.monotonic() - started_at
         logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, duration_s)
 
-    def _open(
-        self, published: PublishedVersion, keep: Collection[str], progress: Progress, closing: ExitStack
-    ) -> Snapshot:
+    def _open(self, published: PublishedVersion, progress: Progress, closing: ExitStack) -> Snapshot:
         """Open a version without its row files, which are fetched and checked by whoever loads them."""
         model, version, verify = published.model, published.version, self._config.verify
         hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
-        files = closing.enter_context(hold(verify=verify, keep=keep, progress=progress))
+        files = closing.enter_context(hold(verify=verify, progress=progress))
         with_rows = isinstance(self._config.store, Path)
         checked = partial(Snapshot.open, files.path, published.identity, verify=verify, files="other")
         return checked(rows_here=with_rows, progress=progress)

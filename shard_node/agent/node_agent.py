@@ -25,7 +25,6 @@ from loader.registry.fleet import (
     cut_reason,
 )
 from loader.rollout.coverage import answering_version
-from loader.snapshot.publishing import identities_in_use
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
@@ -177,7 +176,7 @@ class NodeActions:
         published = await self._fleet.version(model, version)
         if published is None:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
-        config, keep = self._config, await identities_in_use(self._fleet, self._config.store)
+        config = self._config
 
         def work(wish: CancelToken) -> tuple[LoadedTables, HeldSnapshot]:
             progress = wish.over(share_of(tell))
@@ -186,7 +185,6 @@ class NodeActions:
                 version,
                 identity=published.identity,
                 verify=config.verify,
-                keep=keep,
                 progress=throttled(progress, config.stage_cpu_share, wish.rest),
             )
             try:

@@ -1,8 +1,8 @@
 """Where rows go: pure, from budgets and hotness, before any memory is reserved.
 
-Buckets of tables are dealt to owners (`deal`), so that none has much more load or bytes than another. The largest load
-goes first, to the owner with the least. A model has millions of buckets and most of them are cold and alike, so of each
-table only the hot ones are given one by one; the others are dealt out by the run.
+Buckets of tables are dealt to owners (`deal`), so that none has much more load or bytes than another. The largest goes
+first, to the owner with the least. A model has millions of buckets and most of them are cold and alike, so only the hot
+ones are given one by one; the others by the run.
 
 On a node (`CardPlan`) each card's rows of a table are ranked by hotness and cut twice: the first are hot (every card
 has a copy), then come those that this card alone has, and the others are in the host's pinned memory. Where to cut is
@@ -12,12 +12,10 @@ is known to the byte, and no row has been read one by one.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +27,7 @@ from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
 
-Int16Array = npt.NDArray[np.int16]
-Even: TypeAlias = Literal["load", "bytes"]
+Int32Array = npt.NDArray[np.int32]
 
 # Tiers of one card's rows of a table, from the hottest on.
 HOT, CARD, HOST = range(3)
@@ -41,10 +38,8 @@ BUCKET_BYTES = 8
 # Of a card, for hot rows, where not everything fits on the cards.
 DEFAULT_HOT_SHARE = 16
 
-MAX_HOT_BUCKETS = 1 << 16
-"""Buckets that are given one by one at most, of all tables together; each costs about 2 us."""
-_HOT_SHARE = 1e-3
-_HALVINGS = 60
+MAX_RUNS = 8192
+"""Of buckets that are given together: each costs about 10 us, and is one in so many of all, or one bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,137 +364,48 @@ class Owners:
         free = np.array(free_bytes, np.int64)
         return cls(np.zeros(free.size), free, np.zeros_like(free))
 
-    def of(self, chosen: Sequence[int]) -> Owners:
-        """Return some of them, as they are now."""
-        picked = list(chosen)
-        return Owners(self.load[picked], self.free[picked], self.used[picked])
-
-    def put(self, chosen: Sequence[int], owners: Owners) -> None:
-        """Copy what `of` returned, as it was changed since."""
-        picked = list(chosen)
-        self.load[picked], self.free[picked], self.used[picked] = owners.load, owners.free, owners.used
-
-    def give(self, owners: int | Int64Array, load: float | Float64Array, size_bytes: int | Int64Array) -> None:
-        """Let owners, none of them twice, have things."""
+    def give(self, owners: int | Int64Array, load: float, size_bytes: int) -> None:
+        """Let owners, none of them twice, have so much more each."""
         self.load[owners] += load
         self.free[owners] -= size_bytes
         self.used[owners] += size_bytes
 
 
 def deal(
-    loads: Sequence[Float64Array], sizes: Sequence[Int64Array], owners: Owners, *, even: Even = "load"
-) -> tuple[Int16Array, ...]:
-    """Give every bucket of some tables to an owner; the same arguments always give the same answer.
+    loads: Sequence[Float64Array], sizes: Sequence[Int64Array], owners: Owners, among: Sequence[int]
+) -> tuple[Int32Array, ...]:
+    """Give every bucket of some tables to one of the owners `among`; the same arguments always give the same answer.
 
     Of each table, `loads` are float64 [buckets], `sizes` int64 [buckets], bytes of each bucket's rows; a bucket without
-    rows costs nobody anything. `owners` are changed to what they have then. With `even` bytes loads are still divided
-    alike, as far as that costs none. Returns the owners, int16 [buckets] of each table. Raises MemoryBudgetError if the
-    bytes do not fit.
+    rows costs nobody anything. Runs of buckets, the largest first, go to who has least of what weighs most in them,
+    load or bytes. `owners` are changed to what they have then. Returns the owners, int32 [buckets] of each table.
+    Raises MemoryBudgetError if the bytes do not fit.
     """
-    num_owners = owners.load.size
-    total = float(owners.load.sum() + sum(load.sum() for load in loads))
-    # The buckets that are given one by one.
-    threshold = total / num_owners * _HOT_SHARE if even == "load" else np.inf
-    hot = [load > threshold for load in loads]
-    if sum(int(is_hot.sum()) for is_hot in hot) > MAX_HOT_BUCKETS:
-        all_hot = np.concatenate([load[is_hot] for load, is_hot in zip(loads, hot, strict=True)])
-        threshold = float(-np.partition(-all_hot, MAX_HOT_BUCKETS)[MAX_HOT_BUCKETS])
-        hot = [load > threshold for load in loads]
-    owner_of_bucket = [np.full(load.size, -1, np.int16) for load in loads]
-    mean_load = max(total / num_owners, 1e-300)
-    mean_bytes = max(1.0, sum(float(size.sum()) for size in sizes) / num_owners)
-    runs = []
-    for table, (load, size, is_hot) in enumerate(zip(loads, sizes, hot, strict=True)):
-        cold = np.flatnonzero(~is_hot & (size > 0))
-        cold = cold[np.argsort(-load[cold], kind="stable")]
-        runs.append((float(load[cold].sum()), float(size[cold].sum()), table, cold))
-    # What weighs more in bytes than in load evens out bytes; what comes after it then evens out loads.
-    runs.sort(key=lambda run: run[0] / mean_load * mean_bytes / max(run[1], 1))
-    for load_sum, size_bytes, table, cold in runs:
-        by_load = even == "load" and load_sum / mean_load > size_bytes / mean_bytes
-        owner_of_bucket[table][cold] = _dealt(loads[table][cold], sizes[table][cold], owners, by_load=by_load)
-    _give_hot(loads, sizes, hot, owners, owner_of_bucket)
+    chosen = np.array(among)
+    mean_load = max(float(owners.load[chosen].sum() + sum(load.sum() for load in loads)) / chosen.size, 1e-300)
+    mean_bytes = max(float(owners.used[chosen].sum() + sum(size.sum() for size in sizes)) / chosen.size, 1.0)
+    runs: list[tuple[float, float, int, int, npt.NDArray[np.intp]]] = []
+    for table, (load, size) in enumerate(zip(loads, sizes, strict=True)):
+        with_rows = np.flatnonzero(size > 0)
+        buckets = with_rows[np.argsort(-load[with_rows], kind="stable")]
+        weights = np.cumsum(load[buckets] / mean_load + size[buckets] / mean_bytes)
+        starts = np.flatnonzero(np.diff(np.floor(weights * (MAX_RUNS / chosen.size)), prepend=-1.0))
+        for run in np.split(buckets, starts[1:]) if buckets.size else ():
+            share, size_bytes = float(load[run].sum()) / mean_load, int(size[run].sum())
+            runs.append((share + size_bytes / mean_bytes, share, size_bytes, table, run))
+    owner_of_bucket = [np.full(load.size, -1, np.int32) for load in loads]
+    for _, share, size_bytes, table, run in sorted(runs, key=lambda of_run: -of_run[0]):
+        crowd = owners.load[chosen] * (share / mean_load)
+        crowd += owners.used[chosen] * (size_bytes / mean_bytes**2)
+        crowd[owners.free[chosen] < size_bytes] = np.inf
+        if not np.isfinite(crowd[nearest := int(crowd.argmin())]):
+            free = owners.free[chosen].tolist()
+            raise MemoryBudgetError(f"buckets of {size_bytes} bytes are left over: owners have room for {free}")
+        owners.give(int(chosen[nearest]), share * mean_load, size_bytes)
+        owner_of_bucket[table][run] = chosen[nearest]
     # Buckets without rows have the owner of the one before them, so that none is missing.
     for of_table in owner_of_bucket:
         known = np.flatnonzero(of_table >= 0)
         before = np.searchsorted(known, np.arange(of_table.size), side="right") - 1
-        of_table[:] = of_table[known[np.maximum(before, 0)]] if known.size else 0
+        of_table[:] = of_table[known[np.maximum(before, 0)]] if known.size else chosen[0]
     return tuple(owner_of_bucket)
-
-
-def _dealt(loads: Float64Array, sizes: Int64Array, owners: Owners, *, by_load: bool) -> Int16Array:
-    """Give the cold buckets of one table, the most loaded first, to owners: int16 [buckets]."""
-    count = loads.size
-    if not count:
-        return np.empty(0, np.int16)
-    largest = int(sizes.max())
-    max_counts = np.minimum(owners.free // largest, count)
-    if max_counts.sum() < count:
-        raise MemoryBudgetError(
-            f"{count} buckets of up to {largest} bytes are left over: owners have room for {owners.free.tolist()}"
-        )
-    have = owners.load if by_load else owners.used.astype(np.float64)
-    each = float((loads if by_load else sizes).sum()) / count
-    counts = _levelled(have, max(each, 1e-300), count, max_counts)
-    # Each owner's share of every stretch: the owner of n of them gets the (k + 1/2) / n-th, k = 0 .. n - 1. Of
-    # those that are next at once, the order is reversed from one stretch to the next.
-    owner = np.repeat(np.arange(counts.size), counts)
-    stretch = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
-    rank = owners.load.argsort(kind="stable").argsort(kind="stable")[owner]
-    owner = owner[np.lexsort((np.where(stretch & 1, -rank, rank), (stretch + 0.5) / counts[owner]))]
-    load, size = (np.bincount(owner, of_bucket, counts.size) for of_bucket in (loads, sizes))
-    owners.give(np.arange(counts.size), load.astype(np.float64), size.astype(np.int64))
-    dealt: Int16Array = owner.astype(np.int16)
-    return dealt
-
-
-def _levelled(have: Float64Array, each: float, count: int, max_counts: Int64Array) -> Int64Array:
-    """Divide `count` things alike, so that what owners have then is as even as can be: int64 [owners]."""
-    low, high = float(have.min()), float(have.max()) + each * (count + 1)
-    for _ in range(_HALVINGS):
-        level = (low + high) / 2
-        low, high = (low, level) if np.clip((level - have) / each, 0, max_counts).sum() >= count else (level, high)
-    exact = np.clip((high - have) / each, 0, max_counts)
-    counts = np.floor(exact).astype(np.int64)
-    # The remainders: to who lacks most, in order of owners among equals.
-    while (left := count - int(counts.sum())) > 0:
-        order = np.argsort(-np.where(counts < max_counts, exact - counts, -np.inf), kind="stable")
-        order = order[counts[order] < max_counts[order]][:left]
-        counts[order] += 1
-    while left < 0:  # pragma: no cover - floors of what sums to `count` do not exceed it but for rounding
-        counts[int(np.argmax(counts))] -= 1
-        left += 1
-    return counts
-
-
-def _give_hot(
-    loads: Sequence[Float64Array],
-    sizes: Sequence[Int64Array],
-    hot: Sequence[npt.NDArray[np.bool_]],
-    owners: Owners,
-    owner_of_bucket: Sequence[Int16Array],
-) -> None:
-    """Give hot buckets one by one, the largest load first, to the owner with the least who has room."""
-    buckets: list[tuple[float, int, int, int]] = []
-    for table, (of_table, size, is_hot) in enumerate(zip(loads, sizes, hot, strict=True)):
-        chosen = np.flatnonzero(is_hot)
-        buckets += zip(of_table[chosen].tolist(), repeat(table), chosen.tolist(), size[chosen].tolist(), strict=False)
-    free = owners.free.tolist()
-    heap = [(load, owner) for owner, load in enumerate(owners.load.tolist())]
-    heapq.heapify(heap)
-    for load, table, bucket, size_bytes in sorted(buckets, key=lambda of_bucket: -of_bucket[0]):
-        full = []
-        while heap and free[heap[0][1]] < size_bytes:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            raise MemoryBudgetError(f"a bucket of {size_bytes} bytes is left over: owners have room for {free}")
-        least, owner = heap[0]
-        heapq.heapreplace(heap, (least + load, owner))
-        free[owner] -= size_bytes
-        owner_of_bucket[table][bucket] = owner
-        for entry in full:
-            heapq.heappush(heap, entry)
-    for least, owner in heap:
-        owners.load[owner] = least
-    owners.used += owners.free - np.array(free, np.int64)
-    owners.free[:] = free

@@ -15,11 +15,9 @@ from math import gcd
 from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from loader.snapshot.tables import Frozen
-from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import CHUNK_BYTES, RowFormat
 from shard_node.planning.card_plan import CARD, HOST, HOT, NUM_TIERS, CardPlan
 from shard_node.planning.hotness import Float64Array
@@ -172,18 +170,7 @@ class Traffic:
         """
         # A table that is at one owner has no places to be read.
         has_places = np.array([places.rows > 0 for places in plan.places])
-        return cls.of_shares(plan.layout, tier_shares(plan, missed), has_places, loads, system)
-
-    @classmethod
-    def of_shares(
-        cls,
-        layout: TableLayout,
-        shares: Float64Array,
-        has_places: npt.NDArray[np.bool_],
-        loads: Float64Array,
-        system: CardSystem,
-    ) -> Traffic:
-        """Return what a batch moves whose lookups go to tiers by `shares`, float64 [tables, cards, 3]."""
+        layout, shares = plan.layout, tier_shares(plan, missed)
         tables, num_cards = layout.tables, shares.shape[1]
         values, bags, longest = loads.T
         rows = [RowFormat.of(table.dtype, table.embedding_dim) for table in tables]

@@ -2,8 +2,8 @@
 
 A level is a set of rows of one table that count as equally hot; within it the lower row comes first. Levels of a table
 are numbered from the hottest, 0, on. What a level says about one row (`lookups`) compares rows of different tables;
-only the ratios matter. From access counts, a level has the counts that share their first six binary digits, so that
-counts below 64 are kept apart, and larger ones if they differ by more than 3%.
+only the ratios matter. From access counts, counts below 64 are kept apart, and larger ones if they differ by more than
+2%.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ UInt16Array = npt.NDArray[np.uint16]
 UInt32Array = npt.NDArray[np.uint32]
 
 _PIECE_ROWS = 1 << 20
-# A float32 has 23 bits after its leading digit; five of them stay.
-_DROPPED_BITS = 18
-_FIRST_KEY = int(np.float32(1).view(np.uint32)) >> _DROPPED_BITS
-_NUM_KEYS = (int(np.float32(2**32).view(np.uint32)) >> _DROPPED_BITS) - _FIRST_KEY + 2
+# Levels of access counts for each doubling of (count + 1).
+_COUNTS_PER_DOUBLING = 64
 # Rank ranges of a power law: this many for each doubling of the rank, ranks below the first apart.
 _EDGES_PER_DOUBLING = 8
 _HEAD_EDGES_PER_DOUBLING = 64
@@ -96,15 +94,10 @@ class RankedRows:
             if first >= 0:
                 by_owner[:, first] = self.rows()
             return by_owner
-        buckets, is_owned = RowBuckets.of(self.table), owner_of_bucket[:, None] == np.arange(num_owners)
-        if buckets.slot_shift:
-            runs, is_below = buckets.runs_below(self._edges)
-            below = runs[:, None] * np.count_nonzero(is_owned, axis=0)
-            # Sums of up to 4,096 ones are exact.
-            below += (is_below.astype(np.float32) @ is_owned.astype(np.float32)).astype(np.int64)
-        else:
-            below = buckets.rows_below(self._edges) @ is_owned.astype(np.int64)
-        return np.asarray(np.diff(below, axis=0))
+        is_owned = (owner_of_bucket[:, None] == np.arange(num_owners)).astype(np.float64)
+        # Sums of fewer than 2^32 rows are exact, and faster than in whole numbers.
+        below = RowBuckets.of(self.table).rows_below(self._edges).astype(np.float64) @ is_owned
+        return np.asarray(np.diff(below, axis=0).astype(np.int64))
 
     def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
         """Return how often the rows of each bucket are looked up, float64 [buckets].
@@ -113,14 +106,10 @@ class RankedRows:
         what a row above it is looked up less.
         """
         lookups = self.lookups if missed is None else self.lookups * missed
-        steps, buckets = -np.diff(lookups, prepend=0.0, append=0.0), RowBuckets.of(self.table)
-        if buckets.slot_shift:
-            runs, is_below = buckets.runs_below(self._edges)
-            by_bucket = float(steps @ runs) + steps @ is_below.astype(np.float64)
-        else:
-            by_bucket = steps @ buckets.rows_below(self._edges)
+        steps = -np.diff(lookups, prepend=0.0, append=0.0)
+        by_bucket = steps @ RowBuckets.of(self.table).rows_below(self._edges).astype(np.float64)
         # What cancels out but for rounding is nothing.
-        return np.maximum(by_bucket, 0.0)
+        return np.asarray(np.maximum(by_bucket, 0.0))
 
     def rows(self) -> Int64Array:
         """Count the rows of each level, int64 [levels]; together `num_embeddings`."""
@@ -141,14 +130,17 @@ class CountedRows:
     def __init__(self, table: TableSpec, counts: RowCounts) -> None:
         self.table = table
         self._counts = counts
-        by_key = np.zeros(_NUM_KEYS, np.int64)
+        num_keys = 32 * _COUNTS_PER_DOUBLING + 1
+        by_key, sums = np.zeros(num_keys, np.int64), np.zeros(num_keys)
         for first, end in self._pieces():
-            by_key += np.bincount(self._keys(first, end), minlength=_NUM_KEYS)
+            keys = self._keys(first, end)
+            by_key += np.bincount(keys, minlength=num_keys)
+            sums += np.bincount(keys, counts[first:end], num_keys)
         present = np.flatnonzero(by_key)[::-1]
-        self._level_of_key = np.zeros(_NUM_KEYS, np.uint16)
+        self._level_of_key = np.zeros(num_keys, np.uint16)
         self._level_of_key[present] = np.arange(present.size)
         self._rows = by_key[present]
-        self.lookups = _count_of_key(present)
+        self.lookups = sums[present] / self._rows
 
     def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """Count the rows of each level that each owner has, int64 [levels, num_owners]."""
@@ -183,13 +175,12 @@ class CountedRows:
         for first in range(0, self.table.num_embeddings, _PIECE_ROWS):
             yield first, min(first + _PIECE_ROWS, self.table.num_embeddings)
 
-    def _keys(self, first_row: int, end_row: int) -> UInt32Array:
-        """0 for what was never looked up, else 1 and on: the count's exponent and first digits, ascending with it."""
-        keys: UInt32Array = self._counts[first_row:end_row].astype(np.float32).view(np.uint32)
-        keys >>= np.uint32(_DROPPED_BITS)
-        np.maximum(keys, np.uint32(_FIRST_KEY - 1), out=keys)
-        keys -= np.uint32(_FIRST_KEY - 1)
-        return keys
+    def _keys(self, first_row: int, end_row: int) -> UInt16Array:
+        """Return 0 for what was never looked up, else 1 and on, ascending with the count: uint16 [n]."""
+        keys = np.log2(self._counts[first_row:end_row].astype(np.float32) + np.float32(1))
+        keys *= _COUNTS_PER_DOUBLING
+        levels: UInt16Array = keys.astype(np.uint16)
+        return levels
 
 
 RowHotness: TypeAlias = RankedRows | CountedRows
@@ -265,11 +256,3 @@ def _rank_edges(num_rows: int, per_doubling: int) -> Int64Array:
     doublings = int(num_rows).bit_length() * per_doubling
     edges = np.ceil(2.0 ** (np.arange(doublings + 1) / per_doubling)).astype(np.int64)
     return np.unique(np.concatenate([[0], np.minimum(edges, num_rows), [num_rows]]))
-
-
-def _count_of_key(keys: Int64Array) -> Float64Array:
-    """Return the mean of the whole numbers that share a key: float64 [n]; 0 for key 0."""
-    bits = ((keys + (_FIRST_KEY - 1)) << _DROPPED_BITS).astype(np.uint32)
-    next_bits = ((keys + _FIRST_KEY) << _DROPPED_BITS).astype(np.uint32)
-    low, high = bits.view(np.float32).astype(np.float64), next_bits.view(np.float32).astype(np.float64)
-    return np.where(keys == 0, 0.0, (np.ceil(low) + np.maximum(np.ceil(high) - 1, np.ceil(low))) / 2)

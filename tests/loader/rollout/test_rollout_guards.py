@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, VersionReport, VersionStats
-from loader.rollout.guards import GuardLimits, compare, golden_breach
+from loader.registry.fleet import LATENCY_BOUNDS_MS, VersionStats
+from loader.rollout.guards import GuardLimits, compare
 from shardrank_testing.rollout_fleet import stats
 
 LIMITS = GuardLimits()
@@ -80,16 +80,6 @@ def test_two_samples_of_the_same_service_seldom_differ():
         new = of_latencies(random.lognormal(2.0, 0.8, 60), errors=int(random.binomial(60, 0.02)))
         breaches += compare(live, new, LIMITS).breached
     assert breaches == 0
-
-
-def test_golden_scores_beyond_the_tolerance_are_told_by_node():
-    def node(name, difference):
-        report = VersionReport(model="m", version=2, state="ready", golden_difference=difference, golden_tolerance=0.01)
-        return NodeRecord(node_id=name, kind="serving", process_id=1, address="-", versions=(report,))
-
-    nodes = [node("a", 0.005), node("b", 0.5), node("c", None)]
-    assert golden_breach(nodes, "m", 2) == "b: golden scores differ by 0.5, allowed is 0.01"
-    assert golden_breach(nodes[:1], "m", 2) == ""
 
 
 @pytest.mark.parametrize("limit", ["min_requests", "max_p99_ratio", "p99_slack_ms", "max_score_drift"])

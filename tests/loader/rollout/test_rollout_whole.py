@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from loader.errors import RolloutError
 from loader.registry import open_registry
-from loader.registry.fleet import rollout_key
 from loader.rollout.guards import GuardLimits
 from loader.rollout.requests import read_fleet, reshard
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode, published, stats
@@ -27,34 +24,6 @@ async def test_a_version_replaces_another_and_is_rolled_back(url):
     back = await fleet.ends("done", OLD)
     assert (back.from_version, back.to_version, back.rollback_target) == (NEW, OLD, NEW)
     await registry.close()
-
-
-@pytest.mark.parametrize("step_index", [0, 3])
-async def test_a_stored_rollout_skips_its_shadow_step(fleet, step_index):
-    """The record is of an earlier release, and comes before the step or while it is in it."""
-    stored = {
-        "model": MODEL,
-        "epoch": 7,
-        "rollout_id": "a" * 32,
-        "from_version": OLD,
-        "to_version": NEW,
-        "delta_base": NEW,
-        "last_delta": 0,
-        "strategy": "beside",
-        "shadow_share": 0.25,
-        "shadow_s": 600.0,
-        "steps": ["stage_shards", "stage_serving", "replay", "shadow", "flip", "retire_serving", "retire_shards"],
-        "step_index": step_index,
-        "started_at": 1.0,
-        "step_began_at": 1.0,
-        "from_shards": 1,
-        "to_shards": 1,
-    }
-    await fleet.begin(1, 1, 1)
-    await fleet.registry.put(rollout_key(MODEL), json.dumps(stored).encode(), 0)
-    done = await fleet.ends("done", NEW)
-    texts = {event.step: event.text for event in done.events}
-    assert texts["shadow"] == "skipped: shadow versions are gone"
 
 
 async def test_the_abort_of_a_models_first_version_leaves_nothing(fleet):

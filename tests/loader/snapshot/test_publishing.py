@@ -32,10 +32,9 @@ from loader.registry.fleet import (
 )
 from loader.registry.registry import StreamBounds
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.publishing import Publication, Retained, identities_in_use, publish, retain
+from loader.snapshot.publishing import Publication, Retained, publish, retain
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store
-from loader.stores.cache import store_place
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.rollout_fleet import rollout_record
@@ -243,20 +242,6 @@ async def test_versions_of_the_last_rollout_stay(stocked: Shop) -> None:
     )
     await stocked.fleet.registry.put(rollout_key(MODEL), rollout.encode(), 0)
     assert await stocked.retain(1) == Retained(kept=(1, 2, 3, 5), dropped=(4,))
-
-
-REMOTE = store_place("s3://bucket/models")
-
-
-async def test_identities_in_use_are_those_that_stay(stocked: Shop) -> None:
-    await stocked.fleet.put_wanted(WantedModel(model=MODEL, epoch=1, live=2, hold=(2, 3)), None)
-    records = await stocked.fleet.versions(MODEL)
-    in_use = {record.identity for record in records if record.version in (2, 3)}
-    assert await identities_in_use(stocked.fleet, REMOTE) == in_use
-    assert len(in_use) == 2
-    assert await identities_in_use(stocked.fleet, Path("models")) == set()
-    await stocked.fleet.registry.put("versions/other/1", b"{", 0)
-    assert await identities_in_use(stocked.fleet, REMOTE) == set()
 
 
 async def test_a_version_that_a_node_holds_stays_though_unwanted(stocked: Shop) -> None:

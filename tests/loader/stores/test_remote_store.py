@@ -334,16 +334,6 @@ def test_the_cache_keeps_its_bound_and_drops_nothing_in_use(remote: Remote) -> N
     third.close()
 
 
-def test_versions_in_use_make_room_after_all_others(remote: Remote) -> None:
-    size_bytes = sum(map(len, files_of(remote.made / "1").values()))
-    store = remote.store(cache_bytes=2 * size_bytes + size_bytes // 2)
-    for version in (1, 2, 3):
-        put(store, remote.made / str(version))
-        in_use = [read_manifest(remote.made / "1")[1]]
-        store.hold("small", version, keep=in_use).close()
-    assert sorted(int(path.parents[2].name) for path in remote.cached()) == [1, 3]
-
-
 async def test_versions_are_published_and_retired_at_a_url(remote: Remote, directory: DirectoryRegistry) -> None:
     """And what others set aside is left to them."""
     store = remote.store()

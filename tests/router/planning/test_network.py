@@ -15,7 +15,6 @@ from router.planning.network import (
     NearRows,
     ShardLookups,
     StoredLookups,
-    crossover_hit_rate,
 )
 from shard_node import split as split_module
 from shard_node.answer import Answer, group_keys
@@ -75,7 +74,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("tables", TABLES)
-@pytest.mark.parametrize(("shards", "hotness"), [(1, 1), (2, 20), (4, 2), (8, 20)])
+@pytest.mark.parametrize(("shards", "hotness"), [(2, 1), (2, 20), (4, 2), (8, 20)])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, ragged):
     layout = layout_like(*TABLES[tables])
@@ -137,7 +136,7 @@ def test_a_replicated_table_is_sent_to_one_shard_a_batch():
     assert sent.parts["keys"].sum() == pytest.approx(12 * (1 + 4))
     assert sent.hit[1].sum() == pytest.approx(lookups[1].bags_hit(4), rel=1e-3)
     np.testing.assert_allclose(sent.values[:, 2], 250, rtol=1e-2)
-    np.testing.assert_allclose(fleet.part(2)[0], [1000, 25, 10])
+    np.testing.assert_allclose(fleet.part(2, sent)[0], [250, 25, 10])
 
 
 def test_hot_rows_are_the_hottest_for_their_bytes():
@@ -164,8 +163,3 @@ def test_a_head_has_its_share_of_the_lookups(rows):
     found = NearRows.choose(layout, Hotness(zipf=1.1, head=Head(5000, 0.85)).of(layout), "rows", rows)
     harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
     assert found.hit_rate == pytest.approx(0.85 * harmonic[rows - 1] / harmonic[-1] + 0.15 * rows / 2e9, abs=1e-5)
-
-
-def test_the_crossover_is_where_both_take_as_long():
-    for limit, hit_rate in ((30, 0.75), (200, 0), (5, None)):
-        assert crossover_hit_rate(lambda rate: 100 * (1 - rate) + 5, limit) == pytest.approx(hit_rate)

@@ -15,7 +15,7 @@ from loader.snapshot.tables import DividedTable
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile
-from router.planning.inputs import CapacityOptions, LookupProfile, Network, NetworkOptions
+from router.planning.inputs import CapacityOptions, LookupProfile, NetworkOptions
 from router.planning.tables import TablePlanner
 from shard_node.bags import TableLayout
 from shard_node.errors import MemoryBudgetError
@@ -28,7 +28,7 @@ GB = 10**9
 def fleet_of(
     shards: int, cards: int = 1, card_gb: float = 80.0, replicate: int = 1 << 20, hot_gb: float = 0.0
 ) -> CapacityOptions:
-    network = NetworkOptions(network=Network(gb_per_s=12.5, latency_us=20), hot_rows_gb=hot_gb)
+    network = NetworkOptions(gb_per_s=12.5, latency_us=20, hot_rows_gb=hot_gb)
     return CapacityOptions(
         system=SYSTEMS["h100"],
         shards=shards,
@@ -149,10 +149,3 @@ def test_columns_of_a_divided_tables_part_are_not_sliced():
     file = planned(parted, fleet_of(4, card_gb=1.5), profile_of(parted, 8))
     # Whole it is, see above.
     assert [(one.sharding_type, one.column_dims) for one in file.tables] == [("row_wise", ())]
-
-
-def test_all_tables_can_be_divided_alike():
-    spec = spec_of((100, 32), (1_000_000, 64), (2_000_000, 128))
-    planner = TablePlanner(spec, fleet_of(4, 2), profile_of(spec, 1, 20, 20))
-    for kind in ("row_wise", "table_wise"):
-        assert [table.sharding_type for table in planner.pure(kind).tables] == ["data_parallel", kind, kind]

@@ -209,7 +209,6 @@ def test_a_plan_per_table_beats_whole_tables_and_divided_rows() -> None:
     lookups = [shard.lookups for shard in chosen.shards]
     assert max(lookups) < 1.1 * np.mean(lookups)
     assert len(division.tables) == 1022
-    assert [one.rank for one in division.ranks] == list(range(32))
 
 
 FOUR_SHARDS = ("--model", "dlrm-v2", "--shards", "4", "--cards", "2")
@@ -233,10 +232,9 @@ def test_a_request_takes_the_slowest_shard_and_the_network() -> None:
     sent = found.ids_bytes + found.offsets_bytes + found.keys_bytes + found.sums_bytes + found.framing_bytes
     assert time.out_us + time.back_us == pytest.approx(sent * 80e-6)
     slow = network("--network-us", "5000")
-    assert (slow.bound, slow.crossover_hit_rate) == ("network latency", None)
+    assert slow.bound == "network latency"
     fast = network("--network-gb-per-s", "1000000", "--network-us", "0")
     assert not fast.bound.startswith("network")
-    assert fast.crossover_hit_rate == 0
     assert planned("--model", "dlrm-v2").network is None
 
 
@@ -273,19 +271,19 @@ def described(folder: Path, **levers: object) -> Path:
 def test_the_hot_part_draws_the_lookups_of_its_ranks(tmp_path: Path) -> None:
     model = described(tmp_path, dtype={"hot": "fp16", "cold": "int4", "hot_share": 0.1})
     weights = np.arange(1, ROWS + 1) ** -1.05
-    (divided,) = planned("--model", model, "--cards", 1, "--zipf", 1.05).divided
+    tables = planned("--model", model, "--cards", 1, "--zipf", 1.05).tables
     expected = 500 * weights[: ROWS // 10].sum() / weights.sum()
-    assert [part.lookups for part in divided.parts] == pytest.approx([expected, 500 - expected], rel=1e-6)
-    (divided,) = planned("--model", model, "--cards", 1, "--zipf", 1.05, "--head", "20000:0.5").divided
+    assert [table.lookups for table in tables] == pytest.approx([expected, 500 - expected], rel=1e-6)
+    plan = planned("--model", model, "--cards", 1, "--zipf", 1.05, "--head", "20000:0.5")
     expected = 500 * (0.5 * weights[: ROWS // 10].sum() / weights[:20_000].sum() + 0.5 * 0.1)
-    assert divided.parts[0].lookups == pytest.approx(expected, rel=1e-6)
-    assert divided.classes_bytes == -(-ROWS // 512) * 68
+    assert plan.tables[0].lookups == pytest.approx(expected, rel=1e-6)
+    assert plan.divided[0].classes_bytes == -(-ROWS // 512) * 68
     counts = np.ones(ROWS, np.uint32)
     counts[7] = ROWS
     write_access_counts(tmp_path / "counts", {"item": AccessCounts(np.arange(ROWS), counts, ROWS)})
-    (divided,) = planned("--model", model, "--cards", 1, "--counts", tmp_path / "counts").divided
+    tables = planned("--model", model, "--cards", 1, "--counts", tmp_path / "counts").tables
     expected = 500 * (ROWS + 9_999) / (2 * ROWS - 1)
-    assert [part.lookups for part in divided.parts] == pytest.approx([expected, 500 - expected])
+    assert [table.lookups for table in tables] == pytest.approx([expected, 500 - expected])
 
 
 def test_pruned_rows_are_not_planned_for(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import NodeRecord, VersionReport
-from loader.rollout.coverage import FleetView
 from loader.rollout.guards import GuardReport, VersionNumbers
 from loader.rollout.plan import Event
-from loader.rollout.requests import RolloutStatus, StepStatus, start_rollout, status_of
+from loader.rollout.requests import FleetState, RolloutStatus, StepStatus, start_rollout
 from serving.cli.rollout import NO_COORDINATOR, follow_rollout, print_status
 from shardrank_testing.rollout_fleet import MODEL, NEW, Clock, PlayedFleet
 
@@ -34,7 +33,7 @@ def test_a_status_shows_steps_nodes_guards_and_what_is_missing(capsys: pytest.Ca
         NodeRecord(node_id="shard-0-0", kind="shard", process_id=2, address="", shard_index=0, versions=(staging,)),
         NodeRecord(node_id="shard-1-0", kind="shard", process_id=3, address="", shard_index=1),
     ]
-    reported = status_of(MODEL, None, None, FleetView.of(nodes, None))
+    reported = FleetState(nodes=tuple(nodes)).status(MODEL)
     live = VersionNumbers(requests=200, errors=1, error_rate=0.005, p99_ms=7.25, mean_score=0.51, score_deviation=0.1)
     new = VersionNumbers(requests=3, errors=0, error_rate=None, p99_ms=None, mean_score=None, score_deviation=None)
     status = RolloutStatus(

@@ -85,7 +85,6 @@ class PlayedTraffic:
         )
         hot = HotReport(rows=180_000, size_bytes=25 * MB, lookups=lookups, hits=hits)
         node.told[version] = {"hot": hot, "leases": int(self._random.integers(1, 5))}
-        node.golden[version] = 2.4e-5
         node.machine = {"memory_total_bytes": 32_000 * MB, "memory_available_bytes": 21_400 * MB}
 
 

@@ -77,7 +77,6 @@ class PlayedNode:
         self.stage_rounds = 2
         self.delta_sequence: dict[int, int] = {}
         self.stats: dict[int, VersionStats] = {}
-        self.golden: dict[int, float] = {}
         self.told: dict[int, dict[str, Any]] = {}
         self.machine: dict[str, int] = {}
 
@@ -180,8 +179,6 @@ class PlayedNode:
             version=version,
             state="draining" if version in self.leaving else "ready" if progress >= 1 else "staging",
             progress=progress,
-            golden_difference=self.golden.get(version),
-            golden_tolerance=1e-3 if version in self.golden else None,
             plan_digest="" if self.serving and self.num_shards is not None else "c" * 64,
             delta_sequence=self.delta_sequence.get(version, 0),
             stats=self.stats.get(version, VersionStats()) if self.serving else None,
