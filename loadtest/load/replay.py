@@ -18,7 +18,6 @@ from pydantic import Field
 
 from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
-from loader.snapshot.tables import Frozen
 from loadtest.documents import show_document, write_document
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
@@ -33,7 +32,6 @@ from serving.observe.recording import RecordedRequest, read_file, recorded_files
 
 MAX_BYTES = 512 << 20
 """Of the bodies that are made ahead; recorded requests beyond are left out."""
-MAX_DIFFERENCES = 10
 
 
 class ReplayConfig(Sending):
@@ -53,13 +51,6 @@ class ReplayConfig(Sending):
     tolerance: float = Field(default=1e-4, ge=0)
 
 
-class Difference(Frozen):
-    """A request whose scores are others than recorded: its number, from 0, and the largest difference."""
-
-    request: int
-    max_difference: float
-
-
 class ReplayResult(Measured):
     """What `loadtest replay --json` writes; what is not listed is as in `Measured`.
 
@@ -69,7 +60,6 @@ class ReplayResult(Measured):
         compared: answers of the same version, dense step and deltas: `identical` to the bit, `within` the tolerance,
             `different` beyond it; and answers that are `not_comparable`.
         max_difference: of a score, over all that were compared; None if none was.
-        first_differences: some of those that are different.
         answers_by_version: how many.
         lag_p99_ms: how late the replay itself came to its requests.
     """
@@ -85,7 +75,6 @@ class ReplayResult(Measured):
     not_comparable: int
     tolerance: float
     max_difference: float | None
-    first_differences: tuple[Difference, ...]
     answers_by_version: dict[int, int]
     lag_p99_ms: float | None
 
@@ -98,7 +87,6 @@ class ScoreComparison:
         self.counts: Counter[str] = Counter()
         self.by_version: Counter[int] = Counter()
         self.max_difference: float | None = None
-        self.first: list[Difference] = []
 
     def __call__(self, request: Outgoing, body: bytes) -> Failure | None:
         """Compare an answer; without a score for each candidate it is a failure."""
@@ -117,10 +105,8 @@ class ScoreComparison:
             return None
         difference = float(np.abs(answer.scores - np.array(recorded.scores, np.float32)).max(initial=0.0))
         self.max_difference = max(self.max_difference or 0.0, difference)
-        is_within = difference <= self._tolerance
-        self.counts[("within" if difference else "identical") if is_within else "different"] += 1
-        if not is_within and len(self.first) < MAX_DIFFERENCES:
-            self.first.append(Difference(request=request.number, max_difference=difference))
+        outcome = "identical" if not difference else "within" if difference <= self._tolerance else "different"
+        self.counts[outcome] += 1
         return None
 
 
@@ -178,7 +164,6 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
         seconds=due[-1],
         compared=counts.total() - counts["not_comparable"],
         max_difference=comparison.max_difference,
-        first_differences=tuple(comparison.first),
         answers_by_version=dict(sorted(comparison.by_version.items())),
         lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
     )
