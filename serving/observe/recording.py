@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -23,7 +22,6 @@ from io import FileIO
 from math import inf
 from pathlib import Path
 from sys import getsizeof
-from typing import Literal
 
 import msgspec
 
@@ -44,7 +42,6 @@ MAX_QUEUED_BYTES = 32 << 20
 CLOSE_TIMEOUT_S = 5.0
 RETRY_S = 10.0
 """Pause after a failure: on a full disk each try would make another file."""
-LOCK = ".lock"
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -77,7 +74,7 @@ class RequestRecorder:
     """Records a share of what is answered, on a thread of its own, until `close`.
 
     Args:
-        folder: of this process alone; made if it is not there.
+        folder: made if it is not there. Of several processes each begins files of its own.
         share: of the rank requests that are answered; each is chosen at random.
         max_bytes: of all files together.
         on_counted: called from any thread with an outcome (`written`, `dropped`), requests, and their bytes on disk.
@@ -86,7 +83,7 @@ class RequestRecorder:
         wall_clock: seconds since the epoch.
 
     Raises:
-        ConfigError: the folder can't be used, or another process records into it.
+        ConfigError: the folder can't be used.
     """
 
     def __init__(
@@ -102,7 +99,14 @@ class RequestRecorder:
         self._share, self._draw, self._count = share, draw, on_counted
         self._folder, self._max_bytes, self._file_bytes = folder, max_bytes, max_bytes // FILES
         self._clock, self._wall_clock = clock, wall_clock
-        self._folder_lock = _locked(folder)
+        try:
+            # Ids may tell who a user is: only this user reads what is made. Of parents `mkdir` takes no mode.
+            for path in (*reversed(folder.parents), folder):
+                path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--record {folder}: {error.strerror or error}") from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"--record {folder}: this process can't write there")
         # The file that is written, unbuffered, and its bytes.
         self._file: FileIO | None = None
         self._size = 0
@@ -133,24 +137,23 @@ class RequestRecorder:
 
     def _write_all(self) -> None:
         failed_at = -inf
-        with contextlib.closing(self._folder_lock):
-            while (queued := self._queue.get()) is not None:
-                schema, request, answer, arrived_at, size = queued
-                written = 0
-                try:
-                    if self._clock() - failed_at >= RETRY_S:
-                        written = self._add(schema, request, answer, arrived_at)
-                        failed_at = -inf
-                except Exception as error:
-                    # A full disk is logged once, and what is not an OSError is a bug, which must not end the thread.
-                    if failed_at == -inf:
-                        logger.error("requests are not recorded: %s", error, exc_info=not isinstance(error, OSError))
-                    failed_at = self._clock()
-                    self._end()
-                with self._lock:
-                    self._queued_bytes -= size
-                self._count("written" if written else "dropped", 1, written)
-            self._end()
+        while (queued := self._queue.get()) is not None:
+            schema, request, answer, arrived_at, size = queued
+            written = 0
+            try:
+                if self._clock() - failed_at >= RETRY_S:
+                    written = self._add(schema, request, answer, arrived_at)
+                    failed_at = -inf
+            except Exception as error:
+                # A full disk is logged once, and what is not an OSError is a bug, which must not end the thread.
+                if failed_at == -inf:
+                    logger.error("requests are not recorded: %s", error, exc_info=not isinstance(error, OSError))
+                failed_at = self._clock()
+                self._end()
+            with self._lock:
+                self._queued_bytes -= size
+            self._count("written" if written else "dropped", 1, written)
+        self._end()
 
     def _add(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, arrived_at: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
@@ -197,28 +200,8 @@ class RequestRecorder:
         now = int(self._wall_clock() * 1e6)
         stamp = max([now, *(int(path.stem) + 1 for path in sizes if path.stem.isdecimal())])
         self._size = 0
-        return _open_private(self._folder / f"{stamp:017d}{SUFFIX}", "x")
-
-
-def _locked(folder: Path) -> FileIO:
-    """Make a folder, and lock it. Raises ConfigError if it can't be used, or another process records into it."""
-    try:
-        # Ids may tell who a user is: only this user reads what is made. Of parents `mkdir` takes no mode.
-        for path in (*reversed(folder.parents), folder):
-            path.mkdir(mode=0o700, exist_ok=True)
-        lock = _open_private(folder / LOCK, "w")
-    except OSError as error:
-        raise ConfigError(f"--record {folder}: {error.strerror or error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise ConfigError(f"--record {folder}: another process records into it") from error
-    return lock
-
-
-def _open_private(path: Path, mode: Literal["w", "x"]) -> FileIO:
-    return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+        path = self._folder / f"{stamp:017d}{SUFFIX}"
+        return FileIO(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def recorded_files(folder: Path) -> list[Path]:

@@ -261,15 +261,22 @@ def test_recordings_are_for_their_owner_alone(tmp_path: Path) -> None:
     with closing(recorder(tmp_path / "r" / "0")) as own:
         own.offer(SCHEMA, request, answer_of(request), 100.0)
     os.umask(before)
-    assert sorted(path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")) == [0o600, 0o600, 0o700, 0o700]
+    assert sorted(path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")) == [0o600, 0o700, 0o700]
 
 
-def test_a_folder_is_recorded_into_by_one_process(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with closing(recorder(tmp_path / "r")):
-        for folder, problem in (("r", "another process records into it"), ("file", "File exists")):
-            with pytest.raises(ConfigError, match=problem):
-                recorder(tmp_path / folder)
+    with pytest.raises(ConfigError, match="File exists"):
+        recorder(tmp_path / "file")
+
+
+def test_two_processes_that_share_a_folder_write_files_of_their_own(tmp_path: Path) -> None:
+    request = parse_json(SCHEMA, api_request(0))
+    for own in (first := recorder(tmp_path), second := recorder(tmp_path)):
+        own.offer(SCHEMA, request, answer_of(request), 100.0)
+        own.close()
+    assert first is not second
+    assert [len(list(read_file(path))) for path in recorded_files(tmp_path)] == [1, 1]
 
 
 def test_a_failing_disk_is_reported_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
