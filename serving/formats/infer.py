@@ -566,7 +566,7 @@ def _parameter(message: protobuf.ProtobufMessage, start: int, end: int) -> dict[
     """Read an entry of a map of parameters."""
     name, (first, last) = message.entry(start, end, "parameters")
     try:
-        parameter = inference.InferParameter.FromString(message.view[first:last])
+        parameter = inference.InferParameter.FromString(bytes(message.view[first:last]))
     except DecodeError as error:
         raise malformed("parameters", f"{name[:80]!r} is no InferParameter: {error}") from None
     kind = parameter.WhichOneof("parameter_choice")
