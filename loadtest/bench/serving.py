@@ -64,6 +64,7 @@ from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -74,7 +75,6 @@ from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
 from serving.server import running_server
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ranking_parts
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
 from shard_node.node import LocalShard
 from shard_node.wire.address import Address

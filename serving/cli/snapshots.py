@@ -290,8 +290,8 @@ def _check_dense(snapshot: Snapshot, *, trust_exported: bool) -> str:
 
 def _golden_checks(snapshot: Snapshot, *, trust_exported: bool, progress: Progress) -> Iterator[str]:
     """Load a version, score its golden requests, and yield what was compared. Raises as `load_served_model`."""
+    from serving.embedded import ModelSource, load_served_model
     from serving.rank.service import RankingService
-    from serving.versions.loading import ModelSource, load_served_model
 
     entry, outputs = snapshot.manifest.golden, snapshot.spec.dense_model.outputs
     assert entry is not None

@@ -50,11 +50,10 @@ from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DENSE_POLL_S, DenseSteps, poll
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
-from serving.versions.loading import local_shards
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
-from shard_node.node import NodeInfo, ShardNode
+from shard_node.node import LocalShard, NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.tls import client_context
 
@@ -395,7 +394,8 @@ class FleetMember:
                     )
                     where = f"the rows of version {version} of model {model!r} that are in this process"
                     raise SnapshotCorruptError(f"{snapshot.path}: {problem} {where}")
-            return self._local.plan_of(snapshot), local_shards([self._local.node]), None
+            shard = LocalShard(self._local.node)
+            return self._local.plan_of(snapshot), lambda events: [shard], None
         assert topology is not None
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
         plan = Plan.of_snapshot(snapshot, *division, config.plan)

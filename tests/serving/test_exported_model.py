@@ -26,7 +26,7 @@ from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.writer import export_snapshot
 from serving.cli import main as command
 from serving.client.client import AsyncClient
-from serving.embedded import Ranker
+from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.models.exported import export_program
 from serving.models.inputs import InputShapes
 from serving.proto.inference import open_inference_pb2_grpc
@@ -39,7 +39,6 @@ from serving.training.dataset import (
     films_vocabularies,
 )
 from serving.training.network import RankingNetwork, RequestBatches
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.inference_requests import json_body, message_of, tensors_of
 from shardrank_testing.movielens import small_interactions

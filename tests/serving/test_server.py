@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from serving.server import serve
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.serving_api import MODEL, ApiModel, Gate, api_request, gated_service, running_api, until
 from shardrank_testing.serving_process import serving_process
 

@@ -22,9 +22,9 @@ from loadtest.drill.oracle import APIS, oracle_spec, write_oracle
 from loadtest.errors import LoadError
 from loadtest.servers import Server
 from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from serving.server import running_server
-from serving.versions.loading import ModelSource, load_served_model
 
 SMALL = FleetDrillConfig(items=700, users=300, tags=50, rate=120)
 UNDER_LOAD_S = 1.0

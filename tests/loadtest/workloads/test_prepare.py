@@ -15,8 +15,8 @@ from loadtest.cli import prepare
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
 from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, prepare_workload, write_random_snapshot
+from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.serving_api import run, running_api
 
 WORKLOAD = "merlin-tiny:0.0002"

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from serving.api.documents import LOOKUP_EXAMPLE, RANK_EXAMPLE
 from serving.api.http import HttpApp
-from serving.api.openapi import LOOKUP_EXAMPLE, RANK_EXAMPLE
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.rank.service import RankingService

@@ -19,9 +19,9 @@ import pytest
 from serving.cli.fleet import coordinator, up
 from serving.cli.serve import serve, shard_node
 from serving.config import DEFAULT_PINNED_GB, DEFAULT_REPLICATE_BYTES, ServeConfig
+from serving.embedded import ModelSource
 from serving.fleet.config import FleetConfig
 from serving.settings import Settings, plain_type
-from serving.versions.loading import ModelSource
 from shard_node.cuda.card_set import CardOptions
 from shardrank_testing.command_line import blocks, parse_command_line, shardrank
 from shardrank_testing.configuration_page import PAGE, page_of

@@ -190,7 +190,7 @@ async def test_health_metadata_and_index(api_model):
 
 
 async def test_a_staged_version_and_a_draining_one_are_in_the_index(api_model, tmp_path):
-    from serving.versions.loading import ModelSource, load_served_model
+    from serving.embedded import ModelSource, load_served_model
 
     second = write_api_model(tmp_path, version=2, seed=1)
 

@@ -12,12 +12,12 @@ import pytest
 
 from serving.cli import settings
 from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.fleet.workers import worker_config
 from serving.formats.requests import RankResponse
 from serving.observe.recording import RequestRecorder
 from serving.rank.service import RankingService
 from serving.versions import warming
-from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.warming import Warming
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request

@@ -25,6 +25,7 @@ from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Buffer, Codec, Encoded, Method, Response
 from serving.formats.schema import RequestSchema
@@ -36,7 +37,6 @@ from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService, answer
 from serving.server import Listening, running_server
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.answer import Answer as ShardAnswer
 from shard_node.answer import ReplyEncoding
 from shard_node.bags import KeyedBags

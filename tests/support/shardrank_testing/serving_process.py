@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.fleet.process import run_until_stopped
 from serving.rank.service import RankingService
 from serving.server import Listening, serve
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.processes import Process, start_module
 
 
