@@ -13,13 +13,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from pydantic import Field
 
 from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
-from loader.snapshot.tables import Frozen
 from loadtest.documents import show_document, write_document
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
@@ -27,14 +25,13 @@ from loadtest.load.result import Measured, Recorder, measured, percentiles
 from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import stopping_on_signals
-from loadtest.workloads.payloads import GRPC_APIS, Pool, payload_of
+from loadtest.workloads.payloads import Pool, recorded_payload
 from serving.cli.output import stdout_console
 from serving.client.features import read_rank
-from serving.observe.recording import Recorded, read_file, recorded_files
+from serving.observe.recording import RecordedRequest, read_file, recorded_files
 
 MAX_BYTES = 512 << 20
 """Of the bodies that are made ahead; recorded requests beyond are left out."""
-MAX_DIFFERENCES = 10
 
 
 class ReplayConfig(Sending):
@@ -54,13 +51,6 @@ class ReplayConfig(Sending):
     tolerance: float = Field(default=1e-4, ge=0)
 
 
-class Difference(Frozen):
-    """A request whose scores are others than recorded: its number, from 0, and the largest difference."""
-
-    request: int
-    max_difference: float
-
-
 class ReplayResult(Measured):
     """What `loadtest replay --json` writes; what is not listed is as in `Measured`.
 
@@ -70,7 +60,6 @@ class ReplayResult(Measured):
         compared: answers of the same version, dense step and deltas: `identical` to the bit, `within` the tolerance,
             `different` beyond it; and answers that are `not_comparable`.
         max_difference: of a score, over all that were compared; None if none was.
-        first_differences: some of those that are different.
         answers_by_version: how many.
         lag_p99_ms: how late the replay itself came to its requests.
     """
@@ -86,49 +75,38 @@ class ReplayResult(Measured):
     not_comparable: int
     tolerance: float
     max_difference: float | None
-    first_differences: tuple[Difference, ...]
     answers_by_version: dict[int, int]
     lag_p99_ms: float | None
-
-
-class _Answer(msgspec.Struct):
-    version: int
-    scores: list[float]
-    dense_step: int = 0
-    delta_sequence: int = -1
 
 
 class ScoreComparison:
     """A judge that compares each answer's scores with the recorded ones."""
 
-    def __init__(self, is_grpc: bool, recorded: Sequence[Recorded], tolerance: float) -> None:
-        self._is_grpc, self._recorded, self._tolerance = is_grpc, recorded, tolerance
+    def __init__(self, recorded: Sequence[RecordedRequest], tolerance: float) -> None:
+        self._recorded, self._tolerance = recorded, tolerance
         self.counts: Counter[str] = Counter()
         self.by_version: Counter[int] = Counter()
         self.max_difference: float | None = None
-        self.first: list[Difference] = []
 
     def __call__(self, request: Outgoing, body: bytes) -> Failure | None:
         """Compare an answer; without a score for each candidate it is a failure."""
         recorded = self._recorded[request.number]
         try:
-            answer = read_rank(body) if self._is_grpc else msgspec.json.decode(body, type=_Answer)
-        except (ShardrankError, msgspec.MsgspecError) as error:
+            answer = read_rank(body)
+        except ShardrankError as error:
             return Failure("bad_answer", f"the answer is not one to a rank request: {error}")
-        if len(answer.scores) != recorded.scores.size:
-            what = f"{len(answer.scores)} scores for a request of {recorded.scores.size} candidates"
+        if len(answer.scores) != len(recorded.scores):
+            what = f"{len(answer.scores)} scores for a request of {len(recorded.scores)} candidates"
             return Failure("bad_answer", what)
         self.by_version[answer.version] += 1
         origin = answer.version, answer.dense_step, answer.delta_sequence
         if answer.delta_sequence < 0 or origin != (recorded.version, recorded.dense_step, recorded.delta_sequence):
             self.counts["not_comparable"] += 1
             return None
-        difference = float(np.abs(np.array(answer.scores, np.float32) - recorded.scores).max())
+        difference = float(np.abs(answer.scores - np.array(recorded.scores, np.float32)).max(initial=0.0))
         self.max_difference = max(self.max_difference or 0.0, difference)
-        is_within = difference <= self._tolerance
-        self.counts[("within" if difference else "identical") if is_within else "different"] += 1
-        if not is_within and len(self.first) < MAX_DIFFERENCES:
-            self.first.append(Difference(request=request.number, max_difference=difference))
+        outcome = "identical" if not difference else "within" if difference <= self._tolerance else "different"
+        self.counts[outcome] += 1
         return None
 
 
@@ -136,7 +114,7 @@ class Prepared(NamedTuple):
     """The requests of a replay, by when they came, and their bodies; of `total` requests of the model in the folder."""
 
     total: int
-    recorded: list[Recorded]
+    recorded: list[RecordedRequest]
     pool: Pool
 
 
@@ -145,11 +123,11 @@ def prepare(config: ReplayConfig) -> Prepared:
 
     Raises ConfigError, RecordingDamagedError: it can't be read, or has not the requests of one model.
     """
-    last, totals = deque[Recorded](maxlen=config.requests), Counter[str]()
+    last, totals = deque[RecordedRequest](maxlen=config.requests), Counter[str]()
     for path in recorded_files(config.folder):
         for recorded in read_file(path):
-            if config.model in (None, recorded.schema.model):
-                totals[recorded.schema.model] += 1
+            if config.model in (None, recorded.model):
+                totals[recorded.model] += 1
                 last.append(recorded)
     if len(totals) > 1:
         raise ConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(totals))}")
@@ -157,13 +135,13 @@ def prepare(config: ReplayConfig) -> Prepared:
         of_model = "" if config.model is None else f"of model {config.model!r} "
         raise ConfigError(f"{config.folder}: no requests {of_model}are recorded")
     ((model, total),) = totals.items()
-    in_order, api, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
-    encoded = (payload_of(recorded.schema, recorded.request, api, model, timeout_ms) for recorded in in_order)
-    pool = Pool(api, model, encoded, MAX_BYTES)
+    in_order, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.stated_timeout_ms
+    payloads = (recorded_payload(recorded, config.scheme, timeout_ms) for recorded in in_order)
+    pool = Pool("grpc-packed", model, payloads, MAX_BYTES)
     return Prepared(total, in_order[: len(pool)], pool)
 
 
-def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> list[float]:
+def due_times(recorded: Sequence[RecordedRequest], speed: float, rate: float | None) -> list[float]:
     """Return when each is due, in seconds since the first one, ascending."""
     if rate is not None:
         return [number / rate for number in range(len(recorded))]
@@ -173,7 +151,7 @@ def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) ->
 async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     """Send what was prepared. Raises OSError if the target's name is not known."""
     due = due_times(prepared.recorded, config.speed, config.rate)
-    comparison = ScoreComparison(prepared.pool.api in GRPC_APIS, prepared.recorded, config.tolerance)
+    comparison = ScoreComparison(prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
     done = await offer(config, prepared.pool, due, recorder, cpu_s=(0.0, 0.0), judge=comparison)
     counts, rows = comparison.counts, done.records.rows
@@ -186,7 +164,6 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
         seconds=due[-1],
         compared=counts.total() - counts["not_comparable"],
         max_difference=comparison.max_difference,
-        first_differences=tuple(comparison.first),
         answers_by_version=dict(sorted(comparison.by_version.items())),
         lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
     )

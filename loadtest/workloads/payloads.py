@@ -24,10 +24,13 @@ import safetensors.numpy
 from google.protobuf.message import DecodeError
 
 from loadtest.errors import RequestFailedError
-from loadtest.workloads.workload import Described, FeatureBags, Workload, features_of
+from loadtest.workloads.workload import FeatureBags, Workload, features_of
+from router.feature_schema import FeatureSchema
 from serving.client.features import Ragged, RankFeatures
+from serving.formats.messages import CONTENT_TYPE, packed_request
 from serving.formats.protobuf import packed_bytes
 from serving.formats.requests import RankRequest
+from serving.observe.recording import RecordedRequest
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.bags import Float32Array, Int64Array
@@ -48,6 +51,7 @@ FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (-
 """What results say of requests that are `varied` or not."""
 
 _BINARY: Headers = (("content-type", "application/octet-stream"),)
+_MESSAGE: Headers = (("content-type", CONTENT_TYPE),)
 _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
 
 
@@ -117,17 +121,27 @@ class Payloads(Pool):
         super().__init__(api, model, drawn, max_bytes)
 
 
-def payload_of(schema: Described, request: RankRequest, api: Encoding, model: str, timeout_ms: int | None) -> Payload:
+def payload_of(
+    schema: FeatureSchema, request: RankRequest, api: Encoding, model: str, timeout_ms: int | None
+) -> Payload:
     """Encode a request."""
     path, encode, _ = _FORMS[api]
     return Payload(path.format(model), *encode(schema, request, model, timeout_ms), request.num_candidates)
+
+
+def recorded_payload(recorded: RecordedRequest, scheme: str, timeout_ms: int | None) -> Payload:
+    """Return a recorded request as it is sent by gRPC or HTTP."""
+    # Of a message that follows another one fields are added to those of the first.
+    added = ranking_pb2.RankRequest(model=recorded.model, timeout_ms=timeout_ms or 0)
+    path, headers = (_RANK_METHOD, ()) if scheme == "grpc" else (_FORMS["json"][0].format(recorded.model), _MESSAGE)
+    return Payload(path, recorded.request + added.SerializeToString(), headers, len(recorded.scores))
 
 
 class _Answer(msgspec.Struct):
     scores: list[float]
 
 
-def _encode_json(schema: Described, request: RankRequest, _: str, timeout_ms: int | None) -> Encoded:
+def _encode_json(schema: FeatureSchema, request: RankRequest, _: str, timeout_ms: int | None) -> Encoded:
     """Write a JSON body; a candidate feature with one id each is a flat list, as a client would write it."""
     features, document = list(features_of(schema, request)), dict[str, Any]()
     for side, dense in (("context", request.context_dense), ("candidates", request.candidate_dense)):
@@ -158,7 +172,7 @@ def _shortest(values: Float32Array) -> list[Any]:
     return numbers if values.size else []
 
 
-def _encode_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_grpc(schema: FeatureSchema, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
     sides: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     weights: dict[str, Any] = {}
     for feature in features_of(schema, request):
@@ -172,20 +186,9 @@ def _encode_grpc(schema: Described, request: RankRequest, model: str, timeout_ms
     return message.SerializeToString(deterministic=True), ()
 
 
-def _encode_packed(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
-    bags, features = request.bags, list(features_of(schema, request))
-    packed = ranking_pb2.PackedFeatures(
-        schema_digest=schema.digest,
-        ids=b"".join(packed_bytes(feature.values, "<i8") for feature in features if feature.texts is None),
-        lengths=b"" if (bags.lengths == 1).all() else packed_bytes(bags.lengths, "<i4"),
-        weights=b"" if bags.weights is None else packed_bytes(bags.weights, "<f4"),
-        context_dense=packed_bytes(request.context_dense, "<f4"),
-        candidate_dense=packed_bytes(request.candidate_dense, "<f4"),
-        string_ids=request.texts,
-    )
-    message = ranking_pb2.RankRequest(
-        model=model, num_candidates=request.num_candidates, timeout_ms=timeout_ms or 0, packed=packed
-    )
+def _encode_packed(schema: FeatureSchema, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
+    message = packed_request(schema, request)
+    message.model, message.timeout_ms = model, timeout_ms or 0
     return message.SerializeToString(deterministic=True), ()
 
 
@@ -193,7 +196,7 @@ Tensor: TypeAlias = tuple[str, str, list[int], bytes]
 """Of the Open Inference Protocol: name, datatype, shape, and little-endian data, row-major."""
 
 
-def _tensors(schema: Described, request: RankRequest) -> Iterator[Tensor]:
+def _tensors(schema: FeatureSchema, request: RankRequest) -> Iterator[Tensor]:
     """Return the inputs of a request. A candidate feature is a matrix where all bags are of one length, else ragged."""
     for feature in features_of(schema, request):
         count, longest = feature.lengths.size, int(feature.lengths.max())
@@ -239,7 +242,7 @@ def _read_oip_http(answer: bytes) -> ScoreList:
     return np.frombuffer(answer, "<f4", count, end)
 
 
-def _encode_oip_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_oip_grpc(schema: FeatureSchema, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
     message = open_inference_pb2.ModelInferRequest(model_name=model)
     for name, datatype, shape, data in _tensors(schema, request):
         message.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -258,7 +261,7 @@ def _read_oip_grpc(answer: bytes) -> ScoreList:
     return _read_flat(message.raw_output_contents[names.index(SCORES)])
 
 
-def _encode_flat(schema: Described, request: RankRequest, *_: object, once: bool) -> Encoded:
+def _encode_flat(schema: FeatureSchema, request: RankRequest, *_: object, once: bool) -> Encoded:
     """Return safetensors: `ids`, `lengths` and `dense` of the candidates, and `context_ids` and so on.
 
     If not `once`, the context has no columns, and each candidate has them too: features in the model's order, dense
@@ -299,7 +302,7 @@ def _read_flat(answer: bytes) -> ScoreList:
     return np.frombuffer(answer, "<f4")
 
 
-def _encode_tensors(schema: Described, request: RankRequest, *_: object, once: bool) -> Encoded:
+def _encode_tensors(schema: FeatureSchema, request: RankRequest, *_: object, once: bool) -> Encoded:
     body, _ = _encode_flat(schema, request, once=once)
     return _infer_body([("body", "UINT8", [1, len(body)], body)], None)
 
@@ -308,7 +311,7 @@ def _read_grpc(answer: bytes) -> ScoreList:
     return ranking_pb2.RankResponse.FromString(answer).scores
 
 
-Encode: TypeAlias = Callable[[Described, RankRequest, str, int | None], Encoded]
+Encode: TypeAlias = Callable[[FeatureSchema, RankRequest, str, int | None], Encoded]
 _FORMS: dict[Encoding, tuple[str, Encode, Callable[[bytes], ScoreList]]] = {
     "json": ("/v1/models/{}:rank", _encode_json, lambda answer: msgspec.json.decode(answer, type=_Answer).scores),
     "oip-http": (

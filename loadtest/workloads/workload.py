@@ -23,7 +23,6 @@ from loader.errors import ConfigError
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
-from serving.observe.recording import RecordedSchema
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
 Float64Array = npt.NDArray[np.float64]
@@ -204,10 +203,6 @@ class Workload(Protocol):
         """Make one more request; the same one for a generator in the same state."""
 
 
-Described: TypeAlias = FeatureSchema | RecordedSchema
-"""What the numbers of a request mean."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureBags:
     """One feature's part of a request: int64 values [n] bag by bag, int64 lengths [bags] and float32 weights [n].
@@ -228,7 +223,7 @@ class FeatureBags:
         return self.values if self.texts is None else self.texts
 
 
-def features_of(schema: Described, request: RankRequest) -> Iterator[FeatureBags]:
+def features_of(schema: FeatureSchema, request: RankRequest) -> Iterator[FeatureBags]:
     """Go through the features of a request one by one, for formats that name each."""
     bags, texts = request.bags, iter(request.texts)
     starts = bags.value_starts()[1:-1]

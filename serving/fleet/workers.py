@@ -172,7 +172,7 @@ def run_workers(config: ServeConfig, log_level: str) -> None:
 def worker_config(config: ServeConfig, worker: int) -> ServeConfig:
     """Return the settings of a worker, but its ports.
 
-    Node ids differ, and so do folders of recorded requests: two that write can't share one.
+    Node ids differ, and so do folders of recorded requests, each with its part of their bound.
     """
     update: dict[str, object] = {"workers": 1}
     if config.record is not None:

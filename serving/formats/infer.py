@@ -13,12 +13,12 @@ import re
 import secrets
 from collections.abc import Sequence
 from operator import attrgetter
-from struct import unpack_from
 from typing import Annotated, Any, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import DecodeError
 from msgspec import UNSET, UnsetType
 
 from loader.snapshot.manifest import MAX_OUTPUTS
@@ -41,7 +41,6 @@ from serving.formats.requests import (
     RankRequest,
     RankResponse,
     Response,
-    array_of,
     check_options,
     text_of,
 )
@@ -462,8 +461,7 @@ _NAME = "inference.ModelInferRequest"
 _REQUEST, _CONTENTS = protobuf.tags_of(inference.ModelInferRequest), protobuf.tags_of(inference.InferTensorContents)
 _TENSOR = protobuf.tags_of(inference.ModelInferRequest.InferInputTensor)
 _OUTPUT = protobuf.tags_of(inference.ModelInferRequest.InferRequestedOutputTensor)
-_PARAMETER = protobuf.tags_of(inference.InferParameter)
-_CONTENTS_OF = {"INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents", "BYTES": "bytes_contents"}
+_CONTENTS_OF = {"INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 _NO_DATA: Any = memoryview(b"")
 _MAX_SHAPE_DIMS = 8
 
@@ -531,23 +529,23 @@ class InferGrpcCodec(InferCodec, eq=False):
         """Decode the typed fields of `InferTensorContents`. Raw contents are faster."""
         datatype, path = tensor.datatype, f"{path}.contents"
         message, start, end = cast(Any, tensor.data)
-        field, chunks = _CONTENTS_OF[datatype], list[Buffer]()
-        for tag, at, stop in message.fields(start, end):
-            if _CONTENTS.get(tag) == field:
-                # A varint by itself has a value, but no end.
-                chunks.append(message.view[at:stop] if stop else protobuf.encode_varint(at))
-                if datatype in _INTEGERS and chunks[-1] and chunks[-1][-1] > 127:
-                    raise message.malformed("a packed field that breaks off")
         if datatype == "BYTES":
-            actual = len(chunks)
-        else:
-            numbers = array_of(bytearray().join(chunks), "<f4" if datatype == "FP32" else "<u1", path)
-            actual = numbers.size if datatype == "FP32" else protobuf.count_varints(numbers)
-        if actual != count:
-            raise _wrong_count(path, count, str(actual))
-        if datatype == "BYTES":
-            return [text_of(path, position, chunk) for position, chunk in enumerate(chunks)]
-        return numbers.data if datatype == "FP32" else protobuf.decode_varints(numbers).astype(_DTYPES[datatype]).data
+            fields = message.fields(start, end)
+            texts = [message.view[at:stop] for tag, at, stop in fields if _CONTENTS.get(tag) == "bytes_contents"]
+            if len(texts) != count:
+                raise _wrong_count(path, count, str(len(texts)))
+            return [text_of(path, position, text) for position, text in enumerate(texts)]
+        # Before any is decoded: an element has at most a tag and a varint's bytes. What is unknown gets a kilobyte.
+        if end - start > 1024 + count * (1 + protobuf.MAX_VARINT_BYTES):
+            raise _wrong_count(path, count, f"has {end - start} bytes")
+        try:
+            contents = inference.InferTensorContents.FromString(message.view[start:end])
+        except DecodeError as error:
+            raise malformed(path, f"it is no InferTensorContents: {error}") from None
+        elements = getattr(contents, _CONTENTS_OF[datatype])
+        if len(elements) != count:
+            raise _wrong_count(path, count, str(len(elements)))
+        return np.fromiter(elements, _DTYPES[datatype], count).data
 
 
 def _described(message: protobuf.ProtobufMessage, tags: dict[int, str], start: int, end: int) -> Tensor:
@@ -562,8 +560,7 @@ def _described(message: protobuf.ProtobufMessage, tags: dict[int, str], start: i
         elif name == "shape":
             if stop - at > _MAX_SHAPE_DIMS * protobuf.MAX_VARINT_BYTES or len(tensor.shape) > _MAX_SHAPE_DIMS:
                 raise tensor.wrong_shape("more dimensions than any tensor here has")
-            packed = message.view[at:stop] if stop else protobuf.encode_varint(at)
-            tensor.shape += protobuf.decode_varints(np.frombuffer(packed, np.uint8)).tolist()
+            tensor.shape += map(protobuf.signed, message.varints(at, stop) if stop else (at,))
         elif name == "contents":
             if tensor.data is not _NO_DATA:
                 raise malformed(f"{_path(tensor.name)}.contents", "it is there twice")
@@ -578,16 +575,12 @@ def _described(message: protobuf.ProtobufMessage, tags: dict[int, str], start: i
 def _parameter(message: protobuf.ProtobufMessage, start: int, end: int) -> dict[str, object]:
     """Read an entry of a map of parameters."""
     name, (first, last) = message.entry(start, end, "parameters")
-    value: object = None
-    for tag, at, stop in message.fields(first, last):
-        kind = _PARAMETER.get(tag)
-        if kind == "string_param":
-            value = message.text(at, stop, "parameters")
-        elif kind == "double_param":
-            value = unpack_from("<d", message.data, at)[0]
-        elif kind is not None:
-            value = {"bool_param": bool(at), "int64_param": protobuf.signed(at)}.get(kind, at)
-    return {name: value}
+    try:
+        parameter = inference.InferParameter.FromString(bytes(message.view[first:last]))
+    except DecodeError as error:
+        raise malformed("parameters", f"{name[:80]!r} is no InferParameter: {error}") from None
+    kind = parameter.WhichOneof("parameter_choice")
+    return {name: kind and getattr(parameter, kind)}
 
 
 def _converted(parameters: dict[str, object], kind: type[_Parameters]) -> _Parameters:

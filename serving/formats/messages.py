@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from router.feature_schema import FeatureSchema
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, malformed
-from serving.formats.protobuf import ProtobufMessage, encode_array, encode_field, signed, tags_of
+from serving.formats.protobuf import ProtobufMessage, encode_array, encode_field, packed_bytes, signed, tags_of
 from serving.formats.requests import (
     RAGGED,
     Buffer,
@@ -263,6 +264,24 @@ class MessageCodec(Codec, eq=False):
         counts = FeatureCounts(schema.keys, num_ids, num_bags, widths, slice(None))
         bags = counts.bags(schema, lengths, ids, texts, weights if weights.size else None)
         return self._request(schema, self.num_candidates, bags, context, candidates, texts)
+
+
+def packed_request(features: FeatureSchema, request: RankRequest) -> ranking_pb2.RankRequest:
+    """Return a request as a message in the order of its model's features, without model, id, key and deadline."""
+    bags, ids, texts = request.bags, request.bags.values, features.string_features
+    if texts:
+        is_text = np.array([feature.name in texts for feature in features.features], np.bool_)
+        ids = ids[~np.repeat(is_text, bags.values_per_key())]
+    packed = ranking_pb2.PackedFeatures(
+        schema_digest=features.digest,
+        ids=packed_bytes(ids, "<i8"),
+        lengths=b"" if (bags.lengths == 1).all() else packed_bytes(bags.lengths, "<i4"),
+        weights=b"" if bags.weights is None else packed_bytes(bags.weights, "<f4"),
+        context_dense=packed_bytes(request.context_dense, "<f4"),
+        candidate_dense=packed_bytes(request.candidate_dense, "<f4"),
+        string_ids=request.texts,
+    )
+    return ranking_pb2.RankRequest(num_candidates=request.num_candidates, packed=packed)
 
 
 def encode_rank(response: RankResponse) -> bytes:

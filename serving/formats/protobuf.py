@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message as Generated
 
 from serving.errors import InvalidRequestError, limit_exceeded, malformed
 from serving.formats.requests import Buffer
-from shard_node.bags import Int64Array
 
 VARINT, LENGTH = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
@@ -99,6 +97,12 @@ class ProtobufMessage:
         except UnicodeDecodeError as error:
             raise malformed(field, f"it is not UTF-8: {error.reason}") from None
 
+    def varints(self, start: int, end: int) -> Iterator[int]:
+        """Read a packed field of varints, as unsigned integers."""
+        while start < end:
+            value, start = self._varint(start, end)
+            yield value
+
     def malformed(self, problem: str) -> InvalidRequestError:
         """Make the error for bytes that are no such message."""
         return malformed("", f"the message is not a {self._name}: {problem}")
@@ -128,34 +132,6 @@ def tags_of(message: type[Generated]) -> dict[int, str]:
 def signed(value: int) -> int:
     """Return an int64 from the unsigned integer that a varint gives."""
     return value - (1 << 64) if value & _INT64_SIGN else value
-
-
-def count_varints(packed: npt.NDArray[np.uint8]) -> int:
-    """Return the number of varints in a packed field, uint8 [n]: each ends with a byte whose top bit is clear."""
-    return int(np.count_nonzero(packed < 128))
-
-
-def decode_varints(packed: npt.NDArray[np.uint8]) -> Int64Array:
-    """Decode a packed field of int64 or int32, uint8 [n], to int64. Count before. Raises InvalidRequestError."""
-    if not packed.size:
-        return np.empty(0, np.int64)
-    ends = np.flatnonzero(packed < 128)
-    if not ends.size or ends[-1] != packed.size - 1:
-        raise malformed("", "the last number of a packed field does not end")
-    sizes = np.diff(ends, prepend=-1)
-    shortest, longest = int(sizes.min()), int(sizes.max())
-    if longest > MAX_VARINT_BYTES:
-        raise malformed("", f"a number of more than {MAX_VARINT_BYTES} bytes in a packed field")
-    values = np.empty(ends.size, np.uint64)
-    for size in range(shortest, longest + 1):
-        # All numbers of one size at once.
-        which = np.flatnonzero(sizes == size)
-        starts = ends[which] - (size - 1)
-        bits = np.zeros(which.size, np.uint64)
-        for position in range(size):
-            bits |= (packed[starts + position] & 127).astype(np.uint64) << np.uint64(7 * position)
-        values[which] = bits
-    return values.view(np.int64)
 
 
 def encode_varint(value: int) -> bytes:

@@ -152,8 +152,8 @@ def batch_spans(
     """Hand out the spans of a batch that has ended: its own, its lookup's, and the dense model's if that ran."""
     assert trace.lookup is not None
     of_model: _Attributes = {"shardrank.model": model, "shardrank.version": version}
-    of_batch: _Attributes = of_model | {"shardrank.method": method, "shardrank.requests": times.num_requests}
     candidates: _Attributes = {"shardrank.candidates": times.num_candidates} if times.num_candidates else {}
+    of_batch = of_model | {"shardrank.method": method, "shardrank.requests": times.num_requests} | candidates
     of_lookup = dict(of_model)
     if times.lookup is not None:
         stages = times.lookup.map_s, times.lookup.split_s, times.lookup.shard_wait_s, times.lookup.add_s
@@ -162,19 +162,9 @@ def batch_spans(
     started_at, ended_at, lookup_at = times.started_at, times.ended_at, times.started_at + times.merge_s
     # A lookup that failed has no time: it lasted until the batch ended.
     pooled_at, lookup_text = (lookup_at + times.lookup_s, "") if times.lookup_s else (ended_at, text)
-    batch = trace.context
+    batch, links = trace.context, trace.links
     spans = [
-        Span(
-            "shardrank.batch",
-            "internal",
-            batch,
-            trace.parent,
-            started_at,
-            ended_at,
-            of_batch | candidates,
-            trace.links,
-            text,
-        ),
+        Span("shardrank.batch", "internal", batch, trace.parent, started_at, ended_at, of_batch, links, text),
         Span("shardrank.lookup", "internal", trace.lookup, batch, lookup_at, pooled_at, of_lookup, (), lookup_text),
     ]
     if times.rank_s:

@@ -79,17 +79,12 @@ async def _rank(
 
 
 def _groups(requests: Sequence[RankRequest], schema: RequestSchema) -> Iterator[list[RankRequest]]:
-    """Divide requests within the limits of today into batches of `GROUPS` requests, or as many as a batch may have."""
+    """Divide requests into batches of `GROUPS` requests, or as many as a batch may have."""
     limits, is_none = schema.limits, schema.features.is_none
-    allowed = [
-        request
-        for request in requests
-        if request.num_candidates <= limits.max_candidates and request.bags.num_values <= limits.max_ids_per_request
-    ]
-    longest = max((int(request.bags.values_per_key()[is_none].max(initial=0)) for request in allowed), default=0)
+    longest = max((int(request.bags.values_per_key()[is_none].max(initial=0)) for request in requests), default=0)
     sizes, group, filled = itertools.cycle(GROUPS), list[RankRequest](), 0.0
     size = next(sizes)
-    for request in allowed:
+    for request in requests:
         share = fraction_of_batch(request, longest, limits)
         if group and (len(group) == size or filled + share > 1):
             yield group

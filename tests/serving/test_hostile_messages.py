@@ -397,7 +397,7 @@ MALFORMED = [
         kind="body_too_large", status=TOO_LARGE),
     Hostile("far too much", (*RANK, JSON_RANK), lambda: bytes(4 * SIZE), "max_body_bytes = 16777216",
         kind="body_too_large", status=TOO_LARGE),
-    Hostile("typed contents beyond their shape", INFER, typed_contents, "its shape holds 5 elements, its data 16767217",
+    Hostile("typed contents beyond their shape", INFER, typed_contents, "its shape holds 5 elements, its data has 1",
         3 * SIZE),
 ]  # fmt: skip
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import struct
-import zlib
-from collections.abc import Callable
 from contextlib import closing
-from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
@@ -23,14 +19,16 @@ from hypothesis.extra import numpy as hnp
 from prometheus_client.parser import text_string_to_metric_families
 
 from loader.errors import ConfigError
+from loader.snapshot.tables import fingerprint_strings
 from router.feature_schema import FeatureSchema
 from serving.errors import RecordingDamagedError
+from serving.formats.messages import MessageCodec
 from serving.formats.requests import RankRequest, RankResponse
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.recording import (
     FILES,
-    Recorded,
+    RecordedRequest,
     RequestRecorder,
     last_requests,
     read_file,
@@ -38,7 +36,7 @@ from serving.observe.recording import (
 )
 from serving.rank.service import RankingService
 from shard_node.bags import KeyedBags
-from shardrank_testing.parsing import parse_json
+from shardrank_testing.parsing import parse, parse_json
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, rank_message, run, running_api
 from shardrank_testing.serving_api import api_service as service_of
 
@@ -51,7 +49,7 @@ def recorder(folder: Path, **options: Any) -> RequestRecorder:
     return RequestRecorder(**config, clock=lambda: 100.0, wall_clock=lambda: 1_000_000.0)
 
 
-def read_folder(folder: Path) -> list[Recorded]:
+def read_folder(folder: Path) -> list[RecordedRequest]:
     return [one for path in recorded_files(folder) for one in read_file(path)]
 
 
@@ -64,14 +62,16 @@ def bits(array: np.ndarray | None) -> object:
     return None if array is None else (array.dtype, array.shape, array.tobytes())
 
 
-def same(found: Recorded, request: RankRequest, answer: RankResponse) -> None:
+def same(found: RecordedRequest, request: RankRequest, answer: RankResponse) -> None:
+    read = parse(SCHEMA, MessageCodec(model=MODEL), found.request)
+    assert isinstance(read, RankRequest)
     for name in ("keys", "bags_per_key", "offsets", "values", "weights"):
-        assert bits(getattr(found.request.bags, name)) == bits(getattr(request.bags, name)), name
+        assert bits(getattr(read.bags, name)) == bits(getattr(request.bags, name)), name
     for name in ("context_dense", "candidate_dense"):
-        assert bits(getattr(found.request, name)) == bits(getattr(request, name)), name
-    assert found.request.num_candidates == request.num_candidates
-    assert list(found.request.texts) == list(request.texts)
-    assert bits(found.scores) == bits(answer.scores)
+        assert bits(getattr(read, name)) == bits(getattr(request, name)), name
+    assert read.num_candidates == request.num_candidates
+    assert list(read.texts) == list(request.texts)
+    assert bits(np.array(found.scores, np.float32)) == bits(answer.scores)
     stamps = answer.version, answer.delta_sequence, answer.dense_step
     assert (found.version, found.delta_sequence, found.dense_step) == stamps
 
@@ -95,8 +95,14 @@ def requests(draw: st.DrawFn) -> RankRequest:
     values = draw(hnp.arrays(np.int64, total, elements=st.integers(0, 2**63 - 1)))
     weights = draw(st.none() | hnp.arrays(np.float32, total, elements=FLOATS))
     bags = KeyedBags.from_lengths(SCHEMA.keys, bags_per_key, lengths, values, weights)
-    num_texts = int(bags.values_per_key()[SCHEMA.is_string].sum())
+    if weights is not None:
+        # Of features that take none all are 1, as requests bring it.
+        weights[~np.repeat(SCHEMA.is_weighted, bags.values_per_key())] = 1
+    is_text = np.repeat(SCHEMA.is_string, bags.values_per_key())
+    num_texts = int(is_text.sum())
     texts = draw(st.lists(st.text(st.characters(codec="utf-8"), max_size=6), min_size=num_texts, max_size=num_texts))
+    if texts:
+        values[is_text] = fingerprint_strings(texts)
     context = draw(hnp.arrays(np.float32, SCHEMA.num_context_dense, elements=FLOATS))
     candidates = draw(hnp.arrays(np.float32, (count, SCHEMA.num_candidate_dense), elements=FLOATS))
     return RankRequest(bags, count, context, candidates, 1.0, texts=texts, request_id=SECRETS[2])
@@ -112,7 +118,7 @@ def test_a_request_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory
     (found,) = read_folder(folder)
     same(found, request_, answer)
     assert found.arrived_at == 1_000_002.5
-    assert (found.schema.model, found.schema.digest) == (MODEL, SCHEMA.features.digest)
+    assert (found.model, found.schema_digest) == (MODEL, SCHEMA.features.digest)
     assert SECRETS[2].encode() not in recorded_files(folder)[0].read_bytes()
 
 
@@ -142,15 +148,15 @@ def test_requests_of_every_api_are_recorded_without_headers_and_keys(api_model: 
         families = text_string_to_metric_families(service.metrics.render().decode())
         samples = {one.name: (one.labels, one.value) for family in families for one in family.samples}
     found = read_folder(tmp_path)
-    assert [one.scores.tolist() for one in found] == [np.array(one, np.float32).tolist() for one in scores]
+    assert [one.scores for one in found] == [np.array(one, np.float32).tolist() for one in scores]
     for one, sent in zip(found, [*asked, asked[0]], strict=True):
         expected = parse_json(SCHEMA, sent)
-        same(one, expected, RankResponse(MODEL, 1, one.scores, one.scores, delta_sequence=0))
+        given = np.array(one.scores, np.float32)
+        same(one, expected, RankResponse(MODEL, 1, given, given, delta_sequence=0))
     written = b"".join(path.read_bytes() for path in recorded_files(tmp_path))
     assert [secret for secret in SECRETS if secret.encode() in written] == []
     assert samples["shardrank_recorded_requests_total"] == ({"outcome": "written"}, 4.0)
-    frames = samples["shardrank_recorded_bytes_total"][1]
-    assert 0 < frames < len(written)
+    assert samples["shardrank_recorded_bytes_total"][1] == len(written)
 
 
 def test_the_folder_stays_within_its_bound_and_keeps_the_newest(tmp_path: Path) -> None:
@@ -185,7 +191,7 @@ def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: p
     request = parse_json(SCHEMA, api_request(0, 1000))
     bags = request.bags
     with monkeypatch.context() as patch:
-        patch.setattr("serving.observe.recording.MAX_FRAME_BYTES", bags.values.nbytes)
+        patch.setattr("serving.observe.recording.MAX_LINE_BYTES", bags.values.nbytes)
         offer("long", request)
     # Scores and texts take room too.
     assert request.texts
@@ -206,72 +212,47 @@ def recorded_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return recorded_files(folder)[0].read_bytes()
 
 
-def frames(data: bytes) -> list[int]:
-    """Where they begin, and the end."""
-    found = [0]
-    while found[-1] < len(data):
-        found.append(found[-1] + 8 + int.from_bytes(data[found[-1] : found[-1] + 4], "little"))
-    return found
-
-
-def test_a_file_that_is_cut_off_is_read_and_a_changed_one_refused(recorded_file: bytes, tmp_path: Path):
-    path, edges = tmp_path / "x.requests", frames(recorded_file)
-    assert len(edges) == 6  # the beginning, the schema, three requests
-    draw = Random(0)
-    for cut in (*edges, *(draw.randrange(len(recorded_file)) for _ in range(40))):
+def test_a_line_that_is_cut_off_is_the_end_of_a_file(recorded_file: bytes, tmp_path: Path) -> None:
+    path, draw = tmp_path / "x.jsonl", Random(0)
+    for cut in (0, len(recorded_file), *(draw.randrange(len(recorded_file)) for _ in range(40))):
         path.write_bytes(recorded_file[:cut])
-        whole = sum(edge <= cut for edge in edges[3:])
-        assert len(list(read_file(path))) == whole
-    for _ in range(60):
-        damaged = bytearray(recorded_file)
-        # A length may become one that goes beyond the end, which is the end of the file.
-        place = draw.choice([at for begin, end in pairwise(edges) for at in range(begin + 4, end)])
-        damaged[place] ^= 1 << draw.randrange(8)
-        path.write_bytes(damaged)
-        with pytest.raises(RecordingDamagedError, match="checksum"):
-            list(read_file(path))
+        assert len(list(read_file(path))) == recorded_file[:cut].count(b"\n")
 
 
-def added(payload: bytes, at: int, number: int) -> bytes:
-    """Add to one byte."""
-    return payload[:at] + bytes([payload[at] + number]) + payload[at + 1 :]
-
-
-ALL = "begin schema request"
-
-
-# A request's head has its number of ids at 44, flags at 48, bytes of texts at 56; ids follow from 64 on, then lengths.
 @pytest.mark.parametrize(
-    ("frames_of", "change", "problem"),
+    ("old", "new", "problem"),
     [
-        ("begin", lambda last: b"", "frame at byte 0: 0 bytes; allowed are 1.."),
-        ("begin", lambda last: last[:9], "Invalid JSON"),
-        ("begin", lambda last: last.replace(b'version":1', b'version":2'), "format 'shardrank recorded requests' 2"),
-        ("schema", lambda last: last, "frame at byte 0: kind 2; a file begins with one of kind 1"),
-        ("begin begin", lambda last: last, "kind 1; a file begins with one"),
-        ("begin request", lambda last: last, "schema 0 of 0"),
-        ("begin request", lambda last: b"\x09", "kind 9 is not known"),
-        (ALL, lambda last: last[:10], "10 bytes; a request has at least 64"),
-        (ALL, lambda last: added(last, 48, 4), "candidates, flags"),
-        (ALL, lambda last: added(last, 44, 1), "bytes, but its counts need"),
-        (ALL, lambda last: added(last, 71, 128), "is negative"),
-        (ALL, lambda last: added(last, 64 + 8 * last[44], 1), "lengths of bags do not add up"),
-        (ALL, lambda last: added(last, 56, 1) + b"x", "texts of"),
-        (ALL, lambda last: last[:-1] + b"\xff", "a text is not UTF-8"),
+        (b"{", b"{{", "line 2: JSON is malformed"),
+        (b'"version":3', b'"version":"3"', "line 2: Expected `int`, got `str` - at `$.version`"),
+        (b'"scores":[', b'"scores":[null,', "line 2: Expected `float`, got `null`"),
+        (b'"schema_digest"', b'"schema"', "line 2: Object missing required field `schema_digest`"),
+        (b'"model":"', b'"model":"\xff', "line 2: "),
+        (b'"request":', b'"request":' + b" " * 100_000, "line 2 has more than 100000 bytes"),
     ],
 )
-def test_frames_that_no_recorder_wrote_are_refused_by_name(
-    frames_of: str, change: Callable[[bytes], bytes], problem: str, recorded_file: bytes, tmp_path: Path
+def test_lines_that_no_recorder_wrote_are_refused_by_number(
+    old: bytes, new: bytes, problem: str, recorded_file: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their checksums are right. To warm a version such a file is passed by."""
-    edges = pairwise(frames(recorded_file)[:4])
-    good = dict(zip(ALL.split(), (recorded_file[begin + 8 : end] for begin, end in edges), strict=True))
-    *payloads, last = (good[name] for name in frames_of.split())
-    written = b"".join(struct.pack("<II", len(one), zlib.crc32(one)) + one for one in (*payloads, change(last)))
-    (tmp_path / "0.requests").write_bytes(written)
+    """To warm a version what stands before them is taken."""
+    monkeypatch.setattr("serving.observe.recording.MAX_LINE_BYTES", 100_000)
+    first, second, _ = recorded_file.splitlines(keepends=True)
+    (tmp_path / "0.jsonl").write_bytes(first + second.replace(old, new, 1))
     with pytest.raises(RecordingDamagedError, match=re.escape(problem)):
-        list(read_file(tmp_path / "0.requests"))
-    assert last_requests(tmp_path, SCHEMA, 5, 1 << 30) == []
+        list(read_file(tmp_path / "0.jsonl"))
+    assert len(last_requests(tmp_path, SCHEMA, 5, 1 << 30)) == 1
+
+
+def test_what_no_server_of_today_would_take_warms_no_version(tmp_path: Path) -> None:
+    with closing(recorder(tmp_path)) as own:
+        for seed, count in ((0, 3), (1, 40), (2, 4)):
+            request = parse_json(SCHEMA, api_request(seed, count))
+            own.offer(SCHEMA, request, answer_of(request), 100.0)
+    (path,) = recorded_files(tmp_path)
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second + third.replace(SCHEMA.features.digest.encode(), b"other"))
+    smaller = RequestSchema(SCHEMA.features, RequestLimits(max_candidates=10))
+    assert len(list(read_file(path))) == 3
+    assert [one.num_candidates for one in last_requests(tmp_path, smaller, 5, 1 << 30)] == [3]
 
 
 def test_recordings_are_for_their_owner_alone(tmp_path: Path) -> None:
@@ -280,15 +261,22 @@ def test_recordings_are_for_their_owner_alone(tmp_path: Path) -> None:
     with closing(recorder(tmp_path / "r" / "0")) as own:
         own.offer(SCHEMA, request, answer_of(request), 100.0)
     os.umask(before)
-    assert sorted(path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")) == [0o600, 0o600, 0o700, 0o700]
+    assert sorted(path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")) == [0o600, 0o700, 0o700]
 
 
-def test_a_folder_is_recorded_into_by_one_process(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with closing(recorder(tmp_path / "r")):
-        for folder, problem in (("r", "another process records into it"), ("file", "File exists")):
-            with pytest.raises(ConfigError, match=problem):
-                recorder(tmp_path / folder)
+    with pytest.raises(ConfigError, match="File exists"):
+        recorder(tmp_path / "file")
+
+
+def test_two_processes_that_share_a_folder_write_files_of_their_own(tmp_path: Path) -> None:
+    request = parse_json(SCHEMA, api_request(0))
+    for own in (first := recorder(tmp_path), second := recorder(tmp_path)):
+        own.offer(SCHEMA, request, answer_of(request), 100.0)
+        own.close()
+    assert first is not second
+    assert [len(list(read_file(path))) for path in recorded_files(tmp_path)] == [1, 1]
 
 
 def test_a_failing_disk_is_reported_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
