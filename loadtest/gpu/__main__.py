@@ -1,7 +1,7 @@
 """The CUDA engine measured on a GPU: `python -m loadtest.gpu --json FILE [--quick]`.
 
-`pooling`: the kernel against random reads of the same rows, logical cards, nn.EmbeddingBag and FBGEMM. `ranking`: one
-request end to end in local mode. Every answer is compared with a reference before it is timed. The file is complete
+`pooling`: the kernel against random reads of the same rows, logical cards and nn.EmbeddingBag. `ranking`: one request
+end to end in local mode. Every answer is compared with a reference before it is timed. The file is complete
 after each row, whatever ends the run. Exit code 1 if a part failed.
 """
 
@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 import shard_node.cuda
-from loadtest.gpu.bench import QUICK, BenchSize, Results, Row, aims_table
+from loadtest.gpu.bench import QUICK, BenchSize, Results, Row
 from loadtest.gpu.pooling import measure_pooling
 from loadtest.gpu.ranking import measure_ranking
 from shard_node.cuda.card_set import DeviceChoice, open_cards
@@ -69,17 +69,10 @@ def describe(cards: Cards) -> Row:
 @click.option("--dim", "dims", type=click.IntRange(4, 512), multiple=True, help="Instead of 128 and 64; repeatable.")
 @click.option("--hotness", type=click.IntRange(1, 1000), multiple=True, help="Rows of a bag, likewise.")
 @click.option("--batch", "batches", type=click.IntRange(1, 1 << 20), multiple=True, help="Bags of a launch, likewise.")
-@click.option(
-    "--fbgemm",
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="SHARDRANK_FBGEMM",
-    help="Folder of FBGEMM's libraries; by default fbgemm_gpu in Python's own.",
-)
 def main(
     json_path: Path | None, quick: bool, parts: tuple[str, ...], device: str, table_gb: float | None, **sizes: Any
 ) -> None:
     """Run the bench."""
-    console = Console(width=140)
     chosen: dict[str, Any] = {name: value for name, value in sizes.items() if value}
     if table_gb is not None:
         chosen["table_bytes"] = int(table_gb * 1e9)
@@ -90,14 +83,13 @@ def main(
         "command": shlex.join(["python", "-m", "loadtest.gpu", *sys.argv[1:]]),
         "machine": describe(open_device(device, 1)),
     }
-    results = Results(json_path, head, console)
+    results = Results(json_path, head, Console(width=140))
     for part in parts or PARTS:
         with results.part(part):
             if part == "pooling":
                 measure_pooling(results, open_device(device, 1), size)
             else:
                 measure_ranking(results, partial(open_device, device), size)
-    console.print(aims_table(results.rows))
     sys.exit(1 if any(status.startswith("failed") for status in results.status.values()) else 0)
 
 

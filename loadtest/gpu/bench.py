@@ -1,22 +1,19 @@
-"""What the GPU bench measures, its rows, in a file that is complete after each, and the engine's aims."""
+"""What the GPU bench measures, and its rows, in a file that is complete after each."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from loadtest.documents import line
-from serving.cli.output import table_of
 
 Row = dict[str, Any]
 
@@ -37,7 +34,6 @@ class BenchSize:
     workload: str = "dlrm-v2:0.01"
     candidates: tuple[int, ...] = (100, 500)
     requests: int = 300
-    fbgemm: Path = Path(sys.prefix) / "fbgemm_gpu"
 
 
 QUICK = BenchSize(
@@ -89,57 +85,3 @@ class Results:
             unfinished = self.path.with_name(f"{self.path.name}.part")
             unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             os.replace(unfinished, self.path)
-
-
-def _large(row: Row) -> bool:
-    return bool(row["hotness"] >= 20 and row["batch"] >= 65536)
-
-
-CONFIGURATION = ("dim", "hotness", "batch", "logical_cards", "graphs")
-
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """A bound on a field of the rows to which it applies: a minimum, or a maximum."""
-
-    text: str
-    field: str
-    bound: float
-    minimum: bool
-    applies: Callable[[Row], bool] = lambda _: True
-
-
-AIMS = (
-    Aim("time of random reads by the kernel's, 20 rows a bag, 65,536 bags", "ceiling_fraction", 0.9, True, _large),
-    Aim("2, 4, 8 logical cards, their time by one's, there", "one_card_ratio", 1.05, False, _large),
-    Aim(
-        "nn.EmbeddingBag in fp16, its time by the kernel's, dim 64", "embedding_bag_ratio", 1.3, True,
-        lambda row: row["dim"] == 64,
-    ),
-    Aim(
-        "nn.EmbeddingBag in fp16, its time by the kernel's, dim 128", "embedding_bag_ratio", 1.8, True,
-        lambda row: row["dim"] == 128,
-    ),
-    Aim("FBGEMM's int8 lookup, its time by the kernel's", "fbgemm_ratio", 1.0, True),
-    Aim(
-        "a request of 500 candidates, DLRM-v2, with graphs, median ms", "p50_ms", 2.0, False,
-        lambda row: row["candidates"] == 500 and row["graphs"],
-    ),
-)  # fmt: skip
-
-
-def aims_table(rows: Sequence[Row]) -> Table:
-    """Return a table with the worst and the best figure for each aim, and the configuration of the worst."""
-    table = table_of("aims", ["aim", "worst at", "#bound", "#worst", "#best", "#configurations"], ())
-    for aim in AIMS:
-        judged = [row for row in rows if row.get(aim.field) is not None and aim.applies(row)]
-        judged.sort(key=lambda row: float(row[aim.field]), reverse=not aim.minimum)
-        bound = f"{'≥' if aim.minimum else '≤'} {aim.bound:g}"
-        if not judged:
-            table.add_row(aim.text, "not measured", bound)
-            continue
-        worst, best = judged[0][aim.field], judged[-1][aim.field]
-        colour = "green" if (worst >= aim.bound if aim.minimum else worst <= aim.bound) else "red"
-        where = ", ".join(f"{name} {judged[0][name]}" for name in CONFIGURATION if name in judged[0])
-        table.add_row(aim.text, where, bound, f"[{colour}]{worst:.3f}[/]", f"{best:.3f}", str(len(judged)))
-    return table

@@ -1,4 +1,4 @@
-"""Time the pooling kernel in alternation with the gather ceiling and with peers on the same rows."""
+"""Time the pooling kernel in alternation with the gather ceiling and with `nn.EmbeddingBag` on the same rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from loadtest.gpu.rows import (
     RowsOnCard,
     WrongAnswerError,
 )
-from shard_node.cuda.kernel_params import OUT_BYTES, round_up
+from shard_node.cuda.kernel_params import OUT_BYTES
 from shard_node.planning.cost_model import INDEX_BYTES, SECTOR_BYTES, sector_bytes
 
 if TYPE_CHECKING:
@@ -106,101 +105,32 @@ def time_graphs(
     return {name: Timing(*each) for name, each in percentiles.items()}
 
 
-LIBRARIES = ("asmjit", "fbgemm", "fbgemm_gpu_config", "fbgemm_gpu_tbe_cache", "fbgemm_gpu_tbe_inference")
-"""In the order in which they need each other; of `fbgemm_gpu` 1.6.0, which is built for torch 2.11."""
-ROW_ALIGNMENT = 16
-# Numbers of FBGEMM: SparseType of rows and sums, EmbeddingLocation, PoolingMode.
-_INT8, _FP16, _ON_DEVICE, _ON_HOST, _SUM = 2, 1, 0, 3, 0
-_SCALE_BIAS_BYTES = 4
-
-
-class LibraryError(Exception):
-    """FBGEMM's libraries are missing, or don't work here."""
-
-
-class FbgemmTable(MemoryStack):
-    """The rows in FBGEMM's layout: fp16 scale, fp16 bias, then codes, padded to 16 bytes. Raises LibraryError."""
-
-    def __init__(self, rows: RowsOnCard, folder: Path) -> None:
-        super().__init__(rows.card, rows.stream)
-        try:
-            for name in LIBRARIES:
-                torch.ops.load_library(folder / f"{name}.so")  # type: ignore[no-untyped-call]
-        except (OSError, RuntimeError) as error:
-            raise LibraryError(str(error)) from error
-        count = rows.count
-        self._dim, device = rows.embedding_dim, rows.card.torch_device
-        stride = round_up(_SCALE_BIAS_BYTES + self._dim, ROW_ALIGNMENT)
-        weights = rows.card.tensor(self.allocate(count * stride), 0, (count * stride,), torch.uint8)
-        with rows.card.torch_stream(rows.stream):
-            for first in range(0, count, PIECE_ROWS):
-                stored, scale_bias = rows.stored(first, min(PIECE_ROWS, count - first))
-                piece = weights.view(count, stride)[first : first + stored.shape[0]].zero_()
-                piece[:, :_SCALE_BIAS_BYTES] = scale_bias.half().view(torch.uint8)
-                piece[:, _SCALE_BIAS_BYTES : _SCALE_BIAS_BYTES + self._dim] = stored[:, : self._dim]
-            no_bytes, columns = stored.new_empty(0), torch.tensor([0, self._dim], dtype=torch.int32, device=device)
-            placement = [_ON_DEVICE if device.type == "cuda" else _ON_HOST]
-            self._arguments = {
-                "dev_weights": weights,
-                "uvm_weights": no_bytes,
-                "weights_placements": torch.tensor(placement, dtype=torch.int32, device=device),
-                "weights_offsets": torch.zeros(1, dtype=torch.int64, device=device),
-                "weights_tys": torch.tensor([_INT8], dtype=torch.uint8, device=device),
-                "D_offsets": columns,
-                "total_D": self._dim,
-                **dict.fromkeys(("max_int2_D", "max_int4_D", "max_float16_D", "max_float32_D"), 0),
-                "max_int8_D": self._dim,
-                "pooling_mode": _SUM,
-                "indice_weights": None,
-                "output_dtype": _FP16,
-                "lxu_cache_weights": no_bytes.view(0, 0),
-                "lxu_cache_locations": no_bytes.int(),
-                "row_alignment": ROW_ALIGNMENT,
-            }
-            try:
-                self.pool(columns[:1], columns.clamp(max=1))
-            except RuntimeError as error:
-                raise LibraryError(f"its lookup can't be called: {error}") from error
-        rows.stream.synchronize()
-
-    def pool(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the sums of bags, float16 [batch, dim]."""
-        lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
-        pooled: torch.Tensor = lookup(**self._arguments, indices=ids, offsets=offsets)
-        return pooled
-
-
 MIN_SETS, MAX_SETS = 4, 4096
 CACHES = 4
 """Sets of ids, each pooled by a launch, read so many times the bytes of the device's cache."""
+PEER = "embedding_bag"
 MIN_PEER_BATCH = 8192
 PEER_TOLERANCE = 4e-3
-"""As `rows.TOLERANCE`: FBGEMM's scales and biases, and EmbeddingBag's rows, are float16."""
+"""As `rows.TOLERANCE`: EmbeddingBag's rows are float16."""
 PIECE_ROWS = 1 << 21
-Pool = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From ids, int32 [batch * hotness], and offsets, int32 [batch + 1], to sums, [batch, dim]."""
 
 
 def measure_pooling(results: Results, cards: Cards, size: BenchSize) -> None:
-    """Time the kernel, undivided without places and on logical cards, and peers from 8,192 bags on."""
+    """Time the kernel, undivided without places and on logical cards, and `nn.EmbeddingBag` from 8,192 bags on."""
     card = cards.cards[0]
     for dim in size.dims:
         with ExitStack() as stack, torch.inference_mode():
             rows = stack.enter_context(RowsOnCard(cards, dim, size.table_bytes))
-            peers: dict[str, Pool] = {"embedding_bag": _embedding_bag(rows)}
-            try:
-                peers["fbgemm"] = stack.enter_context(FbgemmTable(rows, size.fbgemm)).pool
-            except LibraryError as error:
-                results.add("pooling", {"dim": dim, "fbgemm": str(error)})
+            peer = _embedding_bag(rows)
             for hotness, batch in product(size.hotness, size.batches):
                 large = batch >= min(MIN_PEER_BATCH, max(size.batches))
-                _measure_cell(results, rows, size, hotness, batch, peers if large else {})
+                _measure_cell(results, rows, size, hotness, batch, peer if large else None)
         gc.collect()
         if card.torch_device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _embedding_bag(rows: RowsOnCard) -> Pool:
+def _embedding_bag(rows: RowsOnCard) -> torch.nn.EmbeddingBag:
     shape = (rows.count, rows.embedding_dim)
     weight = rows.card.tensor(rows.allocate(2 * rows.count * rows.embedding_dim), 0, shape, torch.float16)
     with rows.card.torch_stream(rows.stream):
@@ -213,7 +143,7 @@ def _embedding_bag(rows: RowsOnCard) -> Pool:
 
 
 def _measure_cell(
-    results: Results, rows: RowsOnCard, size: BenchSize, hotness: int, batch: int, peers: dict[str, Pool]
+    results: Results, rows: RowsOnCard, size: BenchSize, hotness: int, batch: int, peer: torch.nn.EmbeddingBag | None
 ) -> None:
     num_rows, row_bytes = hotness * batch, sector_bytes(rows.format)
     with MemoryStack(rows.card, rows.stream) as stack:
@@ -234,12 +164,12 @@ def _measure_cell(
             stack.enter_context(gather).check(num_sets - 1)
             work[kernel] = gather.launch_all
         sets = [bags.ids(number).view(-1) for number in range(num_sets)]
-        for peer, pool in peers.items():
+        if peer is not None:
             with rows.card.torch_stream(rows.stream):
-                error = bags.error(pool(sets[-1], offsets), num_sets - 1)
+                error = bags.error(peer(sets[-1], offsets), num_sets - 1)
             if not error <= PEER_TOLERANCE:
-                raise WrongAnswerError(f"{peer}, dim {rows.embedding_dim}: a bag is {error:.2e} off")
-            work[peer] = partial(_pool_all, rows, pool, sets, offsets)
+                raise WrongAnswerError(f"{PEER}, dim {rows.embedding_dim}: a bag is {error:.2e} off")
+            work[PEER] = partial(_pool_all, rows, peer, sets, offsets)
         timings = time_graphs(rows.card, rows.stream, work, num_sets, size.cell_s)
     ceiling_us = min(timings[kernel].us for kernel in GATHER_KERNELS.values())
     for number, error in errors.items():
@@ -264,13 +194,13 @@ def _measure_cell(
                 "ceiling_us": ceiling_us,
                 "ceiling_gb_per_s": row_bytes * num_rows / ceiling_us / 1e3,
                 "ceiling_fraction": ceiling_us / timing.us,
-                **{f"{peer}_us": timings[peer].us for peer in peers},
-                **{f"{peer}_ratio": timings[peer].us / timing.us for peer in peers},
             }
+            if peer is not None:
+                row |= {f"{PEER}_us": timings[PEER].us, f"{PEER}_ratio": timings[PEER].us / timing.us}
         results.add("pooling", row)
 
 
-def _pool_all(rows: RowsOnCard, pool: Pool, sets: list[torch.Tensor], offsets: torch.Tensor) -> None:
+def _pool_all(rows: RowsOnCard, peer: torch.nn.EmbeddingBag, sets: list[torch.Tensor], offsets: torch.Tensor) -> None:
     with rows.card.torch_stream(rows.stream):
         for ids in sets:
-            pool(ids, offsets)
+            peer(ids, offsets)

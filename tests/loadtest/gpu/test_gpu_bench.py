@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import re
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from loadtest.gpu.bench import BenchSize, Results, aims_table
-from loadtest.gpu.pooling import GROUP, FbgemmTable, measure_pooling, time_graphs
+from loadtest.gpu import pooling
+from loadtest.gpu.bench import BenchSize, Results
+from loadtest.gpu.pooling import GROUP, measure_pooling, time_graphs
 from loadtest.gpu.ranking import measure_ranking
 from loadtest.gpu.rows import TOLERANCE
 from shardrank_testing.card_engines import card_factory
@@ -30,9 +27,7 @@ TINY = BenchSize(
     workload="merlin-tiny:0.000001",
     candidates=(2, 5),
     requests=4,
-    fbgemm=Path("missing"),
 )
-PEER = "int_nbit_split_embedding_codegen_lookup_function"
 with_cards = pytest.mark.parametrize("kind", ["emulated", pytest.param("logical", marks=pytest.mark.gpu)])
 
 
@@ -51,8 +46,7 @@ def test_pooling_is_measured_at_every_size(kind, results):
         assert cards.cards[0].free_bytes() == free
     written = json.loads(results.path.read_text())
     assert written == {"benchmark": "gpu", "status": {"pooling": "done"}, "rows": results.rows}
-    assert [row["dim"] for row in results.rows if "missing" in row.get("fbgemm", "")] == [16, 8]
-    rows = [row for row in results.rows if "us" in row]
+    rows = results.rows
     placements = [(1, False), (1, True), (8, True)]
     assert [(row["dim"], row["hotness"], row["batch"], (row["logical_cards"], row["places"])) for row in rows] == list(
         product(TINY.dims, TINY.hotness, TINY.batches, placements)
@@ -83,63 +77,12 @@ def test_requests_are_ranked_as_the_cpu_engine_ranks_them(kind, results):
         assert row["stage_ms"].keys() >= {"lookup", "rank"}
 
 
-@pytest.fixture
-def fbgemm_folder(monkeypatch):
-    """FBGEMM's libraries where SHARDRANK_FBGEMM names them; else its lookup in torch, from its rows' layout."""
-    if "SHARDRANK_FBGEMM" in os.environ:
-        yield Path(os.environ["SHARDRANK_FBGEMM"])
-        return
-
-    def lookup(*, dev_weights, indices, offsets, total_D, row_alignment, **_):  # noqa: N803
-        stride = -(-(4 + total_D) // row_alignment) * row_alignment
-        stored = dev_weights.view(-1, stride)
-        scale_bias = stored[:, :4].contiguous().view(torch.float16).float()
-        rows = stored[:, 4 : 4 + total_D].float() * scale_bias[:, :1] + scale_bias[:, 1:]
-        return torch.nn.functional.embedding_bag(
-            indices, rows, offsets.to(indices.dtype), mode="sum", include_last_offset=True
-        ).half()
-
-    monkeypatch.setattr(torch.ops.fbgemm, PEER, lookup, raising=False)
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    yield Path("libraries")
-
-
-def test_fbgemm_pools_the_same_sums(fbgemm_folder, results):
-    with results.part("pooling"):
-        measure_pooling(results, card_factory("emulated")(1), replace(TINY, dims=(64,), fbgemm=fbgemm_folder))
-    assert results.status == {"pooling": "done"}
-    assert len([row for row in results.rows if row.get("fbgemm_ratio", 0) > 0]) == len(TINY.hotness)
-
-
-def test_a_peer_with_other_sums_fails_the_part(fbgemm_folder, results, monkeypatch):
-    monkeypatch.setattr(FbgemmTable, "pool", lambda self, ids, offsets: torch.ones(offsets.numel() - 1, self._dim))
+def test_a_peer_with_other_sums_fails_the_part(results, monkeypatch):
+    ones = lambda rows: lambda ids, offsets: torch.ones(offsets.numel() - 1, rows.embedding_dim)  # noqa: E731
+    monkeypatch.setattr(pooling, "_embedding_bag", ones)
     with results.part("pooling"):
         measure_pooling(results, card_factory("emulated")(1), TINY)
-    assert results.status["pooling"].startswith("failed: WrongAnswerError: fbgemm, dim 16: a bag is")
-
-
-def test_aims_are_judged_by_their_worst_figure():
-    row = {"dim": 128, "hotness": 20, "batch": 65536, "logical_cards": 1, "places": False}
-    rows = [
-        {**row, "ceiling_fraction": 0.95, "embedding_bag_ratio": 1.9},
-        {**row, "dim": 64, "ceiling_fraction": 0.76, "embedding_bag_ratio": 1.2},
-        {**row, "hotness": 1, "ceiling_fraction": 0.1},
-        {**row, "batch": 256, "ceiling_fraction": 0.1},
-        {**row, "places": True, "logical_cards": 8, "one_card_ratio": 1.04},
-        {"candidates": 500, "graphs": True, "logical_cards": 4, "p50_ms": 2.25},
-        {"candidates": 500, "graphs": False, "logical_cards": 4, "p50_ms": 9.0},
-    ]
-    console = Console(file=io.StringIO(), width=200)
-    console.print(aims_table(rows))
-    lines = [re.split(" {2,}", line.strip())[1:] for line in console.file.getvalue().splitlines()]
-    assert [cells for cells in lines if cells][1:] == [
-        ["dim 64, hotness 20, batch 65536, logical_cards 1", "≥ 0.9", "0.760", "0.950", "2"],
-        ["dim 128, hotness 20, batch 65536, logical_cards 8", "≤ 1.05", "1.040", "1.040", "1"],
-        ["dim 64, hotness 20, batch 65536, logical_cards 1", "≥ 1.3", "1.200", "1.200", "1"],
-        ["dim 128, hotness 20, batch 65536, logical_cards 1", "≥ 1.8", "1.900", "1.900", "1"],
-        ["not measured", "≥ 1"],
-        ["logical_cards 4, graphs True", "≤ 2", "2.250", "2.250", "1"],
-    ]
+    assert results.status["pooling"].startswith("failed: WrongAnswerError: embedding_bag, dim 16: a bag is")
 
 
 @pytest.mark.parametrize(("launches", "repeats"), [(32, 1), (3, 11)])
