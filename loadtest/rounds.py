@@ -87,15 +87,6 @@ class ComparedMeasure:
     middle: tuple[float, ...]
     ratios: tuple[Ratio, ...]
 
-    @classmethod
-    def from_values(cls, measure: Measure, values: Sequence[Sequence[float]]) -> Self:
-        """Compute ratios to the first subject from values `[subjects][rounds]`: where all are above 0."""
-        table = np.asarray(values, np.float64)
-        ratios: tuple[Ratio, ...] = ()
-        if (table > 0).all():
-            ratios = (Ratio(1.0), *(Ratio.from_logs(logs) for logs in np.log(table / table[0])[1:]))
-        return cls(measure, tuple(map(tuple, table.tolist())), tuple(np.median(table, axis=1).tolist()), ratios)
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -130,8 +121,12 @@ def compare_rounds(
     for measure in measures:
         values = [[values.get(measure.name) for values in rounds] for rounds in subjects.values()]
         if any(value is not None for of_subject in values for value in of_subject):
-            table = [[value or 0.0 for value in of_subject] for of_subject in values]
-            compared.append(ComparedMeasure.from_values(measure, table))
+            table = np.array([[value or 0.0 for value in of_subject] for of_subject in values])
+            ratios: tuple[Ratio, ...] = ()
+            if (table > 0).all():
+                ratios = (Ratio(1.0), *(Ratio.from_logs(logs) for logs in np.log(table / table[0])[1:]))
+            medians = tuple(np.median(table, axis=1).tolist())
+            compared.append(ComparedMeasure(measure, tuple(map(tuple, table.tolist())), medians, ratios))
     rounds = len(next(iter(subjects.values())))
     return Comparison(title, setup, tuple(subjects), rounds, tuple(compared), tuple(problems))
 

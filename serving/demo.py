@@ -23,7 +23,7 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Frozen
-from serving.cli.output import human_bytes, progress_bars, table_of
+from serving.cli.output import print_document, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
@@ -322,32 +322,14 @@ def _show(
     liked = "; ".join(data.films.titles[film] for film in films.history[:LIKED_SHOWN]) or "nothing yet"
     console.print(f"  liked lately: {liked}\n", markup=False, highlight=False)
     quality = (
-        ("each film's mean label", _number(report.auc_item_mean, 4)),
-        ("the float32 model, in this process", _number(report.auc_fp32, 4)),
-        ("the running fleet, int8 rows", _number(report.auc_served, 4)),
+        ("each film's mean label", f"{report.auc_item_mean:.4f}"),
+        ("the float32 model, in this process", f"{report.auc_fp32:.4f}"),
+        ("the running fleet, int8 rows", "-" if report.auc_served is None else f"{report.auc_served:.4f}"),
     )
     console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), quality))
-    if report.max_score_diff is not None:
-        same = "the same bits" if report.scores_identical else "DIFFERENT scores"
-        console.print(f"  largest difference of a score: {report.max_score_diff:.4f}; HTTP and gRPC gave {same}\n")
-    latency = (
-        ("HTTP", _number(report.http_p50_ms, 2), _number(report.http_p99_ms, 2)),
-        ("gRPC", _number(report.grpc_p50_ms, 2), _number(report.grpc_p99_ms, 2)),
-    )
-    console.print(table_of("Latency, one request in flight", ("API", "#p50 ms", "#p99 ms"), latency))
-    console.print(
-        f"  {report.requests} requests, {report.errors} errors; version {report.version}, "
-        f"rows on {report.shards} shards × {report.cards} cards; "
-        f"snapshot {human_bytes(report.snapshot_bytes)}, its rows as float32 {human_bytes(report.float32_bytes)}"
-    )
-    for example in report.error_examples:
-        console.print(f"  error: {example}", markup=False, highlight=False)
+    print_document(report.model_dump(exclude={name for name in DemoReport.model_fields if name.startswith("auc_")}))
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 async def _serve_on(console: Console, films: UsersFilms, url: str, model: str) -> None:

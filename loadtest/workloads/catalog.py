@@ -15,8 +15,8 @@ from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
     VARIED_CANDIDATES,
     IdDistribution,
-    SyntheticWorkload,
     Uniform,
+    Workload,
     Zipf,
     parse_candidates,
     parse_ids,
@@ -39,7 +39,7 @@ def open_workload(
     candidates: str | None = None,
     context_features: int = 0,
     varied: bool = True,
-) -> SyntheticWorkload:
+) -> Workload:
     """Open the workload that the options of `shardrank loadtest run` describe, where None is the workload's own.
 
     If not `varied`, bags and numbers of candidates are the published ones. Raises ConfigError: naming what does not
@@ -78,7 +78,7 @@ def open_workload(
         for feature in spec.features
     )
     spec = spec.model_copy(update={"features": features})
-    return SyntheticWorkload(name, spec, hotness, drawn_ids, counts, ragged=varied)
+    return Workload(name, spec, hotness, drawn_ids, counts, ragged=varied)
 
 
 BENCH_REQUESTS = 64
@@ -162,12 +162,12 @@ def bench_spec(shape: BenchShape, head: Head) -> ModelSpec:
     )
 
 
-def bench_workload(shape: BenchShape, head: Head, hotness: int) -> SyntheticWorkload:
+def bench_workload(shape: BenchShape, head: Head, hotness: int) -> Workload:
     """Open a `BenchWorkload`; ids are uniform, the worst case for caches."""
     spec = bench_spec(shape, head)
     counts = parse_candidates(shape.candidates)
     of_each = dict.fromkeys((feature.name for feature in spec.features), hotness)
-    return SyntheticWorkload(f"{spec.model}, hotness {hotness}", spec, of_each, Uniform(), counts, ragged=shape.varied)
+    return Workload(f"{spec.model}, hotness {hotness}", spec, of_each, Uniform(), counts, ragged=shape.varied)
 
 
 def bench_payloads(

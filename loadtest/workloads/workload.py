@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -192,17 +192,6 @@ def parse_ids(text: str) -> IdDistribution:
     raise ConfigError(f"ids: {text!r} is not uniform, or zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}]")
 
 
-class Workload(Protocol):
-    """Makes requests to one model. Its name says everything that was chosen; bags are in the order of the schema."""
-
-    name: str
-    spec: ModelSpec
-    schema: FeatureSchema
-
-    def request(self, rng: np.random.Generator) -> RankRequest:
-        """Make one more request; the same one for a generator in the same state."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureBags:
     """One feature's part of a request: int64 values [n] bag by bag, int64 lengths [bags] and float32 weights [n].
@@ -240,8 +229,10 @@ def features_of(schema: FeatureSchema, request: RankRequest) -> Iterator[Feature
         )
 
 
-class SyntheticWorkload:
-    """Drawn requests. Features that share a table share its popular rows; dense inputs are normally distributed.
+class Workload:
+    """Drawn requests to one model. Features that share a table share its popular rows; dense inputs are normal.
+
+    Its name says everything that was chosen; bags are in the order of the schema.
 
     Ids are rows, so every table needs the identity mapping. Bags have as many as the hotness of their feature. Ragged
     ones have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an eighth of the bags is
@@ -266,7 +257,7 @@ class SyntheticWorkload:
         self._scatter = RowScatter(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
 
     def request(self, rng: np.random.Generator) -> RankRequest:
-        """Draw a request."""
+        """Draw one more request; the same one for a generator in the same state."""
         schema, dense_inputs = self.schema, self.spec.dense_inputs
         num_candidates = self._candidates.draw(rng)
         bags_per_key = np.where(schema.is_context, 1, num_candidates).astype(np.int64)

@@ -22,7 +22,7 @@ from loader.description import ModelDescription, TableDescription
 from loader.errors import ShardrankError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings, schema_errors
+from loader.snapshot.tables import Frozen, RowDtype, fingerprint_strings, schema_errors
 from loader.snapshot.vocabularies_and_counts import Vocabulary
 from shard_node.bags import Float32Array, Int64Array
 
@@ -416,12 +416,6 @@ def films_vocabularies(interactions: Interactions, spec: ModelSpec) -> dict[str,
     if any(table.name == "occupations" for table in spec.logical_tables):
         vocabularies["occupations"] = sorted(set(interactions.users.occupations))
     return vocabularies
-
-
-def with_bucketing(spec: ModelSpec, bucketing: Bucketing) -> ModelSpec:
-    """Return the same model with its rows stored in another order."""
-    tables = tuple(table.model_copy(update={"bucketing": bucketing}) for table in spec.tables)
-    return spec.model_copy(update={"tables": tables})
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,6 @@ from serving.training.dataset import (
     generate_interactions,
     read_movielens,
     training_requests,
-    with_bucketing,
 )
 from serving.training.network import RankingNetwork, RequestBatches, TrainedModel, float32_scores, undivided
 from shard_node.bags import Float32Array, Int64Array
@@ -197,7 +196,10 @@ def train_described(
     try:
         counts = training_counts(dataset, description)
         kept = kept_by(pruning, description, counts)
-        spec = with_bucketing(description.compiled(kept), bucketing)
+        spec = description.compiled(kept)
+        # The same model with its rows stored in another order.
+        tables = tuple(table.model_copy(update={"bucketing": bucketing}) for table in spec.tables)
+        spec = spec.model_copy(update={"tables": tables})
     except ValidationError as error:
         raise TrainingError("; ".join(map(str, schema_errors(error, [ModelSpec])))) from error
     # Parts that are not cut out of trained rows are trained; all other tables are trained undivided.
@@ -231,7 +233,7 @@ class TrainedVersion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """Float32 [N] `scores` of the test part by the float32 model, and the AUC of a film's mean training label."""
+    """Float32 [N] `scores` of the test part by the float32 model, and the AUC of films' smoothed mean labels."""
 
     labelled: LabelledRequests
     scores: Float32Array
@@ -308,18 +310,9 @@ def expectation(version: TrainedVersion) -> Expectation:
     """Rank the test part with the float32 model in this process, and with the baseline."""
     labelled = evaluation_requests(version.dataset, version.trained.spec)
     scores = float32_scores(version.trained, labelled.requests)
-    baseline = film_mean_scores(version.dataset, labelled.samples)
-    return Expectation(labelled, scores, auc(labelled.labels, scores), auc(labelled.labels, baseline))
-
-
-def film_mean_scores(dataset: FilmsDataset, samples: Int64Array) -> Float32Array:
-    """Score samples, int64 [n], by the mean training label of their film; a film without one gets the overall mean."""
-    films, labels = dataset.interactions.film_index, dataset.labels[dataset.train]
-    num_films = dataset.interactions.films.ids.size
-    counts = np.bincount(films[dataset.train], minlength=num_films)
-    sums = np.bincount(films[dataset.train], labels, num_films)
-    means = np.where(counts > 0, sums / np.maximum(counts, 1), labels.mean())
-    return means[films[samples]].astype(np.float32)
+    dataset, samples = version.dataset, labelled.samples
+    statistics = dataset.film_statistics(dataset.interactions.film_index[samples], dataset.fold[samples])
+    return Expectation(labelled, scores, auc(labelled.labels, scores), auc(labelled.labels, statistics[:, 1]))
 
 
 def auc(labels: npt.NDArray[Any], scores: npt.NDArray[np.floating]) -> float:

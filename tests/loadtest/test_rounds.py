@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from loadtest.documents import ratio_text, significant
-from loadtest.rounds import ComparedMeasure, Measure, compare_rounds, rotated, show_comparison
+from loadtest.rounds import Measure, compare_rounds, rotated, show_comparison
 
 P99 = Measure("p99", "ms")
 
 
 def measure_of(*values):
-    return ComparedMeasure.from_values(P99, values)
+    subjects = {str(number): [{"p99": value} for value in rounds] for number, rounds in enumerate(values)}
+    return compare_rounds("t", subjects, [P99], {}).measures[0]
 
 
 def test_each_subject_is_measured_once_in_a_round_and_first_in_turn():
