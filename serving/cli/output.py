@@ -125,7 +125,7 @@ def text_of(name: str, value: Any) -> str:
             return human_bytes(value)
         case float() if name == "at" or name.endswith("_at"):
             return f"{datetime.fromtimestamp(value, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
-        case float() if name.endswith(("share", "rate")):
+        case float() if name.endswith(("share", "hit_rate", "error_rate")):
             return f"{value:.2%}"
         case float() if name.endswith("_us"):
             return f"{value:.1f}"
