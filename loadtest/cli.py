@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COMMANDS = ("run", "replay", "prepare", "report", "bench")
 COMPARISONS = {"peers": "loadtest.peers.run", "compare-cards": "loadtest.compare"}
-BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows", "levers")
+BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
 TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
 
@@ -189,7 +189,7 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
       shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01
     """
     from loader.snapshot.publishing import rows_bytes_of
-    from loadtest.workloads.prepare import prepare_workload
+    from loadtest.workloads.catalog import prepare_workload
 
     with progress_bars() as bars:
         folder, spec = prepare_workload(workload, store, progress=bars, **given)

@@ -23,8 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from loader.errors import ConfigError
 from loader.snapshot.tables import schema_errors
-from loadtest.documents import tables_of, value_text
-from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of
+from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of, tables_of, value_text
 
 MAX_RESULT_BYTES = 256 << 20
 MAX_PROBLEMS = 5

@@ -25,9 +25,8 @@ from serving.cli import settings
 from serving.cli.settings import Protection, config_of
 from serving.config import ServeConfig
 from serving.dashboard.board import Board
-from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, num_workers, run_until_stopped
-from serving.fleet.workers import reserved_ports
+from serving.fleet.workers import Membership, node_id, reachable_host, reserved_ports
 from serving.limits import RequestLimits
 from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
@@ -77,7 +76,7 @@ async def running_server(
         service.limits,
         service.clock,
         service.metrics.failed,
-        app,
+        app.application,
         buffers=service.buffers,
         ssl=ssl,
         admit=app.admit,

@@ -21,8 +21,8 @@ from loader.registry.fleet import FleetRecord, FleetRegistry
 from serving.cli import settings
 from serving.cli.settings import config_of
 from serving.config import ShardNodeConfig
-from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, run_until_stopped, until_ready
+from serving.fleet.workers import Membership, node_id, reachable_host
 from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, join_fleet, watch_cards
 from shard_node.cuda.card_set import CardSet

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from loader.errors import RegistryConflictError, RegistryError, RegistryRecordError, RegistryUnavailableError
 from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry, WantedModel, delta_stream, rollout_key
-from loader.rollout.config import CoordinatorConfig
 from loader.rollout.coverage import (
     BakeTally,
     FleetView,
@@ -25,7 +24,17 @@ from loader.rollout.coverage import (
     step_blockers,
 )
 from loader.rollout.guards import compare
-from loader.rollout.plan import OnRecord, Rollout, Step, advanced, changed, read_rollout, undone, wanted_in_step
+from loader.rollout.plan import (
+    CoordinatorConfig,
+    OnRecord,
+    Rollout,
+    Step,
+    advanced,
+    changed,
+    read_rollout,
+    undone,
+    wanted_in_step,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,14 @@ from loadtest.bench.harness import (
     MODEL,
     Bench,
     BenchTable,
+    Measure,
     Subject,
     UniformTables,
+    Values,
     bench_command,
     make_node,
 )
 from loadtest.errors import LoadError
-from loadtest.rounds import Measure, Values
 from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower, FollowedRows
 

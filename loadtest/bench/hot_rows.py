@@ -15,15 +15,16 @@ from loadtest.bench.harness import (
     MODEL,
     Bench,
     BenchTable,
+    Measure,
     Subject,
     UniformTables,
+    Values,
     bench_command,
     make_router,
     node_process,
     remote_shards,
 )
 from loadtest.load.loops import cpu_seconds
-from loadtest.rounds import Measure, Values
 from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
 from router.router import Router

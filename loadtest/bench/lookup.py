@@ -19,6 +19,7 @@ from loadtest.bench.harness import (
     MODEL,
     Bench,
     BenchTable,
+    Measure,
     Subject,
     UniformTables,
     bench_command,
@@ -27,7 +28,6 @@ from loadtest.bench.harness import (
     node_process,
     remote_shards,
 )
-from loadtest.rounds import Measure
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Float32Array, Int64Array, KeyedBags

@@ -33,7 +33,9 @@ from loadtest.bench.harness import (
     TOLERANCES,
     Bench,
     BenchTable,
+    Measure,
     Subject,
+    Values,
     bench_command,
     make_node,
     make_router,
@@ -44,7 +46,6 @@ from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load
 from loadtest.load.generator import Generators
-from loadtest.rounds import Measure, Values
 from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
 from loadtest.servers import serving as serving_process
 from loadtest.workloads.catalog import (
@@ -58,9 +59,9 @@ from loadtest.workloads.catalog import (
     bench_payloads,
     bench_spec,
     bench_workload,
+    write_random_snapshot,
 )
 from loadtest.workloads.payloads import APIS, Api, Payload
-from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.config import ServeConfig

@@ -25,10 +25,9 @@ from loader.errors import ShardrankError
 from loader.progress import Progress
 from loader.snapshot.manifest import Manifest, ModelSpec, manifest_texts, read_manifest
 from loader.snapshot.publishing import publish
-from loadtest.drill.config import BrokenDrillConfig
+from loadtest.drill.config import BrokenDrillConfig, Judged, Limit, Report, answer_limits
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, count_kinds, oracle_fleet
 from loadtest.drill.oracle import golden_requests, write_oracle
-from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import OK, Rows
 
 PUBLISH_TIMEOUT_S = 120.0

@@ -17,9 +17,8 @@ from loader.progress import Progress
 from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import Rollout, Step, plan_steps
 from loader.rollout.requests import abort_rollout
-from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
+from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Judged, Limit, Report, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, TimeSpan, count_kinds, oracle_fleet, overlaps, polled
-from loadtest.drill.report import Judged, Limit, Report
 from loadtest.errors import LoadError
 from loadtest.load.result import OK, Rows
 

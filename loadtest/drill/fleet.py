@@ -39,9 +39,8 @@ from loader.rollout.plan import Rollout, Strategy, read_rollout
 from loader.rollout.requests import start_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
-from loadtest.drill.config import FleetDrillConfig, FleetShape
+from loadtest.drill.config import FleetDrillConfig, FleetShape, Judged, Report, make_report
 from loadtest.drill.oracle import APIS, TIMEOUT_MS, OracleRequests, api_of, oracle_spec, write_oracle
-from loadtest.drill.report import Judged, Report, make_report
 from loadtest.errors import LoadError
 from loadtest.load.generator import Generators, event_loop
 from loadtest.load.loops import arrival_times, open_loop

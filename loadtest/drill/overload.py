@@ -17,8 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from loader.progress import Progress
-from loadtest.drill.config import GIVE_UP_MS, OverloadDrillConfig
-from loadtest.drill.report import Judged, Limit, Report, make_report
+from loadtest.drill.config import GIVE_UP_MS, Judged, Limit, OverloadDrillConfig, Report, make_report
 from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, event_loop, offer, open_payloads
@@ -26,8 +25,7 @@ from loadtest.load.loops import Weighed, arrival_times, cpu_seconds, not_busy_be
 from loadtest.load.result import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import Server, serving, summed
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec
-from loadtest.workloads.prepare import write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec, write_random_snapshot
 
 NORMAL_SHARE = 0.5
 WARMUP_S = 2.0

@@ -22,10 +22,17 @@ import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
-from loadtest.drill.config import RollingDrillConfig, SoakDrillConfig, UpdatingDrillConfig
+from loadtest.drill.config import (
+    Judged,
+    Limit,
+    Report,
+    RollingDrillConfig,
+    SoakDrillConfig,
+    UpdatingDrillConfig,
+    answer_limits,
+)
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, TimeSpan, count_kinds, oracle_fleet, read_processes
 from loadtest.drill.oracle import TIMEOUT_MS, OracleRequests, version_rows
-from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import Float64Array, Rows
 from loadtest.load.senders import Outgoing
 

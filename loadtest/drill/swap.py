@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
-from loadtest.drill.config import SwapDrillConfig
+from loadtest.drill.config import Judged, Limit, Report, SwapDrillConfig, answer_limits
 from loadtest.drill.fleet import (
     BYTES_PER_MB,
     FIRST_VERSION,
@@ -28,7 +28,6 @@ from loadtest.drill.fleet import (
     overlaps,
     read_processes,
 )
-from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import OK, Rows, percentiles
 from loadtest.servers import summed
 

@@ -23,10 +23,9 @@ import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
-from loadtest.drill.config import Order, RestartDrillConfig, UpgradeDrillConfig
+from loadtest.drill.config import Judged, Limit, Order, Report, RestartDrillConfig, UpgradeDrillConfig, answer_limits
 from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, OracleFleet, count_kinds, oracle_fleet, polled
 from loadtest.drill.oracle import QUESTIONS_EACH, make_questions, version_rows
-from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.drill.soak import SoakCourse, run_rollouts, update_rows
 from loadtest.errors import LoadError
 from loadtest.load.result import Rows

@@ -24,9 +24,9 @@ import torch
 from rich.console import Console
 
 import shard_node.cuda
-from loadtest.gpu.bench import QUICK, BenchSize, Results, Row
 from loadtest.gpu.pooling import measure_pooling
 from loadtest.gpu.ranking import measure_ranking
+from loadtest.gpu.rows import QUICK, BenchSize, Results, Row
 from shard_node.cuda.card_set import DeviceChoice, open_cards
 
 if TYPE_CHECKING:

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from loadtest.gpu.bench import BenchSize, Results, Row
 from loadtest.gpu.rows import (
     GATHER_KERNELS,
     WITHOUT_PLACES,
     Bags,
+    BenchSize,
     MemoryStack,
     RandomGather,
+    Results,
+    Row,
     RowsOnCard,
     WrongAnswerError,
 )

@@ -18,10 +18,9 @@ from pydantic import Field
 
 from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
-from loadtest.documents import show_document, write_document
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
-from loadtest.load.result import Measured, Recorder, measured, percentiles
+from loadtest.load.result import Measured, Recorder, measured, percentiles, show_document, write_document
 from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import stopping_on_signals

@@ -13,10 +13,20 @@ import click
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from loadtest.documents import line, show_document, value_text, write_document, write_text
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
-from loadtest.load.result import LoadResult, Measured, Outcome, SweepResult, outcome_of
+from loadtest.load.result import (
+    LoadResult,
+    Measured,
+    Outcome,
+    SweepResult,
+    line,
+    outcome_of,
+    show_document,
+    value_text,
+    write_document,
+    write_text,
+)
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console

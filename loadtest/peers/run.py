@@ -23,16 +23,14 @@ from loader.errors import ConfigError
 from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import RowDtype
 from loader.snapshot.writer import export_snapshot
-from loadtest.bench.harness import BUSY_MEASURES, Bench, BenchTable, bench_command
+from loadtest.bench.harness import BUSY_MEASURES, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import same_option, side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
-from loadtest.rounds import Measure, Values
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
-from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec, random_dense
 from loadtest.workloads.payloads import Encoding
-from loadtest.workloads.prepare import random_dense
 from serving.cli import options as opts
 from serving.models.layers import DtypeChoice, NumberFormat, choose_dtype
 from shard_node.bags import Float32Array

@@ -54,7 +54,7 @@ class HttpApp:
         self._service = service
         self._tokens = tokens
         self.documents = create_documents(service, tokens)
-        self._documents = answered_once(self.documents)
+        self.application = answered_once(self.documents)
 
     def admit(self, exchange: Exchange) -> ShardrankError | None:
         """Match the route of a request by its head, and admit it if it ranks; return why it is refused."""
@@ -80,10 +80,6 @@ class HttpApp:
         exchange.respond = partial(self._ranked, exchange, call, codec, is_coded, parent)
         exchange.watch(partial(service.end_call, call, _GONE))
         return None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that does not rank."""
-        await self._documents(scope, receive, send)
 
     async def _ranked(
         self, exchange: Exchange, call: Call, codec: Codec, is_coded: bool, parent: Parent | None, body: bytes

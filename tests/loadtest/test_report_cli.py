@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from loader.errors import ConfigError
 from loadtest.cli import loadtest
-from loadtest.documents import write_document
+from loadtest.load.result import write_document
 from loadtest.page import read_reported
 from shardrank_testing.load_results import QueueLoad, example_sweep
 

@@ -16,8 +16,7 @@ from matplotlib.image import imread
 from playwright.sync_api import sync_playwright
 
 from loader.errors import ConfigError
-from loadtest.documents import write_text
-from loadtest.load.result import percentiles
+from loadtest.load.result import percentiles, write_text
 from loadtest.page import draw_percentiles, html
 from shardrank_testing.browser import chromium_path
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadtest.documents import ratio_text, significant
-from loadtest.rounds import Measure, compare_rounds, rotated, show_comparison
+from loadtest.bench.harness import Measure, compare_rounds, rotated, show_comparison
+from loadtest.load.result import ratio_text, significant
 
 P99 = Measure("p99", "ms")
 

@@ -313,7 +313,7 @@ class GrpcCall(Stream):
         """All messages; other connections come between. Raises ShardrankError for one that can't be read."""
         while True:
             await self._wait()
-            while self.connection.is_turn_over():  # noqa: ASYNC110  # in the next iteration it is not
+            while self.connection.is_iteration_used():  # noqa: ASYNC110  # in the next iteration it is not
                 await asyncio.sleep(0)
             if not self._messages:
                 return

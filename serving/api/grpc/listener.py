@@ -37,7 +37,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         self._on_sent: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
-        self._idle_work_s = self._turn_ends = 0.0
+        self._idle_work_s = self._iteration_until = 0.0
         self._num_written = 0
         self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
 
@@ -107,15 +107,15 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         else:
             callback()
 
-    def is_turn_over(self) -> bool:
+    def is_iteration_used(self) -> bool:
         """Return whether the streamed calls of this connection have worked for `MAX_READ_S` in this iteration."""
-        if not self._turn_ends:
-            self._turn_ends = self.clock() + MAX_READ_S
-            self.loop.call_soon(self._end_turn)
-        return self.clock() >= self._turn_ends
+        if not self._iteration_until:
+            self._iteration_until = self.clock() + MAX_READ_S
+            self.loop.call_soon(self._end_iteration)
+        return self.clock() >= self._iteration_until
 
-    def _end_turn(self) -> None:
-        self._turn_ends = 0.0
+    def _end_iteration(self) -> None:
+        self._iteration_until = 0.0
 
     def spent(self, seconds: float) -> None:
         """Count work without a call that is completed; end a connection of much work and no such calls."""

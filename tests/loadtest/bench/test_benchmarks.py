@@ -71,14 +71,6 @@ def test_hot_rows_save_bytes_at_the_hit_rate(bench) -> None:
         assert saved[2] < saved[1] < 1
 
 
-def test_levers_are_measured_in_bytes_and_time(bench) -> None:
-    tables, _ = bench("levers", "--rows", "2000", "--seconds", "0")
-    sizes = medians(tables["lookups"], "bytes of rows")
-    assert sizes["fp32"] == 26 * 2000 * 64 * 4 / 1e6
-    assert sizes["int4"] < sizes["hot int8, cold int4"] < sizes["int8"] < sizes["fp16"] < sizes["fp32"]
-    assert set(medians(tables["lookups"], "time of a batch, 20 ids a bag")) == {*sizes}
-
-
 SMALL = ("--rows", "300", "--seconds", "0.15", "--hotness", "1", "--dtype", "float32", "--api", "json")
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from loadtest.bench.harness import Bench, BenchTable, bench_command
-from loadtest.rounds import Measure
+from loadtest.bench.harness import Bench, BenchTable, Measure, bench_command
 
 MEASURES = (Measure("time", "ms"), Measure("hits", "%", "higher"))
 

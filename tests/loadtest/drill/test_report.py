@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.drill.report import Limit, Report, execute, make_report
+from loadtest.drill.config import Limit, Report, execute, make_report
 
 
 def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):

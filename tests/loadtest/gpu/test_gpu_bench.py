@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 
 from loadtest.gpu import pooling
-from loadtest.gpu.bench import BenchSize, Results
 from loadtest.gpu.pooling import GROUP, measure_pooling, time_graphs
 from loadtest.gpu.ranking import measure_ranking
-from loadtest.gpu.rows import TOLERANCE
+from loadtest.gpu.rows import TOLERANCE, BenchSize, Results
 from shardrank_testing.card_engines import card_factory
 
 TINY = BenchSize(

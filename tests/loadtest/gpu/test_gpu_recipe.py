@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from loadtest.gpu import __main__ as bench
-from loadtest.gpu.bench import BenchSize
+from loadtest.gpu.rows import BenchSize
 from shardrank_testing.card_engines import card_factory
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -20,13 +20,12 @@ from rich.console import Console
 
 from loader.errors import ConfigError
 from loadtest.cli import loadtest
-from loadtest.documents import significant
 from loadtest.errors import LoadError
 from loadtest.load import result as results
 from loadtest.load import run
 from loadtest.load.config import OfferedLoad, RunConfig, parse_target
 from loadtest.load.generator import Generators, open_payloads
-from loadtest.load.result import LoadResult, SweepResult
+from loadtest.load.result import LoadResult, SweepResult, significant
 from loadtest.load.run import MIN_RATE, TOLERANCE, run_sweep, show_result, sweep
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loadtest.cli import prepare
-from loadtest.workloads.catalog import open_workload
+from loadtest.workloads.catalog import ROW_LIMIT, RandomRows, open_workload, prepare_workload, write_random_snapshot
 from loadtest.workloads.payloads import Payloads
-from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, prepare_workload, write_random_snapshot
 from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import run, running_api
@@ -52,7 +51,7 @@ def test_random_rows_fill_their_range_and_differ_by_seed():
 
 
 def test_memory_is_bounded_by_a_block(monkeypatch):
-    monkeypatch.setattr("loadtest.workloads.prepare.BLOCK_BYTES", 4 * 8 * 1000)
+    monkeypatch.setattr("loadtest.workloads.catalog.BLOCK_BYTES", 4 * 8 * 1000)
     blocks = RandomRows(5, "t", 10_500, 8).blocks(1_500, 5_000)
     assert [block.shape[0] for block in blocks] == [500, 1000, 1000, 1000, 1000, 500]
 

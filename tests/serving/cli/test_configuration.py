@@ -16,8 +16,7 @@ from typing import Any
 import click
 import pytest
 
-from serving.cli.fleet import coordinator, up
-from serving.cli.serve import serve, shard_node
+from serving.cli.fleet import coordinator, serve, shard_node, up
 from serving.config import DEFAULT_PINNED_GB, DEFAULT_REPLICATE_BYTES, ServeConfig
 from serving.embedded import ModelSource
 from serving.fleet.config import FleetConfig

@@ -18,8 +18,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.shard import ReplicaSource, ReplicatedShard
 from serving.config import ServeConfig, ShardNodeConfig
-from serving.fleet.membership import Membership
-from serving.fleet.workers import worker_config
+from serving.fleet.workers import Membership, worker_config
 from serving.shard_server import serve_shard
 from shard_node.buckets import NodeIdentity
 from shard_node.cuda.card_set import CardSet

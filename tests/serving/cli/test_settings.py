@@ -12,7 +12,7 @@ import pytest
 from router.hot_rows import HotRowsConfig
 from serving.cli.settings import config_of, node_identity, num_replicas, open_card_set
 from serving.config import ServeConfig, ShardNodeConfig
-from serving.fleet.membership import Membership
+from serving.fleet.workers import Membership
 from serving.shard_server import serve_shard
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet

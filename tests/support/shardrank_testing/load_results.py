@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.documents import Machine
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.result import (
     MAX_CPU_SHARE,
     ROW,
     Done,
     LoadResult,
+    Machine,
     Ready,
     Records,
     SweepResult,
