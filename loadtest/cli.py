@@ -189,7 +189,7 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
       shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01
     """
     from loader.snapshot.publishing import rows_bytes_of
-    from loadtest.workloads.catalog import prepare_workload
+    from loadtest.workloads.prepare import prepare_workload
 
     with progress_bars() as bars:
         folder, spec = prepare_workload(workload, store, progress=bars, **given)

@@ -27,8 +27,9 @@ from loadtest.cli import APIS, request_options, workload_options
 from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
-from loadtest.workloads.catalog import open_workload, prepare_workload
+from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
+from loadtest.workloads.prepare import prepare_workload
 from serving.cli import options as opts
 from serving.cli.output import progress_bars
 from serving.cli.settings import config_of

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from loader.snapshot.manifest import DenseInputs, ModelSpec, Side
+from loader.snapshot.manifest import DenseInputs, Side
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import AnyTable, Frozen, Pooling, UnknownId
+from loader.snapshot.tables import Frozen, Pooling, UnknownId
 from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
-from serving.models.layers import NumberFormat
+
+NumberFormat: TypeAlias = Literal["float32", "bfloat16", "int8"]
+"""Of a ranking model's products. With `int8`, layers that gain nothing by it are in bfloat16, or in float32."""
 
 
 class FeatureInfo(Frozen):
@@ -23,11 +25,6 @@ class FeatureInfo(Frozen):
     table: str
     weighted: bool
     id_type: Literal["integer", "string"]
-
-
-def stored_dtypes(spec: ModelSpec, table: AnyTable) -> str:
-    """Return in which dtype a table's rows are stored, such as `int8`; in several parts, `fp16+int4`."""
-    return "+".join(dict.fromkeys(part.dtype for part in spec.parts(table)))
 
 
 class TableInfo(Frozen):
@@ -86,7 +83,9 @@ class ModelInfo(Frozen):
             features=features,
             tables=tuple(
                 TableInfo(
-                    id_mapping=table.id_mapping.kind, dtype=stored_dtypes(spec, table), **table.model_dump(include=same)
+                    id_mapping=table.id_mapping.kind,
+                    dtype="+".join(dict.fromkeys(part.dtype for part in spec.parts(table))),
+                    **table.model_dump(include=same),
                 )
                 for table in spec.logical_tables
             ),

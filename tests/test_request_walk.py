@@ -17,7 +17,8 @@ import uvloop
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import make_node
 from loadtest.bench.serving import CALLS_SHAPE, load_over_shards
-from loadtest.workloads.catalog import bench_payloads, bench_spec, write_random_snapshot
+from loadtest.workloads.catalog import bench_payloads, bench_spec
+from loadtest.workloads.prepare import write_random_snapshot
 from router.plan import Plan
 from serving import rank
 from serving.config import ServeConfig

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from loader.errors import RegistryConflictError, RegistryError, RegistryRecordError, RegistryUnavailableError
 from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry, WantedModel, delta_stream, rollout_key
+from loader.rollout import CoordinatorConfig
 from loader.rollout.coverage import (
     BakeTally,
     FleetView,
@@ -25,7 +26,6 @@ from loader.rollout.coverage import (
 )
 from loader.rollout.guards import compare
 from loader.rollout.plan import (
-    CoordinatorConfig,
     OnRecord,
     Rollout,
     Step,

@@ -47,8 +47,8 @@ from router.shard import ReplicaSource, ReplicatedShard
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import table_of
+from serving.description import NumberFormat
 from serving.fleet.supervisor import shardrank_command
-from serving.models.layers import NumberFormat
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import Shard, ShardNode

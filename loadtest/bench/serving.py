@@ -59,17 +59,18 @@ from loadtest.workloads.catalog import (
     bench_payloads,
     bench_spec,
     bench_workload,
-    write_random_snapshot,
 )
 from loadtest.workloads.payloads import APIS, Api, Payload
+from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.config import ServeConfig
+from serving.description import NumberFormat
 from serving.embedded import ModelSource, load_served_model
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.models.layers import DtypeChoice, NumberFormat, choose_dtype
+from serving.models.layers import DtypeChoice, choose_dtype
 from serving.observe.calls import STAGES, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge

@@ -25,7 +25,8 @@ from loadtest.load.loops import Weighed, arrival_times, cpu_seconds, not_busy_be
 from loadtest.load.result import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import Server, serving, summed
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec, write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec
+from loadtest.workloads.prepare import write_random_snapshot
 
 NORMAL_SHARE = 0.5
 WARMUP_S = 2.0

@@ -19,7 +19,8 @@ import numpy as np
 
 from loadtest.gpu.rows import BenchSize, Results, Row, WrongAnswerError
 from loadtest.servers import summed
-from loadtest.workloads.catalog import open_workload, write_random_snapshot
+from loadtest.workloads.catalog import open_workload
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.embedded import ModelSource, load_served_model
 from serving.formats.requests import RankRequest, RankResponse, Response
 from serving.models.layers import DtypeChoice

@@ -29,10 +29,12 @@ from loadtest.errors import RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
-from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec, random_dense
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec
 from loadtest.workloads.payloads import Encoding
+from loadtest.workloads.prepare import random_dense
 from serving.cli import options as opts
-from serving.models.layers import DtypeChoice, NumberFormat, choose_dtype
+from serving.description import NumberFormat
+from serving.models.layers import DtypeChoice, choose_dtype
 from shard_node.bags import Float32Array
 
 FOLDER = Path(__file__).parent

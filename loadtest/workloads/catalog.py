@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal, TypeAlias
 
-import numpy as np
-import torch
 from pydantic import Field
 
 from loader.errors import ConfigError
-from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.row_source import RowSource
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec
-from loader.snapshot.writer import export_snapshot
 from loadtest.workloads.payloads import FORMS, Encoding, Payloads
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
@@ -30,8 +22,6 @@ from loadtest.workloads.workload import (
     parse_ids,
 )
 from router.planning.inputs import catalog_model
-from serving.models.ranking_models import build_model
-from shard_node.bags import Float32Array
 
 MAX_HOTNESS = 1000
 
@@ -198,67 +188,3 @@ def bench_payloads(
     if len(pool) < count:
         raise ConfigError(f"hotness {hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
     return pool
-
-
-# Sums of 100 such rows, and so logits, stay of the order of 1.
-ROW_LIMIT = 0.08
-BLOCK_BYTES = 4 << 20
-
-
-class RandomRows(RowSource):
-    """A table of uniform numbers in ±ROW_LIMIT: the same rows for the same seed, whichever of them are asked for."""
-
-    def __init__(self, seed: int, table: str, num_embeddings: int, embedding_dim: int) -> None:
-        super().__init__(num_embeddings, embedding_dim)
-        self._seed = (seed, zlib.crc32(table.encode()))
-        self._block_rows = max(1, BLOCK_BYTES // (4 * embedding_dim))
-
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yield blocks of about 4 MiB, as `RowSource.blocks`."""
-        last_row = min(first_row + max_rows, self.num_embeddings)
-        while first_row < last_row:
-            number, skipped = divmod(first_row, self._block_rows)
-            rng = np.random.Generator(np.random.SFC64((*self._seed, number)))
-            block = rng.random((self._block_rows, self.embedding_dim), dtype=np.float32)
-            block -= np.float32(0.5)
-            block *= np.float32(2 * ROW_LIMIT)
-            yield (kept := block[skipped : skipped + last_row - first_row])
-            first_row += kept.shape[0]
-
-    def fingerprint(self) -> str:
-        """Name what the rows are drawn from."""
-        return f"random {self._seed} {ROW_LIMIT} {self._block_rows}"
-
-
-def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
-    """Draw weights by name that keep the size of what passes the layers and their ReLUs; biases are 0."""
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(tensor.shape, generator=draw) * (2 / tensor.shape[-1]) ** 0.5
-        if tensor.ndim > 1
-        else torch.zeros(tensor.shape)
-        for name, tensor in build_model(spec).state_dict().items()
-    }
-
-
-def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progress: Progress = no_progress) -> Path:
-    """Write the next version of a model into a store, made if it is missing; return the snapshot's folder.
-
-    Raises OSError: the store can't be written; the same export goes on with what it has written. ExportError.
-    """
-    store.mkdir(parents=True, exist_ok=True)
-    tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in spec.tables}
-    rows = {name: RandomRows(seed, name, *shape) for name, shape in tables.items()}
-    dense, metadata = random_dense(spec, seed), {"source": "random rows", "seed": str(seed)}
-    return export_snapshot(store, spec, rows=rows, dense=dense, metadata=metadata, progress=progress)
-
-
-def prepare_workload(
-    text: str, store: Path, *, context_features: int = 0, seed: int = 0, progress: Progress = no_progress
-) -> tuple[Path, ModelSpec]:
-    """Write the next version of a workload's model, with random rows and weights; the seed is of these.
-
-    Returns the snapshot's folder and the model. Raises as `open_workload` and `write_random_snapshot`.
-    """
-    spec = open_workload(text, context_features=context_features).spec
-    return write_random_snapshot(spec, store, seed=seed, progress=progress), spec

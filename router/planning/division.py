@@ -10,8 +10,6 @@ from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from loader.snapshot.manifest import ModelSpec
 from router.errors import PlanError
 from router.plan import Plan
@@ -19,7 +17,6 @@ from router.plan_file import PlanFile, ShardingType, with_columns
 from router.planning.inputs import CapacityOptions, LookupProfile
 from router.planning.network import FleetLookups, NetworkTime, StoredLookups
 from router.planning.tables import TablePlanner
-from shard_node.bags import Int64Array
 from shard_node.buckets import Sharding
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CardPlan
@@ -99,7 +96,8 @@ class PlacedModel:
         shards = []
         for shard in range(self._fleet.shards):
             placed = self.shard(shard, left_over=True)
-            use = {"card_bytes": int(_card_bytes(placed.cards).max()), "left_over_bytes": placed.left_over_bytes}
+            by_card = placed.cards.tier_rows.sum(axis=2).T @ placed.cards.strides + placed.cards.places_bytes
+            use = {"card_bytes": int(by_card.max()), "left_over_bytes": placed.left_over_bytes}
             lookups = float(self.sent.values[:, shard].sum())
             shards.append({"shard": shard, **use, "lookups": lookups, "cards_us": placed.time.alone_us})
         if file := self.plan.file:
@@ -122,8 +120,3 @@ class PlacedModel:
             }
             for table, spec in zip(file.tables, self.spec.tables, strict=True)
         ]
-
-
-def _card_bytes(placed: CardPlan) -> Int64Array:
-    """Return the bytes of the rows in each card's buckets, wherever they are, and of places: int64 [cards]."""
-    return np.asarray(placed.tier_rows.sum(axis=2).T @ placed.strides + placed.places_bytes)

@@ -19,7 +19,7 @@ from serving.cli.settings import config_of, published_folder, registry_url, with
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry, WantedModel
-    from loader.rollout.plan import Event, Rollout
+    from loader.rollout.plan import Rollout
     from loader.rollout.requests import RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
     from loader.stores.cache import StorePlace
@@ -323,7 +323,7 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                 for event in now.events:
                     if event not in told:
                         told.add(event)
-                        tell(_event_line(event))
+                        tell(f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}")
                 if not now.active:
                     _tell_end(now, await fleet.wanted_model(now.model))
                     return now
@@ -385,8 +385,3 @@ def _headline(status: RolloutStatus) -> str:
 
 def _live(version: int | None) -> str:
     return "no version is live" if version is None else f"version {version} is live"
-
-
-def _event_line(event: Event) -> str:
-    """Write `12:30:05 flip: …`, in UTC."""
-    return f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from loader.rollout.plan import CoordinatorConfig
+from loader.rollout import CoordinatorConfig
 from serving.config import (
     BY_SNAPSHOT,
     DivisionSettings,

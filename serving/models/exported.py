@@ -27,9 +27,10 @@ from loader.snapshot.manifest import (
     SideInput,
 )
 from loader.snapshot.program import Program, ProgramArchive, program_bytes
+from serving.description import NumberFormat
 from serving.errors import RankingModelError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.layers import NumberFormat, can_pack
+from serving.models.layers import can_pack
 from serving.models.ranking_models import MAX_PAIRS, RankingModel
 
 if TYPE_CHECKING:

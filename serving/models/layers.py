@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from serving.description import NumberFormat
 from serving.errors import RankingModelError
 
 CPU: Final = torch.device("cpu")
 DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]
-NumberFormat: TypeAlias = Literal["float32", "bfloat16", "int8"]
-"""Of a ranking model's products. With `int8`, layers that gain nothing by it are in bfloat16, or in float32."""
 Columns: TypeAlias = npt.NDArray[np.int64]
 """For each column that is read the column of the trained weights, or -1 for one that is always zero."""
 

@@ -16,9 +16,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from loader.snapshot.manifest import DenseModelSpec, ModelSpec
 from loader.snapshot.tables import Frozen, projection_name, schema_errors
+from serving.description import NumberFormat
 from serving.errors import RankingModelError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.layers import CPU, Columns, Linear, Mlp, NumberFormat, Shared, bfloat16_is_native, input_dtype
+from serving.models.layers import CPU, Columns, Linear, Mlp, Shared, bfloat16_is_native, input_dtype
 
 MAX_PAIRS: Final = 1 << 18
 """Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB."""

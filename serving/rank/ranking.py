@@ -22,6 +22,7 @@ from loader.snapshot.golden import GoldenRequests
 from router.id_mapping import RejectedIds
 from router.router import Embeddings, Router
 from router.shard import ReplicatedShard
+from serving.description import NumberFormat
 from serving.errors import InternalError, InvalidRequestError
 from serving.formats.requests import (
     FeatureEmbeddings,
@@ -33,7 +34,7 @@ from serving.formats.requests import (
 )
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
-from serving.models.layers import CPU, NumberFormat
+from serving.models.layers import CPU
 from serving.models.ranking_models import DeviceCopies
 from serving.observe.calls import BatchTimes, Call, VersionCounter
 from serving.observe.metrics import ServingMetrics

@@ -28,13 +28,13 @@ from router.plan import Plan
 from router.plan_file import PlanFile
 from router.router import Router
 from serving.cards.ranking import CardRanking, scorer_on_card
-from serving.description import ModelInfo
+from serving.description import ModelInfo, NumberFormat
 from serving.errors import RankingModelError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.exported import load_exported
 from serving.models.inputs import InputAssembler
-from serving.models.layers import DtypeChoice, NumberFormat, choose_dtype, formats_to_try
+from serving.models.layers import DtypeChoice, choose_dtype, formats_to_try
 from serving.models.ranking_models import DeviceCopies, RankingModel, load_model
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics

@@ -160,13 +160,10 @@ class Placement:
         self._cut_by_files = bool((self._files_shift < ALL_BITS).any())
         self._undivided_base = np.array([place.cell_base[0, 0] for place in places], np.int64)
 
-    def are_undivided(self, tables: slice) -> bool:
-        """Whether each of these tables is in row order in one arena."""
-        return bool(self._is_undivided[tables].all())
-
-    def are_slots(self, tables: slice) -> bool:
-        """Whether the rows of these undivided tables are their slots."""
-        return not self._undivided_base[tables].any()
+    def order_of(self, tables: slice) -> tuple[bool, bool]:
+        """Return whether each of these tables is in row order in one arena, and whether rows are slots then."""
+        is_undivided = bool(self._is_undivided[tables].all())
+        return is_undivided, is_undivided and not self._undivided_base[tables].any()
 
     def slots_of_undivided(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         """Find the slots (int64 [n]) of rows whose tables are undivided in their group's arena."""

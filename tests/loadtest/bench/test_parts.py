@@ -15,7 +15,8 @@ from loadtest.bench.harness import UniformTables
 from loadtest.bench.hot_rows import draw_hits
 from loadtest.bench.serving import Limit, checkout_of, requests_of
 from loadtest.servers import SERVED_PACKAGES, commit_of
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec, write_random_snapshot
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.embedded import Ranker
 from serving.rank.ranking import merge
 

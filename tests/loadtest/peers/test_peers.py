@@ -21,8 +21,9 @@ from loadtest.cli import loadtest
 from loadtest.errors import LoadError
 from loadtest.peers.run import FOLDER, MEASURES, PEERS, best_of, check_subjects, subjects_of
 from loadtest.servers import Server
-from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec, random_dense
+from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
 from loadtest.workloads.payloads import HEADER_LENGTH
+from loadtest.workloads.prepare import random_dense
 
 PRODUCT = BenchShape(
     features=3, context_features=2, embedding_dim=8, rows=200, dense=3, context_dense=2, candidates="2-9:5"

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loadtest.cli import prepare
-from loadtest.workloads.catalog import ROW_LIMIT, RandomRows, open_workload, prepare_workload, write_random_snapshot
+from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
+from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, prepare_workload, write_random_snapshot
 from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import run, running_api

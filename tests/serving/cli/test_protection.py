@@ -150,9 +150,9 @@ def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_
             assert httpx.get(metrics_url, verify=nameless).json()["error"]["kind"] == "tls_missing_certificate"
             told += httpx.get(f"{program.url}/metrics", headers={"authorization": f"Bearer {token}"}).text
             assert (program.stop(), node_program.stop()) == (0, 0)
-    written = b"".join(path.read_bytes() for path in recorded.glob("*.requests"))
+    written = b"".join(path.read_bytes() for path in recorded.glob("*.jsonl"))
     told += program.output + node_program.output + repr(spans.spans) + written.decode("latin-1")
-    assert [part for part in ("film_id", "http rank", "shardrank.pool", "kind=") if part not in told] == []
+    assert [part for part in ("schema_digest", "http rank", "shardrank.pool", "kind=") if part not in told] == []
     assert [secret for secret in (san, password, token) if secret in told] == []
 
 

@@ -37,6 +37,7 @@ def read_all(pieces: list[bytes], coding: str = "identity") -> list[bytes]:
 
     async def read() -> list[bytes]:
         connection = Mock(account=ByteAccount(ByteBudget(1 << 30), lambda error: None), clock=lambda: 0.0)
+        connection.is_iteration_used = lambda: False
         methods = GrpcMethods({b"/a.B/C": GrpcMethod(respond, 1000, is_streamed=True)}, 1.0, asyncio.Semaphore(2))
         call = GrpcCall(connection, 1, CallHead(b"/a.B/C", coding=coding), methods)
         for piece in pieces:
