@@ -53,8 +53,8 @@ class CpuEngine:
         self._groups: list[_GroupArenas] = []
         for group, numbers in zip(layout.groups, group_arenas, strict=True):
             is_undivided, are_slots = placement.order_of(slice(group.first_table, group.end_table))
-            is_one = len(numbers) == 1
-            self._groups.append(_GroupArenas(group, numbers, is_one and is_undivided, is_one and are_slots))
+            is_single = len(numbers) == 1
+            self._groups.append(_GroupArenas(group, numbers, is_single and is_undivided, is_single and are_slots))
         self._num_tables = len(layout.tables)
         self._counts = np.zeros(self._num_tables, np.int64)
         self._counts_lock = threading.Lock()
