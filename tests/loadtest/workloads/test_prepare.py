@@ -52,7 +52,7 @@ def test_random_rows_fill_their_range_and_differ_by_seed():
 
 
 def test_memory_is_bounded_by_a_block(monkeypatch):
-    monkeypatch.setattr("loadtest.workloads.catalog.BLOCK_BYTES", 4 * 8 * 1000)
+    monkeypatch.setattr("loadtest.workloads.prepare.BLOCK_BYTES", 4 * 8 * 1000)
     blocks = RandomRows(5, "t", 10_500, 8).blocks(1_500, 5_000)
     assert [block.shape[0] for block in blocks] == [500, 1000, 1000, 1000, 1000, 500]
 
