@@ -112,7 +112,8 @@ def worker_specs(
     on_exit, places = None, [dict[str, str]() for _ in ports.probes]
     if len(ports.probes) > 1:
         metrics = run_directory / "metrics"
-        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}"} for worker in range(len(places))]
+        # Workers of an earlier release, as during an upgrade, read a folder of their own, too.
+        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}{run_directory}"} for worker in range(len(places))]
         metrics.mkdir(mode=0o700, exist_ok=True)
         environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         # A dead process' gauges must not be added up with those of the living.
