@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from loader.snapshot.row_source import ArrayRows as ArrayRows
     from loader.snapshot.row_source import RowsFromBlocks as RowsFromBlocks
     from loader.snapshot.row_source import SafetensorsRows as SafetensorsRows
-    from loader.snapshot.row_source import TensorRows as TensorRows
     from loader.snapshot.tables import HashMapping as HashMapping
     from loader.snapshot.tables import IdentityMapping as IdentityMapping
     from loader.snapshot.tables import TableSpec as TableSpec
@@ -87,7 +86,7 @@ _NAMES = {
     "loader.snapshot.golden": "GoldenRequests",
     "loader.snapshot.manifest": "DenseInputs DenseModelSpec ExportedModelSpec FeatureSpec ModelSpec",
     "loader.snapshot.tables": "HashMapping IdentityMapping TableSpec VocabularyMapping",
-    "loader.snapshot.row_source": "ArrayRows RowsFromBlocks SafetensorsRows TensorRows",
+    "loader.snapshot.row_source": "ArrayRows RowsFromBlocks SafetensorsRows",
     "loader.snapshot.reader": "Snapshot verify_snapshot",
     "loader.snapshot.writer": "export_snapshot",
     "router.id_mapping": "hashed_rows",

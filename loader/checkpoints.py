@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from loader.errors import CheckpointError, ExportError, cut
 from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.row_source import FLOAT_DTYPES, RowSource, TensorRows, file_fingerprint
+from loader.snapshot.row_source import FLOAT_DTYPES, ArrayRows, RowSource, file_fingerprint
 from loader.snapshot.tables import AnyTable, DividedTable, projection_name
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -270,7 +270,7 @@ class _MappedCheckpoint(Checkpoint):
     def rows(self, name: str) -> RowSource:
         tensor, file = self.tensor(name), self._entry(name).file
         try:
-            return TensorRows(tensor, file, name)
+            return ArrayRows(tensor, file, name)
         except ExportError as error:
             raise CheckpointError(f"{file}: tensor {name!r}: {error}") from error
 

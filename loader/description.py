@@ -7,7 +7,7 @@ at export. All of them come to the same: a table is stored as a few parts, whose
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -171,8 +171,13 @@ class TableDescription(Frozen):
             if isinstance(self.dtype, DtypeByPopularity):
                 hot = Block(share=self.dtype.hot_share, dtype=self.dtype.hot)
                 blocks = (hot, Block(dtype=self.dtype.cold))
-            sizes = _block_rows(self.name, rows - pruned, blocks)
-            sizes[-1] += pruned > 0
+            left = rows - pruned
+            sizes = [max(1, round((block.share or 0) * left)) for block in blocks[:-1]]
+            if (last := left - sum(sizes)) < 1:
+                raise ExportError(
+                    f"table {self.name!r}: {len(blocks)} blocks of {left} rows: the last would have {last}"
+                )
+            sizes.append(last + (pruned > 0))
             names = [self.name] if len(blocks) == 1 else [f"{self.name}.b{number}" for number in range(len(blocks))]
         parts = tuple(
             TableSpec(
@@ -190,15 +195,6 @@ class TableDescription(Frozen):
             num_embeddings=rows, embedding_dim=self.width, parts=tuple(names), pruned=pruned, **seen, **division
         )
         return parts, divided
-
-
-def _block_rows(table: str, rows: int, blocks: Sequence[Block]) -> list[int]:
-    """Return how many of the rows that are left each block has."""
-    sizes = [max(1, round((block.share or 0) * rows)) for block in blocks[:-1]]
-    sizes.append(rows - sum(sizes))
-    if sizes[-1] < 1:
-        raise ExportError(f"table {table!r}: {len(blocks)} blocks of {rows} rows: the last would have {sizes[-1]}")
-    return sizes
 
 
 class ModelDescription(Frozen):

@@ -90,7 +90,7 @@ class OverloadedError(
     http_status=503,
     grpc_status="RESOURCE_EXHAUSTED",
     kind="overloaded",
-    kinds=dict.fromkeys(("buffer_full", "too_many_watches"), (429, "RESOURCE_EXHAUSTED")),
+    kinds={"buffer_full": (429, "RESOURCE_EXHAUSTED")},
 ):
     """Too much is in flight, waits or is buffered. Nothing was started, so the request may be sent again."""
 

@@ -35,50 +35,28 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
-class Throttle:
-    """Sleeps between pieces of work, by their progress.
+def throttled(
+    progress: Progress,
+    cpu_share: float,
+    sleep: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Progress:
+    """Return a progress that sleeps after each piece of work, beginning now, so that it takes a share of the time.
 
-    Args:
-        cpu_share: of the time that work takes part in, 0 to 1. Time in which the work itself waits for a disk or a core
-            counts as work, so that a busy machine slows it further down.
-        bytes_per_s: what is read; None for no limit.
-        clock: monotonic seconds.
-        sleep: to end work from outside, let it raise, or `progress`.
+    Time in which the work itself waits for a disk or a core counts as work, so that a busy machine slows it further
+    down. To end work from outside, let `sleep` raise, or `progress`; `clock` returns monotonic seconds.
     """
+    started_at = clock()
 
-    def __init__(
-        self,
-        cpu_share: float = 1.0,
-        bytes_per_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        if not 0 < cpu_share <= 1:
-            raise ValueError(f"cpu_share: {cpu_share}, allowed is above 0 and at most 1")
-        if bytes_per_s is not None and not bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s: {bytes_per_s}, allowed is above 0")
-        self._cpu_share, self._bytes_per_s = cpu_share, bytes_per_s
-        self._clock, self._sleep = clock, sleep
+    def paced(what: str, done: int, total: int) -> None:
+        nonlocal started_at
+        progress(what, done, total)
+        pause_s = (clock() - started_at) * (1 / cpu_share - 1)
+        if pause_s >= _MIN_PAUSE_S or (pause_s > 0 and done == total):
+            sleep(min(pause_s, _MAX_PAUSE_S))
+            started_at = clock()
 
-    def over(self, progress: Progress) -> Progress:
-        """Return a progress that sleeps after each piece, beginning now; `done` and `total` must be bytes."""
-        started_at, size_bytes = self._clock(), 0
-        done_before: dict[str, int] = {}
-
-        def paced(what: str, done: int, total: int) -> None:
-            nonlocal started_at, size_bytes
-            progress(what, done, total)
-            size_bytes += done - done_before.get(what, 0)
-            done_before[what] = done
-            worked_s = self._clock() - started_at
-            pause_s = worked_s / self._cpu_share - worked_s
-            if self._bytes_per_s is not None:
-                pause_s = max(pause_s, size_bytes / self._bytes_per_s - worked_s)
-            if pause_s >= _MIN_PAUSE_S or (pause_s > 0 and done == total):
-                self._sleep(min(pause_s, _MAX_PAUSE_S))
-                started_at, size_bytes = self._clock(), 0
-
-        return paced
+    return paced
 
 
 def lower_own_priority() -> None:

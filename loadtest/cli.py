@@ -6,9 +6,6 @@ Heavy imports are made inside commands, so that `--help` is quick.
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +14,19 @@ import click
 from serving.cli import LazyGroup, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
-from serving.config import DEVICE_FIELDS, DivisionSettings, RowSettings
+from serving.cli.settings import config_of
 
 if TYPE_CHECKING:
-    from loader.snapshot.tables import RowDtype
     from loadtest.workloads.catalog import SideSplit
 
-COMMANDS = ("run", "replay", "prepare", "report", "peers", "compare-cards", "bench")
+COMMANDS = ("run", "replay", "prepare", "report", "bench")
+COMPARISONS = {"peers": "loadtest.peers.run", "compare-cards": "loadtest.compare"}
 BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows", "levers")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
 TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
-PEER_NAMES = ("fastapi", "mosec", "triton")
-ENVIRONMENTS = Path.home() / ".cache/shardrank/peers"
 
 
-@click.group(cls=LazyGroup, modules=dict.fromkeys(COMMANDS, __name__))
+@click.group(cls=LazyGroup, modules={**dict.fromkeys(COMMANDS, __name__), **COMPARISONS})
 def loadtest() -> None:
     """Measure how a server stands a load.
 
@@ -41,7 +36,7 @@ def loadtest() -> None:
     """
 
 
-class PageFile(click.Path):
+class PageFile(opts.WritableFile):
     """A page to write, refused where what draws it is not installed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -75,7 +70,7 @@ workload_options = opts.together(
         "--workload NAME",
         "dlrm-v2[:SCALE] or merlin-tiny[:SCALE], SCALE being the share of the rows, such as dlrm-v2:0.01; "
         "bench-mlp[:HOTNESS] or bench-dlrm[:HOTNESS], the benchmarks' one table of a million rows, such as "
-        "bench-mlp:20; films, or films:profile for a model trained with --profile.",
+        "bench-mlp:20.",
         default="dlrm-v2:0.001",
     ),
     opts.count(
@@ -85,42 +80,21 @@ workload_options = opts.together(
         low=0,
         default=0,
     ),
-    opts.option(
-        "--movielens",
-        "For films: folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre).",
-        opts.EXISTING_FOLDER,
-    ),
 )
 """Which model."""
 request_options = opts.together(
     opts.option(
-        "--ids uniform|zipf:S|reuse",
-        "Which rows are asked for; reuse is as in the lookups that Meta published. Default: uniform for dlrm-v2, "
-        "zipf:1.05 for merlin-tiny.",
+        "--ids uniform|zipf:S",
+        "Which rows are asked for. Default: uniform for dlrm-v2, zipf:1.05 for merlin-tiny.",
     ),
     opts.option(
         "--candidates N|LEAST-MOST:MEAN",
-        "Candidates of a request, such as 100 or 100-700:270. Default: 50-500:200, with --same 100-700:270; for films, "
-        "those that each user rated.",
-    ),
-    opts.count(
-        "--split-seed",
-        "For films: which ratings are asked for; the --seed that the model was trained or prepared with, so that it "
-        "has not learnt them. Default: 0.",
-        low=0,
+        "Candidates of a request, such as 100 or 100-700:270. Default: 50-500:200, with --same 100-700:270.",
     ),
     same_option,
 )
 """What its requests are like."""
-sending_options = opts.together(
-    opts.option("--arrivals", "Gaps of requests at a rate. Default: poisson.", click.Choice(["poisson", "constant"])),
-    opts.option("--slo-ms MS", "Deadline. Default: 60.", float),
-    opts.option("--timeout-ms MS", "A request is given up after it. Default: 1000.", float),
-    opts.count("--processes", "That send. Default: 1."),
-    opts.count("--requests", "Distinct ones in each process. Default: 1024."),
-)
-json_option = opts.option("--json", "Write the result to this file.", opts.FILE, name="json_file")
-html_option = opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
+json_option = opts.option("--json", "Write the result to this file.", opts.WRITABLE_FILE, name="json_file")
 
 
 @click.command(cls=WithExamples)
@@ -139,13 +113,16 @@ html_option = opts.option("--html", "Write a page with plots to this file.", PAG
     click.Choice(APIS),
 )
 @request_options
-@sending_options
+@opts.option("--arrivals", "Gaps of requests at a rate. Default: poisson.", click.Choice(["poisson", "constant"]))
+@opts.option("--slo-ms MS", "Deadline. Default: 60.", float)
+@opts.option("--timeout-ms MS", "A request is given up after it. Default: 1000.", float)
+@opts.count("--processes", "That send. Default: 1.")
+@opts.count("--requests", "Distinct ones in each process. Default: 1024.")
 @opts.option("--connections N", "Of HTTP. Default: 512.", int, name="max_connections")
 @opts.count("--max-in-flight", "One beyond fails unsent. Default: 4096.")
 @opts.count("--seed", "Of requests and their times. Default: 0.", low=0)
-@opts.option("--marks", "Lines of `UNIX_SECONDS LABEL`; read when the run is over.", opts.FILE)
 @json_option
-@html_option
+@opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 @click.pass_context
 def run(ctx: click.Context, /, **given: Any) -> None:
     """Send requests at a given rate and measure latency from when each was due.
@@ -189,24 +166,22 @@ def replay(ctx: click.Context, /, json_file: Path | None, **given: object) -> No
       shardrank loadtest replay recorded --target http://127.0.0.1:8080 --rate 200 --requests 5000
     """
     from loadtest.load.replay import ReplayConfig, execute
-    from loadtest.load.run import checked
 
     if given["speed"] is not None and given["rate"] is not None:
         raise click.UsageError("--speed and --rate: one of them, or neither")
-    ctx.exit(execute(checked(ReplayConfig, given), json_file))
+    ctx.exit(execute(config_of(ReplayConfig, given), json_file))
 
 
 @click.command(cls=WithExamples)
 @workload_options
 @opts.out_store_option
-@opts.count("--seed", "Of the rows and weights; for films, of the split and the training.", 0, 2**32 - 1, 0)
-@opts.count("--epochs", "For films: passes over the data; default: the trainer's own.", high=1000)
+@opts.count("--seed", "Of the rows and weights.", 0, 2**32 - 1, 0)
 def prepare(workload: str, store: Path, **given: Any) -> None:
     """Write a workload's model into a store, to be served and load tested.
 
-    dlrm-v2 and merlin-tiny get random rows and weights: answers mean nothing, but cost what a trained model's do.
-    films is trained, as by `shardrank train`. The whole of dlrm-v2 has 28 GB of rows, merlin-tiny 1.7 GB; both go with
-    the scale. An export that was interrupted goes on when it is run again.
+    Rows and weights are random: answers mean nothing, but cost what a trained model's do. The whole of dlrm-v2 has
+    28 GB of rows, merlin-tiny 1.7 GB; both go with the scale. An export that was interrupted goes on when it is run
+    again.
 
     Examples:
       shardrank loadtest prepare --workload dlrm-v2:0.01 --store models
@@ -223,173 +198,19 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
 
 
 @click.command(cls=WithExamples)
-@click.argument("files", nargs=-1, required=True, metavar="[NAME=]FILE...")
+@click.argument("file", type=opts.EXISTING_FILE)
 @opts.option("--html", "Write the page to this file.", PAGE, name="html_file", required=True)
-@opts.option("--json", "Write the comparison to this file.", opts.FILE, name="json_file")
-@opts.option("--title TEXT", "Of a comparison. Default: its names.")
-@opts.count("--seed", "Of a comparison's bootstrap.", 0, 2**31 - 1, 0)
-def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, title: str | None, seed: int) -> None:
+def report(file: Path, html_file: Path) -> None:
     """Write a page with plots from what `loadtest run --json` wrote.
-
-    From one file: of that run, sweep or comparison. From several: a comparison of these runs, with the first as the
-    baseline. Files of the same NAME are the rounds of one arm, in their order; without a NAME each file is an arm.
 
     Examples:
       shardrank loadtest report run.json --html run.html
-      shardrank loadtest report before.json after.json --html compared.html
-      shardrank loadtest report one=a1.json two=b1.json one=a2.json two=b2.json --html compared.html
     """
     from loadtest.load.run import write_files
-    from loadtest.page import compare_runs, read_reported, read_runs
+    from loadtest.page import read_reported
 
-    if len(files) == 1 and json_file is not None:
-        raise click.UsageError("--json is for comparisons; it needs at least two files")
-    named: list[tuple[str, Path]] = []
-    for text in files:
-        name, equals, file = text.partition("=")
-        if not equals or Path(text).exists():
-            name, file = Path(text).stem, text
-            if name in dict(named):
-                raise click.UsageError(f"{text!r}: there is another {name}; give each a name, as in {name}2={text}")
-        elif not name or not file:
-            raise click.UsageError(f"{text!r}: expected FILE or NAME=FILE")
-        named.append((name, Path(file)))
-    if len(named) == 1:
-        write_files(read_reported(named[0][1]), None, html_file)
-    else:
-        arms = read_runs(named)
-        write_files(compare_runs(title or " against ".join(arms), arms, seed=seed), json_file, html_file)
+    write_files(read_reported(file), None, html_file)
     click.echo(f"{html_file}: written")
-
-
-@click.command(cls=WithExamples)
-@opts.option("--peer", "Repeatable; else all.", click.Choice(PEER_NAMES), PEER_NAMES, name="names", multiple=True)
-@opts.option("--env-dir", "Has each environment.", opts.FOLDER, ENVIRONMENTS, name="environments")
-@opts.switch("--install", "Make the environments with pip, and measure nothing.")
-@opts.count("--rounds", "Of every server.", 1, 100, 5)
-@opts.option("--seconds S", "Of each load.", click.FloatRange(0.1, 3600), 5.0)
-@opts.numbers("--hotness N,...", "Ids a bag.", 1, 1000, "1,20")
-@opts.count("--in-flight", "Requests that are always out while throughput is measured.", 1, 1024, 32)
-@opts.count("--rows", "Of the one table.", 1, 2**31, 1_000_000)
-@side_split_option("product")
-@same_option
-@opts.count("--workers", "Of each server. Default: the cores.", 1, 64)
-@opts.choice("--row-dtype", ["int8", "fp16", "fp32"], "Of shardrank's rows.")
-@opts.choice("--dtype", ["auto", "float32", "bfloat16", "int8"], "Of shardrank's dense model.")
-@json_option
-@html_option
-def peers(
-    names: tuple[str, ...],
-    environments: Path,
-    install: bool,
-    rows: int,
-    row_dtype: RowDtype,
-    varied: bool,
-    side_split: SideSplit,
-    workers: int | None,
-    json_file: Path | None,
-    html_file: Path | None,
-    hotness: tuple[float, ...],
-    **options: Any,
-) -> None:
-    """Compare shardrank with what one would serve the model with instead, on this machine.
-
-    Every server has the same weights and is sent the same requests by the same client, and scores are compared before
-    anything is measured; each peer is sent the context's columns with every candidate, and once. Ratios are to the best
-    peer of each round. --row-dtype and --dtype are of shardrank's rows and dense model; peers compute in float32. The
-    exit code is 1 if the client was the bottleneck, so that the numbers can't be believed.
-
-    Examples:
-      shardrank loadtest peers --install --env-dir ~/peers
-      shardrank loadtest peers --env-dir ~/peers --json peers.json --html peers.html
-      shardrank loadtest peers --env-dir ~/peers --workload candidates --same
-      shardrank loadtest peers --env-dir ~/peers --row-dtype fp32 --dtype float32
-    """
-    from loadtest.load.run import finish
-    from loadtest.peers.run import PEERS, PeersConfig, run_peers
-    from loadtest.workloads.catalog import BenchShape
-
-    chosen = tuple(PEERS[name] for name in dict.fromkeys(names))
-    if install:
-        for peer in chosen:
-            click.echo(f"{peer.title}: installing {peer.requirements.name} into {environments / peer.name}")
-            peer.install(environments)
-        return
-    shape = BenchShape.of(rows, row_dtype, varied=varied, side_split=side_split)
-    workers = workers or len(os.sched_getaffinity(0))
-    config = PeersConfig(shape=shape, peers=chosen, hotness=tuple(map(int, hotness)), workers=workers, **options)
-    with tempfile.TemporaryDirectory(prefix="loadtest-peers-") as folder:
-        comparison = run_peers(config, environments, Path(folder), click.echo)
-    sys.exit(finish(comparison, json_file, html_file))
-
-
-server_options = opts.together(
-    opts.count("--workers", "Serving processes of each server. In arms without shards each holds all rows.", default=1),
-    opts.choice("--dtype", ["auto", "float32", "bfloat16"], "Number format of the dense model."),
-    opts.choice("--wire-dtype", ["auto", "float32", "float16"], "Number format of sums that shards send."),
-    opts.setting_option(DivisionSettings, "sharding"),
-    opts.settings_options(RowSettings, "memory_budget_gb", *DEVICE_FIELDS, hidden=False),
-    opts.count(
-        "--replicate-bytes",
-        "Tables of at most this many bytes are held whole by every shard. 0 divides all, so that small tables don't "
-        "hide what dividing costs; the default of `shardrank up` is 1048576.",
-        low=0,
-        default=0,
-    ),
-)
-
-
-@click.command(cls=WithExamples)
-@opts.numbers("--cards N,...", "In the serving process; each number is an arm, the first the baseline.", 1, 64, "1,2,4")
-@opts.numbers("--shards N,...", "Arms of so many shard processes, with the first of --cards each.", 1, 64)
-@opts.option(
-    "--transport unix,tcp",
-    "Between the serving process and the shards, an arm for each: Unix sockets, TCP over loopback. Default: unix.",
-    lambda text: tuple(text.split(",")),
-    name="transports",
-)
-@opts.count("--rounds", "Of every arm.", default=6)
-@workload_options
-@request_options
-@opts.option("--store", "Serve the workload's model from here, written if missing. Default: a temporary folder.",
-             opts.FOLDER)  # fmt: skip
-@opts.option("--rate R", "Requests a second while latency is measured, whatever the servers do.", float, 50.0)
-@opts.count("--in-flight", "Requests that are always out while throughput, CPU and bytes of a request are measured.",
-            default=32)  # fmt: skip
-@opts.numbers(
-    "--shares PERCENT,...",
-    "Offer every arm these shares of what the slowest arm answers in a rehearsal. '' to leave that out.",
-    1, 100, "30,60,80",
-)  # fmt: skip
-@opts.option("--cold S", "Measured from a server's start.", float, 2.0, name="cold_s")
-@opts.option("--warmup S", "Of each measure after that; not counted.", float, 2.0, name="warmup_s")
-@opts.option("--duration S", "Of each of these measures, after the warm-up.", float, 10.0, name="duration_s")
-@opts.choice("--api", APIS, "oip: Open Inference Protocol, over HTTP with binary tensors.")
-@sending_options
-@opts.count("--seed", "Of rows, requests, their times and the bootstrap.", low=0, default=0)
-@server_options
-@json_option
-@html_option
-@click.pass_context
-def compare_cards(ctx: click.Context, /, **given: Any) -> None:
-    """Measure what rows on several cards, or in shard processes, cost against rows in the serving process.
-
-    The same model, requests, times and memory budgets for each arm, as ratios to the first number of cards. In every
-    round each arm's server is started anew and asked: cold and warm at --rate; one request after the other; as fast as
-    it answers, for the processor time and the bytes of a request; and at --shares of the slowest arm's capacity. Arms
-    take turns. --card-memory-gb and --hot-gb are of each card; the shards of an arm divide --memory-budget-gb and
-    --pinned-memory-gb evenly. In the first round all must give the same scores. The exit code is 1 if a run can't be
-    believed.
-
-    Examples:
-      shardrank loadtest compare-cards --cards 1,2,4,8 --shards 1,2,4 --transport unix,tcp --html many.html
-      shardrank loadtest compare-cards --cards 1,2,4 --workload dlrm-v2:0.001 --rate 50 --html cards.html
-      shardrank loadtest compare-cards --cards 1,2 --device cuda --rate 500 --in-flight 64 --json cards.json
-      shardrank loadtest compare-cards --cards 1 --shards 2 --rounds 10 --shares 60 --workers 2
-    """
-    from loadtest.compare import execute
-
-    ctx.exit(execute(**given))
 
 
 @click.group(cls=LazyGroup, modules={name: f"loadtest.bench.{name.replace('-', '_')}" for name in BENCHMARKS})

@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import psutil
 from pydantic import BaseModel, Field
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from loader.errors import ConfigError
 from loader.snapshot.tables import Frozen
+from serving.cli.output import table_of
 
 LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio")
 MAX_COLUMNS = 12
@@ -54,16 +53,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
 
 
-def check_writable(*files: Path | None) -> None:
-    """Raise ConfigError if a file can't be written. An older one stays until there is a new one."""
-    for file in files:
-        if file is not None:
-            try:
-                file.open("a").close()
-            except OSError as error:
-                raise ConfigError(f"{file}: {error.strerror or error}") from error
-
-
 def write_document(document: BaseModel, file: Path) -> None:
     """Write a document as JSON. Raises as `write_text`."""
     write_text(document.model_dump_json(indent=1) + "\n", file)
@@ -75,17 +64,6 @@ def write_text(text: str, file: Path) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
-
-
-def make_table(words: Iterable[str], numbers: Iterable[str], *, title: str | None = None) -> Table:
-    """Make a table without rows: columns of words, then those of numbers. Without a title it has no lines between."""
-    table = Table(title=title) if title else Table(box=box.SIMPLE)
-    for name in words:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=not title)
-    table.show_header = any(column.header for column in table.columns)
-    return table
 
 
 def line(console: Console, text: str) -> None:
@@ -131,9 +109,9 @@ def show_document(console: Console, document: Mapping[str, Any]) -> None:
     for title, head, rows in tables_of(document):
         columns = [at for at, value in enumerate(rows[0]) if isinstance(value, SINGLE)][:MAX_COLUMNS] if rows else []
         if columns and (head or len(rows[0]) == 2 or isinstance(rows[0][0], str)):
-            table = make_table([head[at].replace("_", "\n") if head else "" for at in columns], ())
-            for row in rows:
-                table.add_row(*(value_text(row[at]) for at in columns))
+            names = [head[at].replace("_", "\n") if head else "" for at in columns]
+            table = table_of("", names, [[value_text(row[at]) for at in columns] for row in rows])
+            table.show_header = bool(head)
             if title:
                 line(console, title)
             console.print(table)

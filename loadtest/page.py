@@ -1,4 +1,4 @@
-"""Results as one HTML page with everything in it, without a script and with nothing to load; runs compared.
+"""Results as one HTML page with everything in it, without a script and with nothing to load.
 
 Charts are drawn by matplotlib, as SVG for a light ground; the page's style sheet inverts them on a dark one.
 """
@@ -6,7 +6,7 @@ Charts are drawn by matplotlib, as SVG for a light ground; the page's style shee
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -25,20 +25,11 @@ from loader.errors import ConfigError
 from loader.snapshot.tables import schema_errors
 from loadtest.documents import tables_of, value_text
 from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of
-from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds
-from loadtest.workloads.payloads import FORMS
 
 MAX_RESULT_BYTES = 256 << 20
 MAX_PROBLEMS = 5
-Reported: TypeAlias = LoadResult | SweepResult | Comparison
+Reported: TypeAlias = LoadResult | SweepResult
 _REPORTED: TypeAdapter[Reported] = TypeAdapter(Annotated[Reported, Field(discriminator="kind")])
-_MEASURES: tuple[Measure[LoadResult], ...] = (
-    Measure("p50", "ms", "lower", lambda run: run.latency_of_due.p50_ms),
-    Measure("p99", "ms", "lower", lambda run: run.latency_of_due.p99_ms),
-    Measure("p99.9", "ms", "lower", lambda run: run.latency_of_due.p999_ms),
-    Measure("answers in time", "/s", "higher", lambda run: run.goodput),
-)
-_ALIKE = ("target", "model", "workload", "api", "ids", "candidates", "arrivals", "rate", "duration_s", "slo_ms")
 PERCENTILES = {1: "min", 2: "p50", 10: "p90", 100: "p99", 1000: "p99.9"}
 """Where each is drawn: 1 / (1 - q)."""
 STYLE: dict[Any, Any] = {
@@ -63,48 +54,10 @@ def read_reported(path: Path) -> Reported:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except ValidationError as error:
-        problems = [str(problem) for problem in schema_errors(error, [LoadResult, SweepResult, Comparison])]
+        problems = [str(problem) for problem in schema_errors(error, [LoadResult, SweepResult])]
         more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
         what = "; ".join(problems[:MAX_PROBLEMS])
-        raise ConfigError(f"{path} is no result of a run, a sweep or a comparison: {what}{more}") from error
-
-
-def read_runs(files: Sequence[tuple[str, Path]]) -> dict[str, list[LoadResult]]:
-    """Read the runs of arms, by name, from files of their rounds. Raises ConfigError, as for a file of no run."""
-    arms: dict[str, list[LoadResult]] = {}
-    for name, path in files:
-        run = read_reported(path)
-        if not isinstance(run, LoadResult):
-            raise ConfigError(f"{path}: a {run.kind}; only runs can be compared")
-        arms.setdefault(name, []).append(run)
-    return arms
-
-
-def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
-    """Compare load tests, the runs of an arm being its rounds, with the first arm.
-
-    Raises ConfigError: fewer than two arms, or arms with other numbers of rounds.
-    """
-    if len(arms) < 2:
-        raise ConfigError(f"arms: {sorted(arms)}; a comparison needs at least 2")
-    runs = [run for of_arm in arms.values() for run in of_arm]
-    values = {field: {getattr(run, field) for run in runs} for field in _ALIKE}
-    alike = {field: str(*given) for field, given in values.items() if len(given) == 1 and None not in given}
-    return compare_rounds(
-        [(Arm(name=name, runs=tuple(of_arm)), of_arm) for name, of_arm in arms.items()],
-        _MEASURES,
-        title=title,
-        setup={**alike, FORM: " or ".join(sorted({FORMS[run.varied] for run in runs}))},
-        invalid_because=[
-            f"{name}, round {number}: {reason}"
-            for name, of_arm in arms.items()
-            for number, run in enumerate(of_arm, 1)
-            for reason in run.invalid_because
-        ],
-        machine=runs[0].machine if runs and all(run.machine == runs[0].machine for run in runs) else None,
-        versions=dict(set.intersection(*(set(run.versions.items()) for run in runs))) if runs else {},
-        seed=seed,
-    )
+        raise ConfigError(f"{path} is no result of a run or a sweep: {what}{more}") from error
 
 
 def new_figure(*heights: float) -> tuple[Figure, list[Axes]]:
@@ -131,12 +84,12 @@ def to_svg(figure: Figure) -> Markup:
     return Markup(svg.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
 
 
-def draw_percentiles(axes: Axes, lines: Mapping[str, Sequence[Percentiles]], slo_ms: float) -> None:
-    """Draw the medians of rounds' percentiles by name; a line ends before those that are None in some round."""
+def draw_percentiles(axes: Axes, lines: Mapping[str, Percentiles], slo_ms: float) -> None:
+    """Draw percentiles by name; a line ends before those that are None."""
     axes.set(xscale="log", xlabel="percentile", yscale="log", ylabel="ms")
-    for name, rounds in lines.items():
-        times = np.array([[times.min_ms, times.p50_ms, times.p90_ms, times.p99_ms, times.p999_ms] for times in rounds])
-        axes.plot(tuple(PERCENTILES), np.median(times.astype(np.float64), axis=0), "o-", label=name)
+    for name, times in lines.items():
+        values = [times.min_ms, times.p50_ms, times.p90_ms, times.p99_ms, times.p999_ms]
+        axes.plot(tuple(PERCENTILES), np.array(values, np.float64), "o-", label=name)
     axes.set_xticks(tuple(PERCENTILES), tuple(PERCENTILES.values()))
     draw_deadline(axes, slo_ms)
 
@@ -147,12 +100,12 @@ def draw_deadline(axes: Axes, slo_ms: float) -> None:
 
 
 def run_chart(run: LoadResult) -> Markup:
-    """Draw the time line with its marks, and above it latency by percentile if there are answers."""
+    """Draw the time line, and above it latency by percentile if there are answers."""
     figure, (*of_answers, latency, requests, in_flight) = new_figure(*((3,) if run.answered else ()), 2.5, 2, 1.5)
     for axes in of_answers:
         lines = {
-            "service time of answers, from when they were sent": [run.service],
-            "latency of all that were due": [run.latency_of_due],
+            "service time of answers, from when they were sent": run.service,
+            "latency of all that were due": run.latency_of_due,
         }
         draw_percentiles(axes, lines, run.slo_ms)
     second = {
@@ -172,12 +125,6 @@ def run_chart(run: LoadResult) -> Markup:
     for axes in (latency, requests, in_flight):
         axes.axvspan(0, run.warmup_s, alpha=0.15)
         axes.set_xlim(0, run.warmup_s + run.duration_s)
-        for mark in run.marks:
-            axes.axvline(mark.at_s, color="C4")
-    for mark in run.marks:
-        latency.annotate(
-            mark.label, (mark.at_s, 1), xycoords=("data", "axes fraction"), rotation=90, va="top", clip_on=True
-        )
     return to_svg(figure)
 
 
@@ -205,39 +152,12 @@ def sweep_chart(sweep: SweepResult) -> Markup:
     return to_svg(figure)
 
 
-def ratio_chart(comparison: Comparison) -> Markup:
-    """Draw each measure's ratios to the baseline with their intervals."""
-    arms, measures = comparison.arms, [measure for measure in comparison.measures if measure.ratios]
-    spacing = len(comparison.others) + 1
-    figure, [axes] = new_figure(1 + 0.22 * spacing * len(measures))
-    axes.set(xlabel=f"ratio to {arms[comparison.baseline].name}", xscale="log")
-    for number, arm in enumerate(comparison.others):
-        ratios = [measure.ratios[arm] for measure in measures]
-        value = np.array([ratio.value for ratio in ratios])
-        low, high = (np.array([getattr(ratio, end) or ratio.value for ratio in ratios]) for end in ("low", "high"))
-        rows = np.arange(len(ratios)) * spacing + number
-        axes.errorbar(value, rows, xerr=[value - low, high - value], fmt="o", color=f"C{arm}", label=arms[arm].name)
-    axes.axvline(1, color="gray")
-    axes.set_yticks(np.arange(len(measures)) * spacing, [measure.name for measure in measures])
-    axes.invert_yaxis()
-    return to_svg(figure)
-
-
-def arms_chart(comparison: Comparison) -> Markup:
-    """Draw latency by percentile of each arm that has runs."""
-    figure, [axes] = new_figure(3.5)
-    runs = {arm.name: arm.runs for arm in comparison.arms if arm.runs}
-    lines = {name: [run.latency_of_due for run in of_arm] for name, of_arm in runs.items()}
-    draw_percentiles(axes, lines, next(iter(runs.values()))[0].slo_ms)
-    return to_svg(figure)
-
-
 def html(result: Reported) -> str:
     """Write the page as text."""
     loader = PackageLoader("loadtest", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["text"] = value_text
-    functions = run_chart, sweep_chart, ratio_chart, arms_chart, tables_of, outcome_of
+    functions = run_chart, sweep_chart, tables_of, outcome_of
     environment.globals |= {function.__name__: function for function in functions}
     with mpl.rc_context(STYLE):
         return environment.get_template("page.html").render(result=result).lstrip()

@@ -1,41 +1,34 @@
-"""Compare arms (numbers of cards, servers, versions) that are measured in interleaved rounds, as ratios to one of them.
+"""Compare subjects (numbers of cards, servers, versions), measured in interleaved rounds, as ratios to the first one.
 
-An arm's ratio to the baseline is the geometric mean of its rounds' ratios, and its interval is a bootstrap over the
+A subject's ratio to the baseline is the geometric mean of its rounds' ratios, and its interval is a bootstrap over the
 rounds, which are independent; the requests of one run are not. A plain percentile interval is too narrow for few
 rounds. This one is widened for that: Hesterberg, "What teachers should know about the bootstrap", The American
 Statistician 69 (2015), "expanded percentile interval". It can't reach beyond the lowest and highest round: where rounds
 scatter normally it covers about 75% with three, 88% with four, 92% with five and 94% from six on (simulated).
-
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Generic, Literal, Self, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
 from rich.console import Console
 
-from loader.errors import ConfigError
-from loader.snapshot.tables import Frozen
-from loadtest.documents import Machine, line, make_table, ratio_text, significant
-from loadtest.load.result import LoadResult
+from loadtest.documents import line, ratio_text, significant
+from serving.cli.output import table_of
 
 Item = TypeVar("Item")
-Round = TypeVar("Round")
 Better: TypeAlias = Literal["lower", "higher"]
+Values: TypeAlias = Mapping[str, float]
+"""A round of a subject: a value for each measure that it has."""
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-COUNTED = "requests that count in a round"
-"""In the setup: of fewer than a thousand, p99.9 is the slowest one."""
-FORM = "requests are"
-SHARES = "shares of capacity"
 # 97.5% quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 _T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
@@ -43,21 +36,21 @@ _T_975 = (
 )  # fmt: skip
 
 
-class Ratio(Frozen):
-    """An arm's ratio to the baseline: geometric mean of the rounds, and its interval, which one round has not."""
+class Ratio(NamedTuple):
+    """A ratio to the baseline: geometric mean of the rounds, and its interval, which one round has not."""
 
-    value: float = Field(gt=0)
-    low: float | None = Field(default=None, gt=0)
-    high: float | None = Field(default=None, gt=0)
+    value: float
+    low: float | None = None
+    high: float | None = None
 
     @classmethod
-    def from_logs(cls, logs: npt.NDArray[np.float64], seed: int) -> Self:
+    def from_logs(cls, logs: npt.NDArray[np.float64]) -> Self:
         """Compute the ratio from the logarithm of each round's ratio."""
         rounds, value = len(logs), math.exp(float(logs.mean()))
         if rounds < 2:
             return cls(value=value)
-        # The same rounds are drawn for every arm and measure: their ratios come from one set of resampled experiments.
-        drawn = np.random.default_rng(seed).integers(0, rounds, (RESAMPLES, rounds))
+        # The same rounds are drawn for every ratio: all come from one set of resampled experiments.
+        drawn = np.random.default_rng(0).integers(0, rounds, (RESAMPLES, rounds))
         # Beyond 30 degrees of freedom Student's distribution is nearly the normal one.
         quantile = _T_975[rounds - 2] if rounds - 2 < len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
         tail = NormalDist().cdf(-math.sqrt(rounds / (rounds - 1)) * quantile)
@@ -73,101 +66,47 @@ class Ratio(Frozen):
         return f"{ratio_text(self.value)} ×{interval}"
 
 
-class ComparedMeasure(Frozen):
-    """One measure of every arm; `better` is the good direction.
+class Measure(NamedTuple):
+    """A row of a comparison; `better` is the good direction."""
 
-    `values` are `[arms][rounds]`, 0 for none, `middle` their medians, `ratios` `[arms]`; empty where some value is 0.
+    name: str
+    unit: str
+    better: Better = "lower"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMeasure:
+    """One measure of every subject.
+
+    `values` are `[subjects][rounds]`, 0 for none, `middle` their medians, `ratios` `[subjects]`; empty where some value
+    is 0.
     """
 
-    name: str = Field(min_length=1)
-    unit: str
-    better: Better
+    measure: Measure
     values: tuple[tuple[float, ...], ...]
     middle: tuple[float, ...]
     ratios: tuple[Ratio, ...]
 
     @classmethod
-    def from_values(
-        cls, name: str, unit: str, better: Better, values: Sequence[Sequence[float]], *, seed: int = 0
-    ) -> Self:
-        """Compute ratios to the first arm from values `[arms][rounds]`: where all are above 0."""
+    def from_values(cls, measure: Measure, values: Sequence[Sequence[float]]) -> Self:
+        """Compute ratios to the first subject from values `[subjects][rounds]`: where all are above 0."""
         table = np.asarray(values, np.float64)
         ratios: tuple[Ratio, ...] = ()
         if (table > 0).all():
-            ratios = (Ratio(value=1.0), *(Ratio.from_logs(logs, seed) for logs in np.log(table / table[0])[1:]))
-        rows = tuple(map(tuple, table.tolist()))
-        middle = tuple(np.median(table, axis=1).tolist())
-        return cls(name=name, unit=unit, better=better, values=rows, middle=middle, ratios=ratios)
-
-    def judgement(self, arm: int) -> Literal["better", "worse", ""]:
-        """Compare an arm with the baseline: empty unless the interval excludes 1."""
-        ratio = self.ratios[arm]
-        if ratio.low is None or ratio.high is None or ratio.low <= 1 <= ratio.high:
-            return ""
-        return "better" if (ratio.value < 1) == (self.better == "lower") else "worse"
-
-
-class Arm(Frozen):
-    """What is compared: a name such as `2 cards`, and its load tests by round, warm and cold, where there are some."""
-
-    name: str = Field(min_length=1)
-    runs: tuple[LoadResult, ...] = ()
-    cold_runs: tuple[LoadResult, ...] = ()
-
-
-class Comparison(Frozen):
-    """Several arms side by side, in the order of the table; `setup` is what all have alike.
-
-    `resamples` and `seed` are of the bootstrap. `machine` and `versions` are None and empty if not known.
-    """
-
-    kind: Literal["comparison"] = "comparison"
-    format_version: Literal[1] = 1
-    title: str = Field(min_length=1)
-    setup: dict[str, str] = Field(default_factory=dict)
-    arms: tuple[Arm, ...] = Field(min_length=1)
-    baseline: int = Field(ge=0)
-    rounds: int = Field(ge=1)
-    measures: tuple[ComparedMeasure, ...]
-    confidence: float = CONFIDENCE
-    resamples: int = RESAMPLES
-    seed: int = 0
-    valid: bool
-    invalid_because: tuple[str, ...] = ()
-    machine: Machine | None = None
-    versions: dict[str, str] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _shapes_agree(self) -> Self:
-        arms = len(self.arms)
-        if self.baseline >= arms:
-            raise ValueError(f"baseline: {self.baseline}; there are {arms} arms")
-        for measure in self.measures:
-            shapes = [len(measure.values), len(measure.middle), len(measure.ratios) or arms]
-            if shapes != [arms] * 3 or {len(rounds) for rounds in measure.values} != {self.rounds}:
-                raise ValueError(
-                    f"measures: {measure.name} has values for other than {arms} arms and {self.rounds} rounds"
-                )
-        return self
-
-    @property
-    def others(self) -> list[int]:
-        """The arms but the baseline, by index."""
-        return [arm for arm in range(len(self.arms)) if arm != self.baseline]
+            ratios = (Ratio(1.0), *(Ratio.from_logs(logs) for logs in np.log(table / table[0])[1:]))
+        return cls(measure, tuple(map(tuple, table.tolist())), tuple(np.median(table, axis=1).tolist()), ratios)
 
 
 @dataclass(frozen=True, slots=True)
-class Measure(Generic[Round]):
-    """A row of a comparison, with its value in a round of an arm; None where there is none.
+class Comparison:
+    """Several subjects by name, the baseline first, with the set-up that all have alike; `problems` make it invalid."""
 
-    If not `everywhere`, it has no ratios where some arm has 0 or none, and is left out if all have none.
-    """
-
-    name: str
-    unit: str
-    better: Better
-    value: Callable[[Round], float | None]
-    everywhere: bool = True
+    title: str
+    setup: Mapping[str, str]
+    subjects: tuple[str, ...]
+    rounds: int
+    measures: tuple[ComparedMeasure, ...]
+    problems: tuple[str, ...] = ()
 
 
 def rotated(items: Sequence[Item], number: int) -> list[Item]:
@@ -177,80 +116,48 @@ def rotated(items: Sequence[Item], number: int) -> list[Item]:
 
 
 def compare_rounds(
-    arms: Sequence[tuple[Arm, Sequence[Round]]],
-    measures: Sequence[Measure[Round]],
-    *,
     title: str,
-    setup: Mapping[str, str] | None = None,
-    invalid_because: Sequence[str] = (),
-    machine: Machine | None = None,
-    versions: Mapping[str, str] | None = None,
-    seed: int = 0,
+    subjects: Mapping[str, Sequence[Values]],
+    measures: Sequence[Measure],
+    setup: Mapping[str, str],
+    problems: Sequence[str] = (),
 ) -> Comparison:
-    """Compute ratios to the first arm.
+    """Compute ratios to the first subject from all rounds of each.
 
-    A measure that every arm has, but not in every round, is left out, and the comparison is not valid. Nor is it with a
-    reason why not. Raises ConfigError: arms have other numbers of rounds, or there are none.
+    A measure has no ratios where some subject has 0 or no value, and is left out if all have none.
     """
-    counts = {arm.name: len(rounds) for arm, rounds in arms}
-    if len(set(counts.values())) != 1 or 0 in counts.values():
-        raise ConfigError(f"arms: {counts} rounds; all must have as many, at least 1")
-    compared, reasons = [], list(invalid_because)
+    compared = []
     for measure in measures:
-        given = [[measure.value(each) for each in rounds] for _, rounds in arms]
-        values = [[value or 0.0 for value in of_arm] for of_arm in given]
-        if measure.everywhere:
-            is_shown = all(0 < value < math.inf for of_arm in values for value in of_arm)
-        else:
-            is_shown = any(value is not None for of_arm in given for value in of_arm)
-        if is_shown:
-            compared.append(ComparedMeasure.from_values(measure.name, measure.unit, measure.better, values, seed=seed))
-        elif measure.everywhere:
-            reasons.append(f"{measure.name} is left out: some rounds have none; too many requests failed")
-    return Comparison(
-        title=title,
-        setup=dict(setup or {}),
-        arms=tuple(arm for arm, _ in arms),
-        baseline=0,
-        rounds=len(arms[0][1]),
-        measures=tuple(compared),
-        seed=seed,
-        valid=not reasons,
-        invalid_because=tuple(reasons),
-        machine=machine,
-        versions=dict(versions or {}),
-    )
+        values = [[values.get(measure.name) for values in rounds] for rounds in subjects.values()]
+        if any(value is not None for of_subject in values for value in of_subject):
+            table = [[value or 0.0 for value in of_subject] for of_subject in values]
+            compared.append(ComparedMeasure.from_values(measure, table))
+    rounds = len(next(iter(subjects.values())))
+    return Comparison(title, setup, tuple(subjects), rounds, tuple(compared), tuple(problems))
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print a row for each measure: medians, and under them the ratios with their intervals.
 
-    As many arms as the console has room for stand side by side, the baseline beside each group of others.
+    As many subjects as the console has room for stand side by side, the baseline beside each group of others.
     """
     line(console, comparison.title)
-    if FORM in comparison.setup:
-        line(console, f"{FORM} {comparison.setup[FORM]}")
-    baseline = comparison.arms[comparison.baseline].name
-    names = max((len(f"{measure.name}, {measure.unit}") for measure in comparison.measures), default=0)
-    width = 3 + max(len("0.123 × [0.123, 0.123]"), *(len(arm.name) for arm in comparison.arms))
-    room = max(1, (console.width - names - len(baseline) - 6) // width)
-    for begin in range(0, max(1, len(comparison.others)), room):
-        group = comparison.others[begin : begin + room]
-        arms = [comparison.baseline, *group]
-        table = make_table([""], [comparison.arms[arm].name for arm in arms])
-        for measure in comparison.measures:
-            table.add_row(f"{measure.name}, {measure.unit}", *[significant(measure.middle[arm]) for arm in arms])
-            if measure.ratios:
-                table.add_row("", "", *[str(measure.ratios[arm]) for arm in group])
-        console.print(table)
+    subjects, measures = comparison.subjects, comparison.measures
+    names = [f"{measure.name}, {measure.unit}" for measure in (compared.measure for compared in measures)]
+    width = 3 + max(len("0.123 × [0.123, 0.123]"), *map(len, subjects))
+    room = max(1, (console.width - max(map(len, names), default=0) - len(subjects[0]) - 6) // width)
+    for begin in range(1, max(2, len(subjects)), room):
+        group = range(begin, min(begin + room, len(subjects)))
+        rows: list[list[str]] = []
+        for name, compared in zip(names, measures, strict=True):
+            rows.append([name, *(significant(compared.middle[number]) for number in (0, *group))])
+            if compared.ratios:
+                rows.append(["", "", *(str(compared.ratios[number]) for number in group)])
+        columns = ["", *(f"#{subjects[number]}" for number in (0, *group))]
+        console.print(table_of("", columns, rows, no_wrap=True))
     medians, sure = "values of one round", "(one round has no confidence interval)"
     if comparison.rounds > 1:
-        medians = f"medians of {comparison.rounds} rounds"
-        sure = f"with {comparison.confidence:.0%} confidence intervals"
-    line(console, f"{medians}, and ratios to {baseline} {sure}")
-    if COUNTED in comparison.setup:
-        line(console, f"{COUNTED}: {comparison.setup[COUNTED]}; p99.9 of fewer than 1000 is the slowest one")
-    if SHARES in comparison.setup:
-        line(console, f"{SHARES}: {comparison.setup[SHARES]}")
-    for reason in comparison.invalid_because:
-        line(console, f"not valid: {reason}")
+        medians, sure = f"medians of {comparison.rounds} rounds", f"with {CONFIDENCE:.0%} confidence intervals"
+    line(console, f"{medians}, and ratios to {subjects[0]} {sure}")
+    for problem in comparison.problems:
+        line(console, f"not valid: {problem}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import count
 from math import ceil, inf, isqrt
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -22,12 +21,12 @@ from loader.description import Block, DtypeByPopularity, QuotientRemainderMappin
 from loader.divided_rows import rows_with_share
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.row_classes import classes_bytes
-from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, DividedTable, Frozen, HashMapping, RowDtype, TableSpec
+from loader.snapshot.tables import DividedTable, Frozen, HashMapping, RowDtype, TableSpec
 from router.table_sizing import RowLookups, TableIds, smallest_size
 
-Lever: TypeAlias = Literal["prune", "precision", "fit", "unify", "compose", "dims", "shard"]
+Lever: TypeAlias = Literal["prune", "precision", "fit", "compose", "dims", "shard"]
 LEVERS: tuple[Lever, ...] = get_args(Lever)
-TRAINED_LEVERS: tuple[Lever, ...] = ("fit", "unify", "compose", "dims")
+TRAINED_LEVERS: tuple[Lever, ...] = ("fit", "compose", "dims")
 _NARROWEST_FIRST: tuple[RowDtype, ...] = ("int4", "int8", "fp16", "fp32")
 """The dtypes of rows from the narrowest."""
 
@@ -50,8 +49,6 @@ DTYPE_ROUNDS: tuple[tuple[RowDtype, RowDtype, float], ...] = (
 """From mild to strong: dtype of the hottest rows, of the others, and the hottest rows' share."""
 _LEAST_ROWS = 100
 """Of a table whose rows are divided by popularity: of fewer, blocks would be of no rows."""
-_ALIKE = {"embedding_dim", "pooling", "dtype", "bucketing", "column_dims", "blocks", "project_to"}
-"""What hashed tables that become one must have in common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,35 +170,9 @@ class LeveredTable:
 
 Tables: TypeAlias = tuple[LeveredTable, ...]
 
-CURVE_SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
-
-
-class CurvePoint(Frozen):
-    """All hashed tables with so many rows for each id that occurs: bytes of the model, and share of lookups changed."""
-
-    rows_per_id: float
-    stored_bytes: int
-    changed_share: float | None
-
-
-def size_curve(tables: Sequence[LeveredTable]) -> tuple[CurvePoint, ...]:
-    """Measure the model with hashed tables of 100 % down to 1 % of the ids that occur; empty if no ids are known."""
-    num_ids = [table.ids.ids.size if table.ids and table.table.id_mapping.kind == "hash" else 0 for table in tables]
-    if not any(num_ids):
-        return ()
-    points = []
-    for share in CURVE_SHARES:
-        sized = [
-            table.updated(num_embeddings=ceil(share * size), default_row=0) if size else table
-            for table, size in zip(tables, num_ids, strict=True)
-        ]
-        changed, size_bytes = share_of_lookups(sized), stored_bytes(sized)
-        points.append(CurvePoint(rows_per_id=share, stored_bytes=size_bytes, changed_share=changed))
-    return tuple(points)
-
 
 class TableChange(Frozen):
-    """What a step made of a table, in words; of tables that became one, `table` names the new one."""
+    """What a step made of a table, in words."""
 
     table: str
     before: str
@@ -301,8 +272,6 @@ class Propose:
     def _trained(self, lever: Lever, tables: Tables) -> Tables:
         if lever == "fit":
             return self._rounds(tables, [self._fitted])
-        if lever == "unify":
-            return self._unified(tables)
         if lever == "dims":
             return self._rounds(tables, [partial(_narrowed, shape) for shape in _DIM_ROUNDS])
         largest = max(tables, key=lambda table: table.stored_bytes)
@@ -323,13 +292,17 @@ class Propose:
         return tuple(done)
 
     def _step(self, lever: Lever, before: Sequence[LeveredTable], after: Sequence[LeveredTable]) -> Step:
-        changes = []
-        for new in after:
-            old = [table for table in before if set(table.table.feature_names) <= set(new.table.feature_names)]
-            if old != [new]:
-                was = "; ".join(f"{table.table.name} {table}" if len(old) > 1 else str(table) for table in old)
-                sizes = {"bytes_before": stored_bytes(old), "bytes_after": new.stored_bytes}
-                changes.append(TableChange(table=new.table.name, before=was, after=str(new), **sizes))
+        changes = [
+            TableChange(
+                table=new.table.name,
+                before=str(old),
+                after=str(new),
+                bytes_before=old.stored_bytes,
+                bytes_after=new.stored_bytes,
+            )
+            for old, new in zip(before, after, strict=True)
+            if old != new
+        ]
         share, all_changed = share_of_lookups(before), share_of_lookups(after)
         return Step(
             lever=lever,
@@ -350,57 +323,15 @@ class Propose:
         by_popularity = any(table.blocks or isinstance(table.dtype, DtypeByPopularity) for table in described)
         return "by popularity: export needs counts" if by_popularity else ""
 
-    def _collisions_allowed(self, tables: Iterable[LeveredTable]) -> float:
-        return self.max_collision_share or min(table.table.max_collision_share for table in tables)
-
     def _fitted(self, table: LeveredTable, excess: int) -> LeveredTable | None:
         if not isinstance(table.table.id_mapping, HashMapping) or table.ids is None or not table.ids.ids.size:
             return None
-        share = self._collisions_allowed([table])
+        share = self.max_collision_share or table.table.max_collision_share
         if table.ids.rows(table.table).colliding > share * table.ids.counts.sum():
             return None
         row_bytes = max(table.stored_bytes // table.num_embeddings, 1)
         rows = max(smallest_size(table.ids, share), table.num_embeddings - -(-excess // row_bytes))
         return table.updated(num_embeddings=rows, default_row=0) if rows < table.num_embeddings else None
-
-    def _unified(self, tables: Tables) -> Tables:
-        """Join each group of tables alike, those of most bytes first, until all fit."""
-        groups: dict[str, list[LeveredTable]] = {}
-        for table in tables:
-            mapping, names = table.table.id_mapping, table.table.feature_names
-            # Features that share a table and a seed do so on purpose: equal ids of theirs mean the same.
-            alone = len(names) == 1 or (isinstance(mapping, HashMapping) and mapping.salt == "per_feature")
-            if isinstance(mapping, HashMapping) and alone and table.ids is not None and table.ids.ids.size:
-                groups.setdefault(table.table.model_dump_json(include=_ALIKE), []).append(table)
-        done = tables
-        for members in sorted(groups.values(), key=stored_bytes, reverse=True):
-            excess = stored_bytes(done) - self.limit_bytes
-            if len(members) > 1 and excess > 0 and (made := self._joined(members, excess, done)) is not None:
-                first = done.index(members[0])
-                done = tuple(table for table in (*done[:first], made, *done[first:]) if table not in members)
-        return done
-
-    def _joined(
-        self, members: Sequence[LeveredTable], excess: int, tables: Sequence[LeveredTable]
-    ) -> LeveredTable | None:
-        used_names = {table.table.name for table in tables}
-        names = (f"unified_{number}" for number in count(1))
-        kept = [table.keep_share for table in members if table.keep_share is not None]
-        share = self._collisions_allowed(members)
-        joined = replace(members[0], keep_share=max(kept, default=None)).updated(
-            name=next(name for name in names if name not in used_names),
-            num_embeddings=min(sum(table.num_embeddings for table in members), MAX_NUM_EMBEDDINGS),
-            default_row=0,
-            feature_names=tuple(name for table in members for name in table.table.feature_names),
-            id_mapping=HashMapping(salt="per_feature"),
-        )
-        if joined.ids is None or joined.ids.rows(joined.table).colliding > share * joined.ids.counts.sum():
-            return None
-        if joined.keep_share is None:
-            enough = joined.num_embeddings - -(-excess // max(joined.stored_bytes // joined.num_embeddings, 1))
-            rows = max(smallest_size(joined.ids, share), enough)
-            joined = joined.updated(num_embeddings=min(rows, joined.num_embeddings))
-        return joined if joined.stored_bytes < stored_bytes(members) else None
 
 
 def stored_bytes(tables: Iterable[LeveredTable]) -> int:

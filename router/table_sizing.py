@@ -30,8 +30,6 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 HEAD_SHARES = (0.01, 0.1)
 """Shares of the ids that occur, hottest first, whose share of lookups is reported."""
-CACHE_SHARES = (0.001, 0.01, 0.1, 0.5)
-"""Shares of a table's bytes whose hit rate, if they hold its hottest rows, is reported."""
 _HASHES = 2**32
 
 
@@ -221,14 +219,6 @@ def smallest_size(ids: TableIds, max_collision_share: float) -> int:
     return high
 
 
-class CacheUse(Frozen):
-    """A memory for the hottest rows of a table, and the share of lookups that they answer."""
-
-    size_bytes: int
-    rows: int
-    hit_rate: float
-
-
 class HeadUse(Frozen):
     """The hottest rows that were asked for: a share of them, and their share of lookups."""
 
@@ -250,7 +240,6 @@ class TableMeasures(Frozen):
         unseen_share: of lookups to come, those of rows that the trace has not; by the rows that it has once (Good, "The
             Population Frequencies of Species", 1953: seen once / lookups).
         head: of the rows asked for, hottest first.
-        caches: hit rates of the hottest rows in some sizes of memory.
     """
 
     table: str
@@ -267,7 +256,6 @@ class TableMeasures(Frozen):
     lookups_colliding_share: float | None
     unseen_share: float | None
     head: tuple[HeadUse, ...]
-    caches: tuple[CacheUse, ...]
 
 
 def measure(table: TableDescription, stored_bytes: int, rows: RowLookups, ids: TableIds | None = None) -> TableMeasures:
@@ -279,7 +267,6 @@ def measure(table: TableDescription, stored_bytes: int, rows: RowLookups, ids: T
         return float(shares[min(count, rows.lookups.size)])
 
     heads = [(share, math.ceil(share * rows.lookups.size)) for share in HEAD_SHARES]
-    caches = [(int(share * stored_bytes), int(share * num_embeddings)) for share in CACHE_SHARES]
     num_ids = None if ids is None else ids.ids.size
     is_hashed = isinstance(table.id_mapping, HashMapping) and num_ids is not None
     sharing = rows.ids_sharing
@@ -298,7 +285,6 @@ def measure(table: TableDescription, stored_bytes: int, rows: RowLookups, ids: T
         lookups_colliding_share=None if sharing is None else rows.colliding / total,
         unseen_share=None if sharing is None else int((rows.lookups == 1).sum()) / total,
         head=tuple(HeadUse(share_of_rows=share, rows=n, share_of_lookups=of_hottest(n)) for share, n in heads),
-        caches=tuple(CacheUse(size_bytes=size, rows=n, hit_rate=of_hottest(n)) for size, n in caches),
     )
 
 

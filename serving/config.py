@@ -330,16 +330,12 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
 class ShardNodeConfig(TraceSettings, RoleSettings, RowSettings, DivisionSettings, MemberSettings):
     """What `shardrank shard-node` runs by."""
 
-    fleet_only = MemberSettings.fleet_only | {"stage_mb_per_s"}
-
     advertise: str | None = setting(None, "ADDRESS")
     """With --registry: where routers reach this node. Default: the first address that it listens on."""
     shard: Shard = setting(..., "I/N")
     """Which shard of how many this node serves, counted from 0."""
     listen: tuple[str, ...] = setting(..., "ADDRESS", min_length=1)
     """host:port, or unix:/path of a socket."""
-    stage_mb_per_s: float | None = setting(None, file_only=True, gt=0)
-    """With --registry: read at most this much of a version in a second, in 10^6 bytes."""
     threads: int = setting(1, file_only=True, ge=1, le=256)
     """Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once."""
     admin_listen: str | None = setting(None, "HOST:PORT")

@@ -1,4 +1,4 @@
-"""`shardrank demo`, from ratings to ranked films: every number is of what came back from the running server."""
+"""`shardrank demo`, from ratings to ranked films: every number is of what came back from the running fleet."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, get_args
 
 import numpy as np
 from rich.console import Console
@@ -24,22 +23,17 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Frozen
-from router.plan import Plan
-from router.plan_file import PlanFile
 from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
-from serving.fleet.local_fleet import placement_line, running_fleet
+from serving.fleet.local_fleet import Beginning, LocalFleet, running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
-from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports
-from serving.rank.service import RankingService
-from serving.server import Listening, ServerConfig, running_server
+from serving.fleet.workers import reserved_ports
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
 from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array, Int64Array
-from shard_node.cuda.card_set import CardSet, DeviceChoice
+from shard_node.cuda.card_set import DeviceChoice
 
 # Tables of at most this size go to every shard: small, because the demo's tables are. With the default of a real fleet
 # nothing would be divided.
@@ -54,24 +48,13 @@ _PASTED_IDS = 5
 
 
 class DemoConfig(Frozen):
-    """What `shardrank demo` was asked to do; its options say what each means, and check it."""
+    """What is trained; the options of `shardrank demo` say what each means, and check it."""
 
     movielens: Path | None = None
     ratings: int
     epochs: int | None = None
     seed: int
     store: Path | None = None
-    shards: int
-    cards: int
-    device: str
-    sharding: Literal["hash", "range", "table"]
-    plan_file: Path | None = None
-    local: bool
-    host: str
-    http_port: int
-    grpc_port: int
-    hot_rows_gb: float = 0.0
-    hot_rows: Literal["learning", "static"] = "learning"
 
 
 class DemoReport(Frozen):
@@ -104,11 +87,8 @@ class DemoReport(Frozen):
     shards: int
     cards: int
     sharding: str
-    local: bool
     version: int
-    dense_dtype: str
     seed: int
-    stage_seconds: dict[str, float]
 
 
 @dataclass(slots=True, eq=False)
@@ -121,19 +101,14 @@ class Answers:
     scores: Float32Array
     latencies_ms: list[float] = field(default_factory=list)
     requests: int = 0
-    errors: int = 0
-    error_examples: list[str] = field(default_factory=list)
-    versions: set[int] = field(default_factory=set)
+    errors: list[str] = field(default_factory=list)
 
-    def percentile_ms(self, percent: float) -> float | None:
-        """Return a percentile of the latencies; None if nothing was answered."""
-        return float(np.percentile(self.latencies_ms, percent)) if self.latencies_ms else None
-
-    def failed(self, error: Exception) -> None:
-        """Count a failed request."""
-        self.errors += 1
-        if len(self.error_examples) < MAX_ERROR_EXAMPLES:
-            self.error_examples.append(str(error))
+    def percentiles_ms(self) -> tuple[float | None, float | None]:
+        """Return p50 and p99 of the latencies; None if nothing was answered."""
+        if not self.latencies_ms:
+            return None, None
+        p50, p99 = np.percentile(self.latencies_ms, (50, 99)).tolist()
+        return p50, p99
 
 
 def rank_arguments(request: GoldenRequests, spec: ModelSpec) -> dict[str, Any]:
@@ -146,34 +121,29 @@ def rank_arguments(request: GoldenRequests, spec: ModelSpec) -> dict[str, Any]:
 
 
 async def rank_all(
-    api: str,
-    client: AsyncClient,
-    model: str,
-    requests: Sequence[dict[str, Any]],
-    num_candidates: list[int],
-    progress: Progress,
+    api: str, client: AsyncClient, version: TrainedVersion, requests: GoldenRequests, progress: Progress
 ) -> Answers:
-    """Rank every request (arguments of `AsyncClient.rank`) once, after a warm-up with the first ones."""
-    answers = Answers(np.full(sum(num_candidates), np.nan, np.float32))
-    schedule = [(index % len(num_candidates), False) for index in range(WARMUP_REQUESTS)]
-    schedule += [(index, True) for index in range(len(num_candidates))]
-    starts = np.cumsum([0, *num_candidates])
-    for done, (index, counts) in enumerate(schedule, start=1):
+    """Rank every request once, after a warm-up with the last ones."""
+    spec, counts, expected = version.trained.spec, requests.num_candidates, int(version.folder.name)
+    arguments = [rank_arguments(requests.request(index), spec) for index in range(requests.num_requests)]
+    starts, answers = np.cumsum([0, *counts]), Answers(np.full(int(counts.sum()), np.nan, np.float32))
+    for number in range(-WARMUP_REQUESTS, len(arguments)):
+        index = number % len(arguments)
         answers.requests += 1
         try:
             began = time.perf_counter()
-            answer = await client.rank(model, **requests[index])
+            answer = await client.rank(spec.model, **arguments[index])
             seconds = time.perf_counter() - began
-            if answer.scores.size != num_candidates[index]:
-                raise InternalError(f"{answer.scores.size} scores for {num_candidates[index]} candidates")
+            if (answer.scores.size, answer.version) != (counts[index], expected):
+                got = f"{answer.scores.size} scores of version {answer.version}"
+                raise InternalError(f"{got} for {counts[index]} candidates and version {expected}")
         except ShardrankError as error:
-            answers.failed(error)
+            answers.errors.append(str(error))
         else:
-            answers.versions.add(answer.version)
-            if counts:
+            if number >= 0:
                 answers.scores[starts[index] : starts[index + 1]] = answer.scores
                 answers.latencies_ms.append(1000 * seconds)
-        progress(f"ranking over {api}", done, len(schedule))
+        progress(f"ranking over {api}", answers.requests, WARMUP_REQUESTS + len(arguments))
     return answers
 
 
@@ -204,8 +174,8 @@ class UsersFilms:
         candidates = {"film_id": films.ids[unseen].tolist(), "genre": [films.genres_of(film) for film in unseen]}
         return {"context": {"sparse": context}, "candidates": {"sparse": candidates}}
 
-    async def ask(self, client: AsyncClient, model: str) -> list[tuple[str, str, float]]:
-        """Ask the running server for the user's top films: (title, genres, score). Raises ShardrankError."""
+    async def rank(self, client: AsyncClient, model: str) -> list[tuple[str, str, float]]:
+        """Ask the running fleet for the user's top films: (title, genres, score). Raises ShardrankError."""
         films, top = self.dataset.interactions.films, []
         ids = {side: given["sparse"] for side, given in self.body().items()}
         answer = await client.rank(model, **ids, top_k=TOP_FILMS)
@@ -215,89 +185,48 @@ class UsersFilms:
             top.append((films.titles[film], genres, float(answer.scores[position])))
         return top
 
-    def request_lines(self, at: Listening, model: str) -> list[str]:
-        """Write a short request as a `curl` and as a `grpcurl` command."""
-        body = {**self.body(_PASTED_IDS), "timeout_ms": TIMEOUT_MS}
-        message: dict[str, Any] = {"model": model, "timeout_ms": TIMEOUT_MS}
-        for side in ("context", "candidates"):
-            sparse = {name: {"ids": ids} for name, ids in body[side]["sparse"].items() if name != "genre"}
-            message[side] = {"sparse": sparse}
-        bags = body["candidates"]["sparse"]["genre"]
-        message["candidates"]["sparse"]["genre"] = {
-            "ids": list(itertools.chain(*bags)),
-            "lengths": [len(bag) for bag in bags],
-        }
-        return [
-            f"curl -s http://{at.host}:{at.http_port}/v1/models/{model}:rank -d {shlex.quote(json.dumps(body))}",
-            f"grpcurl -plaintext -d {shlex.quote(json.dumps(message))} {at.host}:{at.grpc_port} "
-            "shardrank.v1.RankingService/Rank",
-        ]
 
-
-class Ranked(NamedTuple):
-    """What came back from the server; `top` is (title, genres, score) of the best of `films`."""
-
-    http: Answers
-    grpc: Answers
-    top: list[tuple[str, str, float]]
-    films: UsersFilms
-    dense_dtype: str
-
-
-def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Path | None) -> int:
-    """Run the demo. Returns the exit code: 0, or 1 if a request failed.
+def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: bool, json_file: Path | None) -> int:
+    """Train, serve by a fleet of these settings, rank and report. Returns the exit code: 0, or 1 if a request failed.
 
     With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal. Raises
-    ShardrankError if a stage fails; for a port, a device or a file that can't be used, before the work.
+    ShardrankError if a stage fails; for a port or a device that can't be used, before the work.
     """
     with ExitStack() as stack:
-        ports = stack.enter_context(reserved_ports(config.host, config.http_port, config.grpc_port, workers=1))
-        if json_file is not None:
-            # An older report stays as it is until there is a new one.
-            try:
-                json_file.open("a").close()
-            except OSError as error:
-                folder = json_file.parent
-                problem = error.strerror if folder.is_dir() else f"there is no folder {str(folder)!r}"
-                raise InternalError(f"--json {json_file}: {problem}") from error
-        DeviceChoice.parse(config.device)
-        # Shard nodes open cards of their own, and later.
-        card_set = CardSet.open(config.device, config.cards) if config.local else None
-        store = config.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
-        seconds: dict[str, float] = {}
-        began = time.monotonic()
-
-        def on_stage(stage: str) -> None:
-            seconds[stage] = round(time.monotonic() - began - sum(seconds.values()), 3)
-
+        ports = stack.enter_context(reserved_ports(fleet.host, fleet.http_port, fleet.grpc_port, workers=1))
+        DeviceChoice.parse(fleet.device)
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
         with progress_bars() as bars:
-            interactions = read_interactions(config.movielens, config.ratings, config.seed)
-            on_stage("read")
             version = train_version(
-                interactions,
-                store,
+                read_interactions(config.movielens, config.ratings, config.seed),
+                config.store or temporary / "store",
                 seed=config.seed,
                 epochs=config.epochs,
-                bucketing="range" if config.sharding == "range" else "mixed",
-                on_stage=on_stage,
+                bucketing="range" if fleet.sharding == "range" else "mixed",
                 progress=bars,
             )
-            expected = expectation(version)
-            on_stage("expect")
-        snapshot = Snapshot.open(version.folder, verify=False)
-        file = None if config.plan_file is None else PlanFile.read(config.plan_file)
-        plan = Plan.of_snapshot(snapshot, config.shards, config.sharding, config.cards, REPLICATE_BYTES, file)
-        console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
+        expected, folder = expectation(version), version.folder
+        # A registry of its own, gone with the demo: the store's may be that of a real fleet.
+        served = {"store": folder.parent.parent.resolve(), "registry": str(temporary / "registry")}
+        versions = {"models": (folder.parent.name,), "versions": {folder.parent.name: int(folder.name)}}
+        fleet = fleet.model_copy(update={**served, **versions, "replicate_bytes": REPLICATE_BYTES})
+
+        def show_placement(beginnings: Sequence[Beginning]) -> None:
+            plan = beginnings[0].plan
+            console.print(f"{plan.num_shards} shards, plan {plan.digest[:12]}", markup=False, highlight=False)
 
         async def serve() -> int:
-            async with _serving(config, ports, card_set, version.folder) as at:
-                on_stage("start")
-                ranked = await _rank(version, expected, at)
-                on_stage("rank")
-                report = _report(config, version, expected, ranked, seconds)
-                _show(console, ranked, report, json_file)
+            async with AsyncExitStack() as running:
+                with progress_bars() as bars:
+                    ready, total = itertools.count(1), fleet.shards + 2
+                    bars("starting processes", 0, total)
+                    starting = running_fleet(
+                        fleet, lambda name: bars("starting processes", next(ready), total), ports, show_placement
+                    )
+                    at = await running.enter_async_context(starting)
+                films, report = await _rank(fleet, config.seed, version, expected, at, console, json_file)
                 if not once:
-                    await _serve_on(console, version, ranked, at)
+                    await _serve_on(console, films, url_of(at, "http"), version.trained.spec.model)
                 return 1 if report.errors else 0
 
         try:
@@ -307,96 +236,52 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
             return 130
 
 
-@asynccontextmanager
-async def _serving(
-    config: DemoConfig, ports: WorkerPorts, card_set: CardSet | None, folder: Path
-) -> AsyncIterator[Listening]:
-    """Serve the snapshot while the block runs; the host is written as in a URL."""
-    async with AsyncExitStack() as stack:
-        with progress_bars() as bars:
-            if config.local:
-                source = ModelSource(
-                    snapshot=folder,
-                    cards=config.cards,
-                    card_set=card_set,
-                    sharding=config.sharding,
-                    replicate_bytes=REPLICATE_BYTES,
-                    plan=None if config.plan_file is None else PlanFile.read(config.plan_file),
-                )
-                service = RankingService()
-                stack.push_async_callback(asyncio.to_thread, service.close)
-                service.install(await asyncio.to_thread(load_served_model, source, service, bars))
-                server = ServerConfig(host=config.host, http_port=ports.http, grpc_port=ports.grpc)
-                await stack.enter_async_context(running_server(service, server))
-            else:
-                ready, total = itertools.count(1), config.shards + 2
-                bars("starting processes", 0, total)
-                # A registry of its own, gone with the demo: the store's may be that of a real fleet.
-                registry = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-"))
-                model, version = folder.parent.name, int(folder.name)
-                fleet = FleetConfig(
-                    store=folder.parent.parent.resolve(),
-                    models=(model,),
-                    versions={model: version},
-                    registry=registry,
-                    shards=config.shards,
-                    cards=config.cards,
-                    sharding=config.sharding,
-                    replicate_bytes=REPLICATE_BYTES,
-                    plan_file=config.plan_file,
-                    host=config.host,
-                    device=config.device,
-                    hot_rows_gb=config.hot_rows_gb,
-                    hot_rows=config.hot_rows,
-                )
-
-                def on_ready(name: str) -> None:
-                    bars("starting processes", next(ready), total)
-
-                await stack.enter_async_context(running_fleet(fleet, on_ready, ports))
-        host = connectable_host(config.host)
-        yield Listening(f"[{host}]" if ":" in host else host, ports.http, ports.grpc)
+def url_of(at: LocalFleet, scheme: Literal["http", "grpc"]) -> str:
+    """Return where a fleet serves, as a client takes it."""
+    host = f"[{at.host}]" if ":" in at.host else at.host
+    return f"{scheme}://{host}:{at.http_port if scheme == 'http' else at.grpc_port}"
 
 
-async def _rank(version: TrainedVersion, expected: Expectation, at: Listening) -> Ranked:
-    model, dataset = version.trained.spec.model, version.dataset
-    requests, spec = expected.labelled.requests, version.trained.spec
-    arguments = [rank_arguments(requests.request(index), spec) for index in range(requests.num_requests)]
-    num_candidates: list[int] = requests.num_candidates.tolist()
+async def _rank(
+    fleet: FleetConfig,
+    seed: int,
+    version: TrainedVersion,
+    expected: Expectation,
+    at: LocalFleet,
+    console: Console,
+    json_file: Path | None,
+) -> tuple[UsersFilms, DemoReport]:
+    """Rank the test part over both APIs; show what came back, and write it."""
+    dataset, model = version.dataset, version.trained.spec.model
     films = UsersFilms.of(dataset, int(dataset.interactions.user_index[expected.labelled.samples[0]]))
-    # A request that fails is counted, so none is sent again.
-    client_of = partial(AsyncClient, timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
-    async with (
-        client_of(f"http://{at.host}:{at.http_port}") as http,
-        client_of(f"grpc://{at.host}:{at.grpc_port}") as grpc,
-    ):
-        answers = {}
-        for api, client in (("http", http), ("grpc", grpc)):
+    answers: dict[str, Answers] = {}
+    top: list[tuple[str, str, float]] = []
+    for scheme in get_args(Literal["http", "grpc"]):
+        # A request that fails is counted, so none is sent again.
+        retry = RetryPolicy(max_attempts=1)
+        async with AsyncClient(url_of(at, scheme), timeout_ms=TIMEOUT_MS, retry=retry) as client:
             with progress_bars() as bars:
-                answers[api] = await rank_all(api, client, model, arguments, num_candidates, bars)
-            if answers[api].versions - {int(version.folder.name)}:
-                found = answers[api].versions
-                raise InternalError(f"{api}: versions {found} answered, expected {version.folder.name}")
-        answers["http"].requests += 1
-        top = []
-        try:
-            top = await films.ask(http, model)
-        except ShardrankError as error:
-            answers["http"].failed(error)
-        try:
-            dense_dtype = (await http.describe(model)).dense_model.dtype
-        except ShardrankError as error:
-            raise InternalError(f"http: {error}") from error
-    return Ranked(answers["http"], answers["grpc"], top, films, dense_dtype)
+                answers[scheme] = await rank_all(scheme, client, version, expected.labelled.requests, bars)
+            if scheme == "http":
+                answers[scheme].requests += 1
+                try:
+                    top = await films.rank(client, model)
+                except ShardrankError as error:
+                    answers[scheme].errors.append(str(error))
+    report = _report(fleet, seed, version, expected, **answers)
+    _show(console, films, top, report, json_file)
+    return films, report
 
 
 def _report(
-    config: DemoConfig, version: TrainedVersion, expected: Expectation, ranked: Ranked, seconds: dict[str, float]
+    fleet: FleetConfig, seed: int, version: TrainedVersion, expected: Expectation, http: Answers, grpc: Answers
 ) -> DemoReport:
     data, snapshot = version.dataset.interactions, Snapshot.open(version.folder, verify=False)
-    http, grpc = ranked.http, ranked.grpc
     answered = np.isfinite(http.scores)
     differences = np.abs(np.stack([http.scores, grpc.scores]) - expected.scores)
+    errors = [*http.errors, *grpc.errors]
+    http_p50_ms, http_p99_ms = http.percentiles_ms()
+    grpc_p50_ms, grpc_p99_ms = grpc.percentiles_ms()
     return DemoReport(
         source=data.source,
         users=data.users.ids.size,
@@ -409,32 +294,37 @@ def _report(
         max_score_diff=None if np.isnan(differences).all() else float(np.nanmax(differences)),
         scores_identical=bool(np.array_equal(http.scores, grpc.scores)),
         requests=http.requests + grpc.requests,
-        errors=http.errors + grpc.errors,
-        error_examples=(*http.error_examples, *grpc.error_examples),
-        http_p50_ms=http.percentile_ms(50),
-        http_p99_ms=http.percentile_ms(99),
-        grpc_p50_ms=grpc.percentile_ms(50),
-        grpc_p99_ms=grpc.percentile_ms(99),
+        errors=len(errors),
+        error_examples=tuple(errors[:MAX_ERROR_EXAMPLES]),
+        http_p50_ms=http_p50_ms,
+        http_p99_ms=http_p99_ms,
+        grpc_p50_ms=grpc_p50_ms,
+        grpc_p99_ms=grpc_p99_ms,
         snapshot_bytes=snapshot.size_bytes,
         float32_bytes=snapshot.float32_bytes,
         version=int(version.folder.name),
-        dense_dtype=ranked.dense_dtype,
-        stage_seconds=dict(seconds),
-        **config.model_dump(include={"shards", "cards", "sharding", "local", "seed"}),
+        seed=seed,
+        **fleet.model_dump(include={"shards", "cards", "sharding"}),
     )
 
 
-def _show(console: Console, ranked: Ranked, report: DemoReport, json_file: Path | None) -> None:
-    films, data = ranked.films, ranked.films.dataset.interactions
+def _show(
+    console: Console,
+    films: UsersFilms,
+    top: list[tuple[str, str, float]],
+    report: DemoReport,
+    json_file: Path | None,
+) -> None:
+    data = films.dataset.interactions
     who = f"user {data.users.ids[films.user]} ({data.users.occupations[films.user]}, {data.users.ages[films.user]})"
-    rows = [(place, title, genres, f"{score:.4f}") for place, (title, genres, score) in enumerate(ranked.top, start=1)]
+    rows = [(place, title, genres, f"{score:.4f}") for place, (title, genres, score) in enumerate(top, start=1)]
     console.print(table_of(f"Films for {who}", ("#", "film", "genres", "#score"), rows))
     liked = "; ".join(data.films.titles[film] for film in films.history[:LIKED_SHOWN]) or "nothing yet"
     console.print(f"  liked lately: {liked}\n", markup=False, highlight=False)
     quality = (
         ("each film's mean label", _number(report.auc_item_mean, 4)),
         ("the float32 model, in this process", _number(report.auc_fp32, 4)),
-        ("the running server, int8 rows", _number(report.auc_served, 4)),
+        ("the running fleet, int8 rows", _number(report.auc_served, 4)),
     )
     console.print(table_of("Quality on held-out ratings", ("scores from", "#AUC"), quality))
     if report.max_score_diff is not None:
@@ -445,9 +335,9 @@ def _show(console: Console, ranked: Ranked, report: DemoReport, json_file: Path 
         ("gRPC", _number(report.grpc_p50_ms, 2), _number(report.grpc_p99_ms, 2)),
     )
     console.print(table_of("Latency, one request in flight", ("API", "#p50 ms", "#p99 ms"), latency))
-    where = "in this process" if report.local else f"on {report.shards} shards × {report.cards} cards"
     console.print(
-        f"  {report.requests} requests, {report.errors} errors; version {report.version}, rows {where}; "
+        f"  {report.requests} requests, {report.errors} errors; version {report.version}, "
+        f"rows on {report.shards} shards × {report.cards} cards; "
         f"snapshot {human_bytes(report.snapshot_bytes)}, its rows as float32 {human_bytes(report.float32_bytes)}"
     )
     for example in report.error_examples:
@@ -460,12 +350,14 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-async def _serve_on(console: Console, version: TrainedVersion, ranked: Ranked, at: Listening) -> None:
+async def _serve_on(console: Console, films: UsersFilms, url: str, model: str) -> None:
+    """Print a short request as a command, and serve until a signal."""
+    body = json.dumps({**films.body(_PASTED_IDS), "timeout_ms": TIMEOUT_MS})
     console.print("\nStill serving. Ask it yourself, or press Ctrl-C:\n")
-    for line in ranked.films.request_lines(at, version.trained.spec.model):
-        console.print(f"{line}\n", soft_wrap=True, markup=False, highlight=False)
+    line = f"curl -s {url}/v1/models/{model}:rank -d {shlex.quote(body)}\n"
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
-        # The report is complete, so this is the end that was asked for. Leaving the block stops the server.
+        # The report is complete, so this is the end that was asked for. Leaving the block stops the fleet.
         console.print("stopping")

@@ -28,7 +28,6 @@ MAX_PROBLEM_CHARS = 768
 MAX_MESSAGE_CHARS = 4096
 RETRY_AFTER_S = 1
 """Reported to a client that was shed."""
-REPOSITORY_CONTROL = "models are not loaded or unloaded by clients; versions come and go by rollouts"
 
 
 def printable(text: str, max_chars: int) -> str:
@@ -46,7 +45,6 @@ class InvalidRequestError(
         "body_too_large": (413, "INVALID_ARGUMENT"),
         "schema_digest": (409, "FAILED_PRECONDITION"),
         "ambiguous_inputs": (400, "FAILED_PRECONDITION"),
-        "repository_control": (400, "FAILED_PRECONDITION"),
         "method_not_allowed": (405, "UNIMPLEMENTED"),
         "unknown_coding": (415, "UNIMPLEMENTED"),
         "misdirected": (421, "FAILED_PRECONDITION"),

@@ -10,32 +10,28 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import click
 import uvloop
-from pydantic import Field
 
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord
-from loader.snapshot.tables import Frozen
 from serving.api.grpc.services import GrpcServer
 from serving.api.http import HttpApp, HttpServer, running_admin
 from serving.api.tokens import Tokens
 from serving.cli import settings
 from serving.cli.settings import Protection, config_of
 from serving.config import ServeConfig
-from serving.dashboard.board import FleetSource
+from serving.dashboard.board import Board
 from serving.fleet.membership import Membership, node_id, reachable_host
 from serving.fleet.process import notify_ready, num_workers, run_until_stopped
 from serving.fleet.workers import reserved_ports
 from serving.limits import RequestLimits
 from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
-from serving.versions.fixed_shards import FixedShards
-from serving.versions.fleet_member import FleetMember, LocalRows, ServingConfig
+from serving.versions.fleet_member import FixedShards, FleetMember, LocalRows, ServingConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
@@ -48,32 +44,9 @@ _WORKER_NOTE = (
     "{count} worker processes share this port and one of them answers this page: requests and latencies are those of "
     "process {process} alone; /metrics adds all workers up"
 )
+DRAIN_TIMEOUT_S: Final = 10.0
+"""How long requests in flight may take once a server stops."""
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
-
-
-class ServerConfig(Frozen):
-    """Where a serving process listens.
-
-    Attributes:
-        http_port, grpc_port: 0 takes a free one.
-        admin_port: for probes, metrics and the status page; 0 takes a free one, None has none.
-        shutdown_delay_s: how long it goes on to take requests after SIGTERM, not ready any more and closing each
-            connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
-        drain_timeout_s: how long requests in flight may take after that.
-        tls: what clients of all these ports must speak; None for plain text. A worker's private probe port never does.
-        tokens: the file of those who are let in, as of `serving.api.tokens`; None to let everybody in.
-        num_workers: how many processes share both ports.
-    """
-
-    host: str = "127.0.0.1"
-    http_port: int = Field(default=8080, ge=0, le=65535)
-    grpc_port: int = Field(default=8081, ge=0, le=65535)
-    admin_port: int | None = Field(default=None, ge=0, le=65535)
-    shutdown_delay_s: float = Field(default=0.5, ge=0, le=600)
-    drain_timeout_s: float = Field(default=10.0, gt=0, le=600)
-    tls: TlsConfig | None = None
-    tokens: Path | None = None
-    num_workers: int = Field(default=1, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +60,18 @@ class Listening:
 
 
 @contextlib.asynccontextmanager
-async def running_server(service: RankingService, config: ServerConfig) -> AsyncIterator[Listening]:
-    """Listen while the block runs, then stop as `ServerConfig` says. Raises ConfigError if a port can't be bound."""
-    tokens, ssl = _protection(service, config, "http")
+async def running_server(
+    service: RankingService,
+    config: ServeConfig,
+    tls: TlsConfig | None = None,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
+) -> AsyncIterator[Listening]:
+    """Listen while the block runs, with `tls` or as plain text. Raises ConfigError if a port can't be bound.
+
+    Then it goes on to answer requests for `shutdown_delay_s`, not ready any more and closing each connection with its
+    answer, so that balancers and clients turn elsewhere; and waits for those in flight.
+    """
+    tokens, ssl = _protection(service, config, tls, "http")
     app = HttpApp(service, tokens)
     http = HttpServer(
         service.limits,
@@ -100,11 +82,11 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         ssl=ssl,
         admit=app.admit,
     )
-    grpc = GrpcServer(service, *_protection(service, config, "grpc"))
+    grpc = GrpcServer(service, *_protection(service, config, tls, "grpc"))
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
-        grpc_port = await grpc.start(config.host, config.grpc_port)
+        grpc_port = grpc.listen(config.host, config.grpc_port, "gRPC")
         # Only now, so that whoever is told that the process is ready can connect.
         await service.watch.refresh()
         watching = asyncio.gather(service.watch.run(), service.metrics.keep_up())
@@ -115,7 +97,7 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
         if watching is not None:
             http.begin_drain()
             await asyncio.sleep(config.shutdown_delay_s)
-        await asyncio.gather(http.stop(config.drain_timeout_s), grpc.stop(config.drain_timeout_s))
+        await asyncio.gather(http.stop(drain_timeout_s), grpc.stop(drain_timeout_s))
         if watching is not None:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -123,30 +105,30 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
 
 
 def _protection(
-    service: RankingService, config: ServerConfig, api: Literal["http", "grpc"]
+    service: RankingService, config: ServeConfig, tls: TlsConfig | None, api: Literal["http", "grpc"]
 ) -> tuple[Tokens | None, TlsContext | None]:
     """Who is let in at a port, and by which certificates; the metrics count who is not."""
     tokens = None
     if config.tokens is not None:
         tokens = Tokens(config.tokens, note=partial(service.metrics.failed, api, "authorization"))
-    return tokens, None if config.tls is None else server_context(config.tls, alpn=_ALPN[api])
+    return tokens, None if tls is None else server_context(tls, alpn=_ALPN[api])
 
 
 async def serve(
     service: RankingService,
-    config: ServerConfig,
+    config: ServeConfig,
     load: Callable[[], Awaitable[object]],
     on_ready: Callable[[Listening], None] = lambda listening: None,
-    probe_port: int | None = None,
+    tls: TlsConfig | None = None,
     on_listening: Callable[[Listening], None] = lambda listening: None,
     leave: Callable[[], Awaitable[object]] | None = None,
-    page: Callable[[], FleetSource] | None = None,
+    page: Callable[[], Board] | None = None,
 ) -> None:
     """Serve until it is cancelled, or its cards fail; then finish what is in flight and close everything.
 
     Alone, it listens at once and says that it is not ready until the model is loaded. Beside other workers, at ports
     that it shares with them, it listens only then: requests that reach it earlier would be answered by nobody else.
-    Until then `probe_port`, a private HTTP port on loopback, tells how it is.
+    Until then `probe_port`, a private HTTP port on loopback without TLS, tells how it is.
 
     `load` installs the models; `on_listening` and `on_ready` are called with the ports before it and after it; `leave`
     once requests have ended: until then it follows what is wanted, and a rollout waits for it. `page` opens what the
@@ -158,14 +140,14 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             if leave is not None:
                 stack.push_async_callback(leave)
-            admin_port = None
-            tokens, ssl = _protection(service, config, "http")
+            admin_port, probe_port = None, config.probe_port
+            tokens, ssl = _protection(service, config, tls, "http")
             if config.admin_port is not None:
                 admin_port = await stack.enter_async_context(
                     running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=ssl, page=page)
                 )
             if probe_port is None:
-                listening = await stack.enter_async_context(running_server(service, config))
+                listening = await stack.enter_async_context(running_server(service, config, tls))
             else:
                 await stack.enter_async_context(running_admin(service, "127.0.0.1", probe_port, tokens=tokens))
                 listening = Listening(config.host, config.http_port, config.grpc_port)
@@ -176,7 +158,7 @@ async def serve(
                 await service.watch.refresh()
                 notify_ready()
             else:
-                listening = await stack.enter_async_context(running_server(service, config))
+                listening = await stack.enter_async_context(running_server(service, config, tls))
             on_ready(replace(listening, admin_port=admin_port))
             await service.watch.cards_failed()
     finally:
@@ -195,7 +177,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     membership = Membership.of(options)
-    config = config_of(ServerConfig, options, tls=protection.tls, num_workers=num_workers())
+    workers = num_workers()
     service = RankingService(
         RequestLimits.model_validate(options.limits),
         expected_models=membership.agent.models,
@@ -203,8 +185,8 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     )
     member = fleet_member(options, membership, service, protection.node_tls)
     scheme, note, fixed = settings.scheme(options), "", "" if options.in_fleet else _ALONE
-    if config.num_workers > 1 and not options.in_fleet:
-        note = _WORKER_NOTE.format(count=config.num_workers, process=os.getpid())
+    if workers > 1 and not options.in_fleet:
+        note = _WORKER_NOTE.format(count=workers, process=os.getpid())
 
     def on_listening(listening: Listening) -> None:
         host = reachable_host(listening.host)
@@ -227,13 +209,13 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         program = partial(
             serve,
             service,
-            config,
+            options,
             member.load,
             on_ready,
-            options.probe_port,
+            protection.tls,
             on_listening,
             member.leave,
-            partial(FleetSource, membership.open_registry, note, fixed),
+            partial(Board, membership.open_registry, note, fixed),
         )
         # A second signal ends the process with status 1: a load that is under way can't be interrupted.
         run_until_stopped(program, lambda: os._exit(1), uvloop.new_event_loop)

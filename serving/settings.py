@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -18,8 +17,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, Union, g
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
 from pydantic.fields import FieldInfo
-
-logger = logging.getLogger(__name__)
 
 
 def setting(default: Any, flag: str = "", *, file_only: bool = False, **more: Any) -> Any:
@@ -68,8 +65,6 @@ def store_or_path(value: Any) -> Any:
     return path
 
 
-REMOVED_LIMITS: Final = ("max_connections_per_address", "penalty_s", "trusted_proxies")
-"""Ignored for one release."""
 _UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -120,16 +115,8 @@ def _checked_by(module: str, name: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _without_removed_limits(limits: dict[str, Any]) -> dict[str, Any]:
-    if ignored := [name for name in REMOVED_LIMITS if name in limits]:
-        logger.warning("%s: ignored, and refused by the next release: addresses are not judged", ", ".join(ignored))
-    return {name: value for name, value in limits.items() if name not in REMOVED_LIMITS}
-
-
 ByName: TypeAlias = Annotated[dict[str, Any], BeforeValidator(assignments)]
-Limits: TypeAlias = Annotated[
-    ByName, AfterValidator(_without_removed_limits), _checked_by("serving.limits", "RequestLimits")
-]
+Limits: TypeAlias = Annotated[ByName, _checked_by("serving.limits", "RequestLimits")]
 Policy: TypeAlias = Annotated[ByName, _checked_by("router.outliers", "ReplicaPolicy")]
 Staleness: TypeAlias = Annotated[dict[str, float], BeforeValidator(assignments)]
 RoleUris: TypeAlias = Annotated[

@@ -93,7 +93,6 @@ async def serve_shard(
             options.node_id or ("shard" if server is None else _node_id(index, server.addresses[0])),
             address="" if server is None else _advertised(options, server),
             store=membership.store,
-            stage_bytes_per_s=None if options.stage_mb_per_s is None else options.stage_mb_per_s * 1e6,
             stage_cpu_share=1.0 if is_alone else options.stage_cpu_share,
         )
         partition = partial(settings.partition_of, options, plan, index, num_shards)

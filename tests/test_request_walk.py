@@ -21,8 +21,9 @@ from loadtest.workloads.catalog import bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
 from router.plan import Plan
 from serving import rank
+from serving.config import ServeConfig
 from serving.rank.service import RankingService
-from serving.server import ServerConfig, running_server
+from serving.server import running_server
 from shard_node.wire.address import Address
 from shardrank_testing.nodes import serving
 
@@ -72,7 +73,7 @@ async def passed_files(path: Path, folder: Path) -> set[str]:
             await stack.enter_async_context(serving(address, make_node(snapshot, plan, shard)))
         service = stack.enter_context(closing(RankingService(None, expected_models=["bench-mlp"])))
         service.install(await asyncio.to_thread(load_over_shards, path, nodes, service, loop))
-        running = running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0))
+        running = running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0))
         server = await stack.enter_async_context(running)
         connection = stack.enter_context(closing(HTTPConnection(server.host, server.http_port, timeout=30)))
         for number in range(7):

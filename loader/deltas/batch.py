@@ -313,16 +313,3 @@ def stored_updates(
             stored = encode_checked(part, floats[in_part], f"table {name!r}, part {part.name!r}", numbers[in_part])
             updates.append((part, row_in_class[in_part], stored))
     return updates, numbers[class_of_row == len(parts)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrunedRows:
-    """Rows of a table, int64 [n], ascending, that were published though it is pruned of them, and how often each."""
-
-    rows: Int64Array
-    counts: Int64Array
-
-    @property
-    def count(self) -> int:
-        """How many updates were not written."""
-        return int(self.counts.sum())

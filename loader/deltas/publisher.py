@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from loader.access_counts import AccessCounter, AccessCounts, write_access_counts
-from loader.deltas.batch import DeltaBatch, PrunedRows, rows_per_batch, stored_updates
+from loader.deltas.batch import DeltaBatch, rows_per_batch, stored_updates
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
 from loader.errors import (
     DeltaError,
@@ -60,7 +60,7 @@ class AsyncDeltaPublisher:
     Args:
         registry: where the fleet is; stays the caller's to close.
         base_version: the published version that training goes on from. Deltas go to the stream that it continues.
-        store: for a registry without the version's spec, for tables divided by popularity, and for dense weights.
+        store: for tables divided by popularity, and for dense weights.
         max_stream_entries, max_stream_bytes: limits of the stream; None for what the registry says
             (`Registry.max_stream_bytes`). What a version in use needs is never dropped.
         retry_s: how long calls to a registry that does not answer are repeated.
@@ -124,10 +124,9 @@ class AsyncDeltaPublisher:
 
         Raises:
             DeltaFormatError: an unknown table, or one whose parts are trained as such; wrong rows, shapes or values.
-            DeltaError: the version is not published, or another one in the store; the store is missing; deltas were
-                lost.
+            DeltaError: the version, or its spec, is not published; the store is missing; deltas were lost.
             StreamFullError: versions in use need all that is in the stream, and it has no room for more.
-            SnapshotError: the store can't be read, of a table that is divided by popularity.
+            SnapshotError: the store can't be read, or has another version, of a table that is divided by popularity.
             RegistryUnavailableError: the registry did not answer for `retry_s`.
         """
         async with self._lock:
@@ -166,22 +165,19 @@ class AsyncDeltaPublisher:
             return self._sequence
 
     @property
-    def pruned_updates(self) -> Mapping[str, PrunedRows]:
+    def pruned_updates(self) -> Mapping[str, AccessCounts]:
         """The rows that were published though their table is pruned of them, by table, and how often each was."""
-        counted = {table: counter.fold() for table, counter in list(self._pruned.items())}
-        return {table: PrunedRows(counts.keys, counts.counts) for table, counts in counted.items()}
+        sizes = {table.name: table.num_embeddings for table in self._spec.divided} if self._spec is not None else {}
+        return {table: replace(counter.fold(), limit=sizes[table]) for table, counter in list(self._pruned.items())}
 
     def write_pruned(self, path: str | Path) -> int:
         """Write `pruned_updates`, if there are any, as a file of access counts for `shardrank export --keep`.
 
         Returns how many rows are in it. Raises OSError if it can't be written.
         """
-        pruned = self.pruned_updates
-        if self._spec is not None and pruned:
-            sizes = {table.name: table.num_embeddings for table in self._spec.divided}
-            counts = {name: AccessCounts(rows.rows, rows.counts, sizes[name]) for name, rows in pruned.items()}
-            write_access_counts(Path(path), counts)
-        return sum(rows.rows.size for rows in pruned.values())
+        if pruned := self.pruned_updates:
+            write_access_counts(Path(path), pruned)
+        return sum(rows.keys.size for rows in pruned.values())
 
     async def publish_dense(
         self,
@@ -224,7 +220,8 @@ class AsyncDeltaPublisher:
 
             def write() -> tuple[str, int]:
                 with store.hold(model, version, identity=self._identity, with_rows=False) as folder:
-                    checked = checked_tensors(Snapshot.open(folder.path, verify=False, rows_here=False), tensors)
+                    snapshot = Snapshot.open(folder.path, self._identity, verify=False, rows_here=False)
+                    checked = checked_tensors(snapshot, tensors)
                 return write_step(store, model, version, step, checked, accepted)
 
             sha256, size_bytes = await asyncio.to_thread(write)
@@ -282,34 +279,23 @@ class AsyncDeltaPublisher:
         for name, limit in (("entries", self._max_stream_entries), ("bytes", self._given_bytes)):
             if limit is not None and limit < 1:
                 raise DeltaError(f"max_stream_{name}: {limit}; at least 1 is needed")
-        model, number, store = self._model, self._base_version, self._store
+        model, number = self._model, self._base_version
         version = await self._again(lambda: self._fleet.version(model, number))
         if version is None:
             problem = f"version {number} of model {model!r} is not published in {self._fleet.name}"
             raise DeltaError(problem, kind="delta_base")
         self._identity = version.identity
         text = await self._again(lambda: self._fleet.spec(model, number))
-        if text is not None:
-            spec = parse_record(f"the spec of {model!r} version {number}", text.encode(), ModelSpec)
-        elif store is None:
-            problem = f"the registry has no spec of {model!r} version {number}: publish it again, or give the store"
+        if text is None:
+            problem = f"the registry has no spec of {model!r} version {number}: publish it again"
             raise DeltaError(problem, kind="delta_base")
-        else:
-            stored = await asyncio.to_thread(store.manifest, model, number)
-            if stored is None:
-                raise store.no_version(model, number)
-            self._check_identity(f"{store.name}/{model}/{number}", stored[1])
-            spec = stored[0].spec
+        spec = parse_record(f"the spec of {model!r} version {number}", text.encode(), ModelSpec)
         self._delta_base, self._stream = version.delta_base, delta_stream(model, version.delta_base)
         await self._again(self._find_end)
         default_bytes = await self._again(self._fleet.registry.max_stream_bytes)
         self._max_stream_bytes = default_bytes if self._given_bytes is None else self._given_bytes
         self._spec = spec
         return spec
-
-    def _check_identity(self, where: object, identity: str) -> None:
-        if identity != self._identity:
-            raise DeltaError(f"{where} has identity {identity}, published is {self._identity}", kind="delta_base")
 
     async def _row_classes(self, spec: ModelSpec, name: str) -> RowClasses | None:
         """Return in which part of a table each row is, if it has classes; read once, from the store."""
@@ -325,9 +311,8 @@ class AsyncDeltaPublisher:
 
         def read() -> RowClasses:
             # What is mapped stays, whatever becomes of the folder's entries.
-            with store.hold(model, version, with_rows=False) as folder:
-                snapshot = Snapshot.open(folder.path, verify=False, rows_here=False)
-                self._check_identity(folder.path, snapshot.identity)
+            with store.hold(model, version, identity=self._identity, with_rows=False) as folder:
+                snapshot = Snapshot.open(folder.path, self._identity, verify=False, rows_here=False)
                 return snapshot.row_classes(name)
 
         self._classes[name] = await asyncio.to_thread(read)
@@ -465,7 +450,7 @@ class DeltaPublisher:
         return self._result(self._publisher.publish_dense(step, tensors, **options), f"dense step {step}")
 
     @property
-    def pruned_updates(self) -> Mapping[str, PrunedRows]:
+    def pruned_updates(self) -> Mapping[str, AccessCounts]:
         """As of `AsyncDeltaPublisher`; also after it is closed."""
         return self._publisher.pruned_updates
 

@@ -44,66 +44,105 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class _Area:
-    """A folder whose files are changed by one writer at a time. Made when it is first written to."""
-
-    def __init__(self, path: Path, *, durable: bool, lock_timeout_s: float) -> None:
-        self.path = path
-        self._durable = durable
-        self._lock_timeout_s = lock_timeout_s
+class DiskFiles:
+    """The files of a registry, in a file system."""
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other threads and processes from writing. Ends with the process."""
-        make_folders(self.path)
-        with (self.path / "~lock").open("a") as lock:
+    def locked(self, folder: Path, timeout_s: float) -> Iterator[None]:
+        """Keep other threads and processes from writing in a folder, which is made. Ends with the process."""
+        make_folders(folder)
+        with (folder / "~lock").open("a") as lock:
             # Not a wait in the kernel: the process with the lock may be stopped, and such a wait could not be given up.
-            deadline, pause_s = time.monotonic() + self._lock_timeout_s, 0.0005
+            deadline, pause_s = time.monotonic() + timeout_s, 0.0005
             while not try_lock(lock):
                 if time.monotonic() >= deadline:
                     raise RegistryUnavailableError(
-                        f"registry {self.path}: another process has held its lock for {self._lock_timeout_s:g} s"
+                        f"registry {folder}: another process has held its lock for {timeout_s:g} s"
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.01)
             yield
 
+    def read(self, path: Path) -> bytes | None:
+        """Return a file's content, or None."""
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_bytes()
+        return None
+
+    def write(self, path: Path, content: bytes, work: Path, *, durable: bool) -> None:
+        """Put a file in place at once, by way of `work`."""
+        replace_file(path, content, work, durable=durable)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a folder without files, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+    def sync(self, folder: Path) -> None:
+        """Make what was removed from a folder stay so after a loss of power."""
+        if folder.is_dir():
+            fsync_path(folder)
+
+    def names(self, folder: Path) -> list[str]:
+        """Return the names in a folder; none if there is no such folder."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.listdir(folder)
+        return []
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        """Return the bytes of all files below a folder, by their paths there."""
+
+        def on_error(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        sizes = {}
+        for at, _, names in os.walk(folder, onerror=on_error):
+            for file in (os.path.join(at, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[os.path.relpath(file, folder)] = os.stat(file).st_size
+        return sizes
+
+
+class _Area:
+    """A folder whose files are changed by one writer at a time. Made when it is first written to."""
+
+    def __init__(self, files: DiskFiles, path: Path, lock_timeout_s: float, *, durable: bool = True) -> None:
+        self.files, self.path = files, path
+        self._lock_timeout_s, self._durable = lock_timeout_s, durable
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        return self.files.locked(self.path, self._lock_timeout_s)
+
     def write(self, path: Path, content: bytes, *, durable: bool | None = None) -> None:
         """Put a file in place at once. Only while `locked`."""
-        replace_file(path, content, self.path / "~writing", durable=self._durable if durable is None else durable)
+        durable = self._durable if durable is None else durable
+        self.files.write(path, content, self.path / "~writing", durable=durable)
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there. Only while `locked`."""
-        path.unlink(missing_ok=True)
-        if self._durable and path.parent.is_dir():
-            fsync_path(path.parent)
+        self.files.remove(path)
+        if self._durable:
+            self.files.sync(path.parent)
 
     def file_of(self, key: str) -> Path:
         return self.path / f"{key}{_SUFFIX}"
 
     def keys_below(self, prefix: str) -> list[str]:
         """Return the keys below a prefix, sorted."""
-
-        def on_error(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):
-                raise error
-
-        files = (
-            os.path.join(at, name) for at, _, names in os.walk(self.path / prefix, onerror=on_error) for name in names
-        )
-        keys = (os.path.relpath(file, self.path).removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX))
-        return sorted(keys)
+        files = (file for file in self.files.sizes(self.path / prefix) if file.endswith(_SUFFIX))
+        return sorted(f"{prefix}{file.removesuffix(_SUFFIX)}" for file in files)
 
 
 class _Expiring(_Area):
     """Values with a deadline on the wall clock; none of them has to survive a loss of power."""
 
-    def __init__(self, path: Path, clock: Callable[[], float], lock_timeout_s: float) -> None:
-        super().__init__(path, durable=False, lock_timeout_s=lock_timeout_s)
+    def __init__(self, files: DiskFiles, path: Path, lock_timeout_s: float, clock: Callable[[], float]) -> None:
+        super().__init__(files, path, lock_timeout_s, durable=False)
         self._clock = clock
 
     def get(self, key: str) -> bytes | None:
-        head, _, value = (_read_file(self.file_of(key)) or b"").partition(b"\n")
+        head, _, value = (self.files.read(self.file_of(key)) or b"").partition(b"\n")
         try:
             deadline, ttl_s = map(float, head.split())
         except ValueError:
@@ -116,60 +155,49 @@ class _Expiring(_Area):
         self.write(self.file_of(key), b"%r %r\n%b" % (self._clock() + ttl_s, ttl_s, value))
 
 
-def _read_file(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+class _Stream(_Area):
+    """The entries of one stream."""
 
+    def entry(self, sequence: int) -> Path:
+        return self.path / f"{sequence // _ENTRIES_PER_BLOCK:020d}" / f"{sequence:020d}"
 
-def _bounds(folder: Path) -> StreamBounds:
-    ends, blocks = _read_ends(folder), _numbers(folder)
+    def numbers(self, block: int | None = None) -> list[int]:
+        """Return the numbers of the blocks, or of the entries in one of them, ascending."""
+        folder = self.path if block is None else self.path / f"{block:020d}"
+        return sorted(int(name) for name in self.files.names(folder) if name.isdigit())
 
-    def kept(block: int) -> list[int]:
-        return [sequence for sequence in _numbers(folder / f"{block:020d}") if sequence >= ends.first]
+    def ends(self) -> StreamBounds:
+        """Return the first number that is kept, and the last when that was written."""
+        if (content := self.files.read(self.path / "ends")) is None:
+            return StreamBounds(0, 0)
+        numbers = content.split()
+        if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+            raise RegistryRecordError(f"{self.path / 'ends'}: {content[:40]!r}; two numbers are needed")
+        return StreamBounds(int(numbers[0]), int(numbers[1]))
 
-    # A writer that was killed may leave a block without an entry, at either end.
-    lowest = next(filter(None, map(kept, blocks)), None)
-    highest = next(filter(None, map(kept, reversed(blocks))), None)
-    if lowest is None or highest is None:
-        return StreamBounds(ends.last + 1, ends.last) if ends.last else StreamBounds(0, 0)
-    return StreamBounds(lowest[0], max(highest[-1], ends.last))
+    def bounds(self) -> StreamBounds:
+        ends, blocks = self.ends(), self.numbers()
 
+        def kept(block: int) -> list[int]:
+            return [sequence for sequence in self.numbers(block) if sequence >= ends.first]
 
-def _drop_below(folder: Path, first: int) -> None:
-    for block in _numbers(folder):
-        if block > first // _ENTRIES_PER_BLOCK:
-            return
-        path = folder / f"{block:020d}"
-        for sequence in _numbers(path):
-            if sequence < first:
-                (path / f"{sequence:020d}").unlink(missing_ok=True)
-        if block < first // _ENTRIES_PER_BLOCK:
-            with contextlib.suppress(FileNotFoundError):
-                path.rmdir()
-    fsync_path(folder)
+        # A writer that was killed may leave a block without an entry, at either end.
+        lowest = next(filter(None, map(kept, blocks)), None)
+        highest = next(filter(None, map(kept, reversed(blocks))), None)
+        if lowest is None or highest is None:
+            return StreamBounds(ends.last + 1, ends.last) if ends.last else StreamBounds(0, 0)
+        return StreamBounds(lowest[0], max(highest[-1], ends.last))
 
-
-def _read_ends(folder: Path) -> StreamBounds:
-    if (content := _read_file(folder / "ends")) is None:
-        return StreamBounds(0, 0)
-    numbers = content.split()
-    if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
-        raise RegistryRecordError(f"{folder / 'ends'}: {content[:40]!r}; two numbers are needed")
-    return StreamBounds(int(numbers[0]), int(numbers[1]))
-
-
-def _entry_path(folder: Path, sequence: int) -> Path:
-    return folder / f"{sequence // _ENTRIES_PER_BLOCK:020d}" / f"{sequence:020d}"
-
-
-def _numbers(folder: Path) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return sorted(int(name) for name in names if name.isdigit())
+    def drop_below(self, first: int) -> None:
+        for block in self.numbers():
+            if block > first // _ENTRIES_PER_BLOCK:
+                return
+            for sequence in self.numbers(block):
+                if sequence < first:
+                    self.files.remove(self.entry(sequence))
+            if block < first // _ENTRIES_PER_BLOCK:
+                self.files.remove(self.path / f"{block:020d}")
+        self.files.sync(self.path)
 
 
 def _in_thread(
@@ -179,13 +207,7 @@ def _in_thread(
 
     @functools.wraps(work)
     async def run(registry: DirectoryRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if registry._threads is None:
-            raise RegistryUnavailableError(f"registry {registry.name} is closed")
-        call = functools.partial(work, registry, *args, **kwargs)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(registry._threads, call)
-        except OSError as error:
-            raise RegistryUnavailableError(f"registry {registry.name}: {error}") from error
+        return await registry._call(functools.partial(work, registry, *args, **kwargs))
 
     return run
 
@@ -194,7 +216,12 @@ class DirectoryRegistry:
     """A `Registry` in a directory. Between calls it holds no file open, so the directory may be emptied or replaced."""
 
     def __init__(
-        self, path: str | Path, *, clock: Callable[[], float] = time.time, lock_timeout_s: float = 5.0
+        self,
+        path: str | Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        lock_timeout_s: float = 5.0,
+        files: DiskFiles | None = None,
     ) -> None:
         """Keep a registry at `path` of a local file system; the folder is made at the first write.
 
@@ -204,10 +231,10 @@ class DirectoryRegistry:
         self.path = Path(path).absolute()
         self.url, self.name = self.path.as_uri(), str(self.path)
         self._clock = clock
-        self._lock_timeout_s = lock_timeout_s
-        self._keys = _Area(self.path / "keys", durable=True, lock_timeout_s=lock_timeout_s)
-        self._announced = _Expiring(self.path / "announced", clock, lock_timeout_s)
-        self._locks = _Expiring(self.path / "locks", clock, lock_timeout_s)
+        self._lock_timeout_s, self._files = lock_timeout_s, files or DiskFiles()
+        self._keys = _Area(self._files, self.path / "keys", lock_timeout_s)
+        self._announced = _Expiring(self._files, self.path / "announced", lock_timeout_s, clock)
+        self._locks = _Expiring(self._files, self.path / "locks", lock_timeout_s, clock)
         # Its own threads: those of the event loop may all be busy with loads, and a heartbeat must not wait for these.
         self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(4, thread_name_prefix="registry")
 
@@ -227,7 +254,7 @@ class DirectoryRegistry:
             self._entry(key, expected_revision)
             # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
             path = self._keys.path / "~revision"
-            last = _read_file(path) or b""
+            last = self._files.read(path) or b""
             given = max(expected_revision, int(last) if last.isdigit() else 0)
             revision = max(given + 1, int(self._clock() * 1e6))
             # Not durable: if it is lost, the clock goes on.
@@ -239,7 +266,7 @@ class DirectoryRegistry:
     def delete(self, key: str, expected_revision: int) -> None:
         path = self._keys.file_of(check_key(key))
         with self._keys.locked():
-            if path.exists():
+            if self._entry(key) is not None:
                 self._entry(key, expected_revision)
                 self._keys.remove(path)
 
@@ -290,23 +317,23 @@ class DirectoryRegistry:
 
     @_in_thread
     def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        area = self._stream(check_stream(stream, sequence=sequence, payload=payload))
-        with area.locked():
-            last = _bounds(area.path).last
+        entries = self._stream(check_stream(stream, sequence=sequence, payload=payload))
+        with entries.locked():
+            last = entries.bounds().last
             if last and sequence != last + 1:
                 raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {last}; {last + 1} is next")
-            area.write(_entry_path(area.path, sequence), payload)
+            entries.write(entries.entry(sequence), payload)
 
     @_in_thread
     def read(self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20) -> list[StreamEntry]:
         """See `Registry.read`. It needs no lock: what is trimmed meanwhile is the lowest entries."""
-        folder = self._stream(check_stream(stream, max_entries=max_entries, max_bytes=max_bytes)).path
-        after = max(after, _read_ends(folder).first - 1)
+        kept = self._stream(check_stream(stream, max_entries=max_entries, max_bytes=max_bytes))
+        after = max(after, kept.ends().first - 1)
         entries: list[StreamEntry] = []
         size = 0
-        blocks = [block for block in _numbers(folder) if block >= after // _ENTRIES_PER_BLOCK]
-        for sequence in chain.from_iterable(_numbers(folder / f"{block:020d}") for block in blocks):
-            payload = _read_file(_entry_path(folder, sequence)) if sequence > after else None
+        blocks = [block for block in kept.numbers() if block >= after // _ENTRIES_PER_BLOCK]
+        for sequence in chain.from_iterable(map(kept.numbers, blocks)):
+            payload = self._files.read(kept.entry(sequence)) if sequence > after else None
             size += len(payload or b"")
             if entries and (payload is None or size > max_bytes):
                 break
@@ -318,21 +345,16 @@ class DirectoryRegistry:
 
     @_in_thread
     def bounds(self, stream: str) -> StreamBounds:
-        area = self._stream(stream)
-        if not area.path.is_dir():
+        entries = self._stream(stream)
+        if not self._files.names(entries.path):
             return StreamBounds(0, 0)
-        with area.locked():
-            return _bounds(area.path)
+        with entries.locked():
+            return entries.bounds()
 
     @_in_thread
     def stream_bytes(self, stream: str) -> int:
         """See `Registry.stream_bytes`. Entries that are trimmed meanwhile may count or not."""
-        size = 0
-        for folder, _, names in os.walk(self._stream(stream).path):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    size += os.stat(os.path.join(folder, name)).st_size
-        return size
+        return sum(self._files.sizes(self._stream(stream).path).values())
 
     async def max_stream_bytes(self) -> float:
         return MAX_STREAM_BYTES
@@ -340,16 +362,16 @@ class DirectoryRegistry:
     @_in_thread
     def trim(self, stream: str, before: int) -> None:
         """See `Registry.trim`. It also drops the entries that an interrupted trim has left."""
-        area = self._stream(stream)
-        if not area.path.is_dir():
+        entries = self._stream(stream)
+        if not self._files.names(entries.path):
             return
-        with area.locked():
-            now = _bounds(area.path)
+        with entries.locked():
+            now = entries.bounds()
             if now.last == 0:
                 return
             first = max(now.first, min(before, now.last + 1))
-            area.write(area.path / "ends", b"%d %d" % (first, now.last))
-            _drop_below(area.path, first)
+            entries.write(entries.path / "ends", b"%d %d" % (first, now.last))
+            entries.drop_below(first)
 
     async def close(self) -> None:
         """End its threads, once what they do is done."""
@@ -357,10 +379,18 @@ class DirectoryRegistry:
         if threads is not None:
             await asyncio.to_thread(threads.shutdown)
 
+    async def _call(self, work: Callable[[], _T]) -> _T:
+        if self._threads is None:
+            raise RegistryUnavailableError(f"registry {self.name} is closed")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except OSError as error:
+            raise RegistryUnavailableError(f"registry {self.name}: {error}") from error
+
     def _entry(self, key: str, expected_revision: int | None = None) -> Entry | None:
         """Read a key. Raises RegistryConflictError if it has not the expected revision, 0 for no such key."""
         path = self._keys.file_of(key)
-        content = _read_file(path)
+        content = self._files.read(path)
         revision, separator, value = (b"0\n" if content is None else content).partition(b"\n")
         if not separator or not revision.isdigit():
             raise RegistryRecordError(f"{path}: it does not begin with a line that holds a revision")
@@ -368,6 +398,6 @@ class DirectoryRegistry:
             raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
         return None if content is None else Entry(value, int(revision))
 
-    def _stream(self, stream: str) -> _Area:
+    def _stream(self, stream: str) -> _Stream:
         path = self.path / "streams" / f"{check_stream(stream)}{_SUFFIX}"
-        return _Area(path, durable=True, lock_timeout_s=self._lock_timeout_s)
+        return _Stream(self._files, path, self._lock_timeout_s)

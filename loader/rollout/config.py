@@ -20,9 +20,9 @@ class CoordinatorConfig(BaseModel):
     """How long nodes are listened to before the missing ones are known; above their heartbeat interval."""
     restore_wait_s: float = Field(default=5.0, ge=0, le=600)
     """How long nodes are given to bring back a desired record that the registry has lost."""
-    stage_timeout_s: float = Field(default=3600.0, gt=0)
+    stage_timeout_s: float = Field(default=3600.0, gt=0, json_schema_extra={"flag": "--stage-timeout TIME"})
     """How long staging may take before a rollout is rolled back."""
-    step_timeout_s: float = Field(default=120.0, gt=0)
+    step_timeout_s: float = Field(default=120.0, gt=0, json_schema_extra={"flag": "--step-timeout TIME"})
     """How long every other step may take."""
-    step_delay_s: float = Field(default=0.0, ge=0, le=60)
-    """Pause between putting a step on record and doing it; for drills that end processes in between."""
+    step_delay_s: float = Field(0.0, ge=0, le=60, json_schema_extra={"flag": "--step-delay TIME", "file_only": True})
+    """Pause before each step, for drills."""

@@ -1,7 +1,7 @@
 """Whether a version does worse than the one it replaces. Pure: counts in, a verdict out.
 
 Rates and percentiles of a small sample jump about, so a limit counts as breached only if a version that keeps it would
-look this bad less than once in 10,000 times (one-sided binomial test).
+look this bad less than once in 10,000 times.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 from pydantic import Field
 
@@ -124,8 +125,16 @@ def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> Guard
 
 
 def _is_above(successes: int, trials: int, probability: float) -> bool:
-    """Return whether there are more than expected, and too many for chance."""
-    return successes > probability * trials and at_least(successes, trials, probability) < MAX_FALSE_ALARM
+    """Return whether there are more than expected, and too many for chance.
+
+    By Chernoff's bound: of a binomial X, P(X >= n * q) is at most exp(-n * KL(q, p)) for a share q above p.
+    """
+    if successes <= probability * trials:
+        return False
+    share = successes / trials
+    parts = ((share, probability), (1 - share, 1 - probability))
+    divergence = sum(seen * math.log(seen / expected) if expected else math.inf for seen, expected in parts if seen)
+    return math.exp(-trials * divergence) < MAX_FALSE_ALARM
 
 
 def golden_breach(nodes: Sequence[NodeRecord], model: str, version: int) -> str:
@@ -147,40 +156,7 @@ def percentile_ms(latency_counts: Sequence[int], quantile: float) -> float | Non
 
     Above the last bound it is that bound.
     """
-    total = sum(latency_counts)
-    if not total:
+    ends = list(accumulate(latency_counts))
+    if not ends or not ends[-1]:
         return None
-    seen = 0
-    for bucket, count in enumerate(latency_counts):
-        seen += count
-        if seen >= quantile * total:
-            return LATENCY_BOUNDS_MS[min(bucket, len(LATENCY_BOUNDS_MS) - 1)]
-    raise AssertionError("the counts' sum is their total")
-
-
-def at_least(successes: int, trials: int, probability: float) -> float:
-    """Compute P(X >= successes) of a binomial X, by the sum of its terms from there on.
-
-    Above the mean each term is smaller than the one before, so the sum is cut off where terms no longer count.
-    """
-    if successes <= 0 or probability >= 1.0:
-        return 1.0
-    if probability <= 0.0 or successes > trials:
-        return 0.0
-    log_odds = math.log(probability) - math.log1p(-probability)
-    log_term = (
-        math.lgamma(trials + 1)
-        - math.lgamma(successes + 1)
-        - math.lgamma(trials - successes + 1)
-        + successes * math.log(probability)
-        + (trials - successes) * math.log1p(-probability)
-    )
-    total = 0.0
-    for count in range(successes, trials + 1):
-        term = math.exp(log_term)
-        total += term
-        # Both are 0 where the first term is too small for a float, and so are all that follow.
-        if count >= probability * trials and term <= total * 1e-12:
-            break
-        log_term += math.log(trials - count) - math.log(count + 1) + log_odds if count < trials else 0.0
-    return min(total, 1.0)
+    return LATENCY_BOUNDS_MS[min(bisect_left(ends, quantile * ends[-1]), len(LATENCY_BOUNDS_MS) - 1)]

@@ -19,6 +19,7 @@ from loader.registry.fleet import (
     NodeKind,
     NodeRecord,
     PublishedVersion,
+    Record,
     VersionStatus,
     WantedModel,
     delta_stream,
@@ -256,7 +257,7 @@ class StepStatus(Frozen):
     state: Literal["done", "running", "pending"]
 
 
-class NodeStatus(Frozen):
+class NodeStatus(Record):
     """A node's report of a model; see `NodeRecord`. `applied_epoch` is 0 for none."""
 
     node_id: str
@@ -272,16 +273,8 @@ class NodeStatus(Frozen):
     def from_record(cls, model: str, node: NodeRecord) -> NodeStatus:
         """Return what a node announces, of one model."""
         reports = sorted((item for item in node.versions if item.model == model), key=lambda item: item.version)
-        return cls(
-            node_id=node.node_id,
-            kind=node.kind,
-            address=node.address,
-            shard_index=node.shard_index,
-            draining=node.draining,
-            live=node.live.get(model),
-            applied_epoch=node.applied.get(model, 0),
-            versions=tuple(VersionStatus.model_validate(dict(report)) for report in reports),
-        )
+        of_model = {"live": node.live.get(model), "applied_epoch": node.applied.get(model, 0)}
+        return cls.model_validate({**dict(node), **of_model, "versions": list(map(dict, reports))})
 
 
 class RolloutStatus(Frozen):
@@ -317,14 +310,6 @@ class RolloutStatus(Frozen):
     guards: GuardReport | None = None
     nodes: tuple[NodeStatus, ...]
     events: tuple[Event, ...] = ()
-
-
-async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
-    """Read how far a model's rollout is now."""
-    on_record = await read_rollout(fleet, model)
-    wanted = await fleet.wanted_model(model)
-    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
-    return status_of(model, on_record.rollout if on_record is not None else None, wanted, view)
 
 
 def status_of(

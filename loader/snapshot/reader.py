@@ -103,6 +103,7 @@ class Snapshot:
     def open(
         cls,
         path: str | Path,
+        identity: str | None = None,
         *,
         verify: bool = True,
         files: VerifiedFiles = "all",
@@ -114,6 +115,7 @@ class Snapshot:
 
         Args:
             path: the folder.
+            identity: that it must have; None for any.
             verify: also do `check_content`. May be left out for a local store that is trusted.
             files: whose content is checked: `rows` (and access counts) for a shard node, `other` (dense model,
                 vocabularies, golden requests) for a process that leaves rows to shard nodes.
@@ -130,7 +132,10 @@ class Snapshot:
         root = Path(path)
         if not root.is_dir():
             raise SnapshotNotFoundError(f"{root}: no such snapshot folder")
-        manifest, identity = read_manifest(root)
+        manifest, found = read_manifest(root)
+        if identity not in (None, found):
+            problem = f"identity (SHA-256 of its manifest) is {found}, published was {identity}"
+            raise SnapshotCorruptError(f"{root}: {problem}")
         real = root.resolve()
         if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
             # A snapshot copied under another name would be served as what it is not.
@@ -141,7 +146,7 @@ class Snapshot:
         absent = set() if rows_here else {entry.path for tables in manifest.tables for entry in tables.rows}
         entries = [entry for entry in manifest.files() if entry.path not in absent]
         paths = {entry.path: snapshot_file(root, entry.path) for entry in entries}
-        check_manifest_checksum(root, identity)
+        check_manifest_checksum(root, found)
         for entry in entries:
             at = paths[entry.path]
             try:
@@ -151,7 +156,7 @@ class Snapshot:
             if size_bytes != entry.size_bytes:
                 raise SnapshotCorruptError(f"{at}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
         headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
-        snapshot = cls(root, manifest, identity, headers)
+        snapshot = cls(root, manifest, found, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
         if verify:
             snapshot.check_content(files, threads=threads, progress=progress)

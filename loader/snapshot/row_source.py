@@ -63,65 +63,44 @@ class RowSource(ABC):
 
 
 class ArrayRows(RowSource):
-    """Rows of a NumPy array or memmap [num_embeddings, dim] of floats."""
+    """Rows of a NumPy array, memmap or torch tensor, on any device, [num_embeddings, dim] of floats.
 
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        """Raise ExportError if the array is not two-dimensional or not of floats."""
-        if array.ndim != 2 or array.dtype.newbyteorder("=") not in _NUMPY_DTYPES:
-            raise ExportError(
-                f"rows: expected a float16, float32 or float64 array [rows, dim], got {array.dtype} {list(array.shape)}"
-            )
-        super().__init__(*array.shape)
-        self._array = array
-
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yield one block: a view where the array is float32, else a converted copy of these rows."""
-        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
-            block: Float32Array = self._array[first_row : first_row + max_rows].astype(np.float32, copy=False)
-        yield block
-
-    def fingerprint(self) -> str:
-        """Of a sample of the rows, and of the file of a memmap."""
-        sample = sample_fingerprint(self.num_embeddings, self._array.__getitem__)
-        name = getattr(self._array, "filename", None)
-        return sample if name is None else f"{sample} {file_fingerprint(Path(name), '')}"
-
-
-class TensorRows(RowSource):
-    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device.
-
-    `file` is what it is mapped from, where it is called `name`.
+    `file` is what a tensor is mapped from, where it is called `name`.
     """
 
-    def __init__(self, tensor: torch.Tensor, file: Path | None = None, name: str = "") -> None:
-        """Raise ExportError if the tensor is not two-dimensional or not of floats."""
-        if tensor.ndim != 2 or tensor.dtype not in FLOAT_DTYPES or tensor.layout != torch.strided:
+    def __init__(self, rows: npt.NDArray[Any] | torch.Tensor, file: Path | None = None, name: str = "") -> None:
+        """Raise ExportError if it is not two-dimensional, dense and of floats."""
+        if isinstance(rows, torch.Tensor):
+            rows = rows.detach()
+            is_matrix, is_of = rows.layout == torch.strided, rows.dtype in FLOAT_DTYPES
+        else:
+            is_matrix, is_of = True, rows.dtype.newbyteorder("=") in _NUMPY_DTYPES
+            file = file or (Path(rows.filename) if isinstance(rows, np.memmap) and rows.filename else None)
+        if rows.ndim != 2 or not is_matrix or not is_of:
             raise ExportError(
-                "rows: expected a dense float16, bfloat16, float32 or float64 tensor [rows, dim], "
-                f"got {tensor.layout} {tensor.dtype} {list(tensor.shape)}"
+                "rows: expected a dense array or tensor [rows, dim] of float16, bfloat16, float32 or float64, "
+                f"got {rows.dtype} {list(rows.shape)}"
             )
-        super().__init__(*tensor.shape)
-        self._tensor = tensor.detach()
-        self._file, self._name = file, name
+        super().__init__(*rows.shape)
+        self._rows, self._file, self._name = rows, file, name
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yield one block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
-        block: Float32Array = self._tensor[first_row : first_row + max_rows].to("cpu", torch.float32).numpy()
-        yield block
+        """Yield one block: a view where rows are float32 in host memory, else a converted copy of these rows."""
+        yield self._read(slice(first_row, first_row + max_rows))
 
     def fingerprint(self) -> str:
-        """Of a sample of the rows, and of the file of a mapped tensor."""
-
-        def read(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-            sampled = self._tensor[torch.from_numpy(rows).to(self._tensor.device)]
-            values: npt.NDArray[Any] = sampled.to("cpu", torch.float64).numpy()  # NumPy has no bfloat16
-            return values
-
-        sample = sample_fingerprint(self.num_embeddings, read)
+        """Of a sample of the rows, and of the file that they are mapped from."""
+        sample = sample_fingerprint(self.num_embeddings, self._read)
         return sample if self._file is None else f"{sample} {file_fingerprint(self._file, self._name)}"
 
+    def _read(self, chosen: Any) -> Float32Array:
+        if isinstance(self._rows, torch.Tensor):
+            return np.asarray(self._rows[chosen].to("cpu", torch.float32).numpy())
+        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the writer refuses by row
+            return np.asarray(self._rows[chosen], np.float32)
 
-class SafetensorsRows(TensorRows):
+
+class SafetensorsRows(ArrayRows):
     """Rows of one tensor [num_embeddings, dim] of a safetensors file, which is mapped."""
 
     def __init__(self, path: str | Path, name: str) -> None:
@@ -142,9 +121,9 @@ class RowsFromBlocks(RowSource):
         self, blocks: Iterable[npt.NDArray[Any] | torch.Tensor], num_embeddings: int, embedding_dim: int
     ) -> None:
         super().__init__(num_embeddings, embedding_dim)
-        self._blocks = (block for block in map(rows_of, blocks) if block.num_embeddings)
+        self._blocks = (block for block in map(ArrayRows, blocks) if block.num_embeddings)
         self._next_row = 0
-        self._block: ArrayRows | TensorRows | None = None
+        self._block: ArrayRows | None = None
         self._block_first_row = 0
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
@@ -175,8 +154,3 @@ class RowsFromBlocks(RowSource):
                 yield from block.blocks(start - block_first_row, stop - start)
         if last_row == self.num_embeddings and (self._block is not None or next(self._blocks, None) is not None):
             raise ExportError(f"rows: the blocks hold more than the {self.num_embeddings} rows of the table")
-
-
-def rows_of(rows: npt.NDArray[Any] | torch.Tensor) -> ArrayRows | TensorRows:
-    """Make a source of rows that are at hand as an array, memmap or tensor. Raises ExportError as the classes do."""
-    return TensorRows(rows) if isinstance(rows, torch.Tensor) else ArrayRows(rows)

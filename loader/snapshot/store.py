@@ -399,7 +399,15 @@ def open_export_folder(target: Path, inputs_digest: str, progress: Progress) -> 
         if (target.parent / leftover.name.removeprefix(WORK_FOLDER_PREFIX)).exists():
             shutil.rmtree(leftover, ignore_errors=True)
     make_folders(work)
-    with _lock(work):
+    busy, path = ExportError(f"another export works in {work}; one export of a version runs at a time"), work / "lock"
+    try:
+        lock = path.open("w")
+    except FileNotFoundError as error:
+        raise busy from error
+    with lock:
+        # The export that held the lock may have finished and removed this folder since we opened the file.
+        if not (try_lock(lock) and path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+            raise busy
         if target.exists():
             shutil.rmtree(work, ignore_errors=True)
             raise SnapshotExistsError(f"{target} exists, and a version is immutable")
@@ -425,21 +433,6 @@ def make_folders(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         fsync_path(folder.parent)
-
-
-@contextmanager
-def _lock(work: Path) -> Iterator[None]:
-    path = work / "lock"
-    busy = ExportError(f"another export works in {work}; one export of a version runs at a time")
-    try:
-        file = path.open("w")
-    except FileNotFoundError as error:
-        raise busy from error
-    with file:
-        # The export that held the lock may have finished and removed this folder since we opened the file.
-        if not (try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
-            raise busy
-        yield
 
 
 def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, FileEntry]:

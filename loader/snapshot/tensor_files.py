@@ -7,25 +7,46 @@ by that header too: the library would set aside memory for whatever a header cla
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loader.errors import SnapshotCorruptError, cut, file_error
 from loader.memory import map_array
+from loader.snapshot.tables import FAIL_FAST, quoted_errors
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSOR_DIMS = 8
 _DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "U32": "<u4"}
 _DTYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"BF16": 2}  # NumPy has no bfloat16
+
+
+_Number = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Entry(BaseModel):
+    """A tensor in a file's header."""
+
+    model_config = ConfigDict(strict=True)
+
+    dtype: Literal["BOOL", "U8", "I8", "I16", "I32", "I64", "U32", "F16", "F32", "F64", "BF16"]
+    shape: Annotated[tuple[_Number, ...], FAIL_FAST, Field(max_length=MAX_TENSOR_DIMS)]
+    data_offsets: tuple[_Number, _Number]
+
+
+class _Header(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, _Entry]
+
+    metadata: Any = Field(default=None, alias="__metadata__")
 
 
 @dataclass(frozen=True)
@@ -55,16 +76,19 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 raise SnapshotCorruptError(
                     f"{path}: header of {header_bytes} bytes in a file of {file_bytes}; at most {MAX_HEADER_BYTES}"
                 )
-            header = json.loads(file.read(header_bytes))
+            entries = _Header.model_validate_json(file.read(header_bytes)).model_extra or {}
     except OSError as error:
         raise file_error(path, "read", error) from error
-    except (ValueError, RecursionError) as error:
-        raise SnapshotCorruptError(f"{path}: the header is not JSON: {cut(error)}") from error
-    if not isinstance(header, dict):
-        raise SnapshotCorruptError(f"{path}: the header is not a JSON object")
+    except ValidationError as error:
+        raise SnapshotCorruptError(f"{path}: the header: {quoted_errors(error)}") from error
     position = data_offset = 8 + header_bytes
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    tensors = {name: _check_entry(path, name, entry, data_offset) for name, entry in entries.items()}
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in entries.items():
+        begin, end = entry.data_offsets
+        tensors[name] = info = TensorInfo(entry.dtype, entry.shape, data_offset + begin)
+        if end - begin != info.size_bytes:
+            where = f"{path}: tensor {cut(repr(name))}"
+            raise SnapshotCorruptError(f"{where}: bytes {begin} to {end} do not hold {info.dtype} {list(info.shape)}")
     for begin, size_bytes in sorted((info.offset, info.size_bytes) for info in tensors.values()):
         if begin != position:
             raise SnapshotCorruptError(f"{path}: the tensors overlap or leave a gap at byte {position}")
@@ -72,24 +96,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if position != file_bytes:
         raise SnapshotCorruptError(f"{path}: the header describes {position} bytes, the file has {file_bytes}")
     return tensors
-
-
-def _check_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorInfo:
-    where = f"{path}: tensor {cut(repr(name))}"
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        item_bytes = _ITEM_BYTES[dtype]
-    except (KeyError, TypeError, ValueError) as error:
-        raise SnapshotCorruptError(f"{where}: malformed header entry") from error
-    # Before anything is multiplied: a product of many or of long numbers takes its time.
-    if not isinstance(shape, list) or len(shape) > MAX_TENSOR_DIMS:
-        raise SnapshotCorruptError(f"{where}: shape {cut(shape)} is not a list of at most {MAX_TENSOR_DIMS} numbers")
-    if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)):
-        numbers = f"shape {cut(shape)}, data_offsets {cut([begin, end])}"
-        raise SnapshotCorruptError(f"{where}: {numbers}: not whole numbers in [0, 2^63)")
-    if end - begin != item_bytes * math.prod(shape):
-        raise SnapshotCorruptError(f"{where}: bytes {begin} to {end} do not hold {dtype} {shape}")
-    return TensorInfo(dtype, tuple(shape), data_offset + begin)
 
 
 def length_of(tensors: Mapping[str, TensorInfo], name: str) -> int:

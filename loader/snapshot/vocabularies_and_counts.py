@@ -38,7 +38,15 @@ def vocabulary_tensors(table: AnyTable, vocabulary: Vocabulary) -> dict[str, npt
     if not 1 <= len(vocabulary) <= table.num_embeddings:
         raise ExportError(f"{where} of {len(vocabulary)} ids; allowed: 1 to num_embeddings {table.num_embeddings}")
     if not id_type_is_string(table):
-        ids = _integer_ids(where, vocabulary)
+        try:
+            array = np.asarray(vocabulary)
+        except (ValueError, OverflowError) as error:
+            raise ExportError(f"{where}: {error}") from error
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ExportError(f"{where}: expected integers [V] below 2^63, got {array.dtype} {list(array.shape)}")
+        if (bad := array.min()) < 0 or (bad := array.max()) > np.iinfo(np.int64).max:
+            raise ExportError(f"{where}: id {bad} is not in [0, 2^63)")
+        ids = np.ascontiguousarray(array, dtype=np.int64)
         _refuse_duplicates(where, ids, ids)
         return {"ids": ids}
     given = vocabulary.tolist() if isinstance(vocabulary, np.ndarray) else vocabulary
@@ -98,19 +106,6 @@ def decode_strings(path: Path, ids: npt.NDArray[np.int64], tensors: Mapping[str,
     if not np.array_equal(fingerprint_strings(strings), ids):
         raise SnapshotCorruptError(f"{path}: ids are not the fingerprints of the strings")
     return strings
-
-
-def _integer_ids(where: str, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
-    try:
-        array = np.asarray(vocabulary)
-    except (ValueError, OverflowError) as error:
-        raise ExportError(f"{where}: {error}") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ExportError(f"{where}: expected integers [V] below 2^63, got {array.dtype} {list(array.shape)}")
-    if array.min() < 0 or array.max() > np.iinfo(np.int64).max:
-        bad = array.min() if array.min() < 0 else array.max()
-        raise ExportError(f"{where}: id {bad} is not in [0, 2^63)")
-    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def _refuse_duplicates(where: str, ids: npt.NDArray[np.int64], names: Sequence[str] | npt.NDArray[Any]) -> None:

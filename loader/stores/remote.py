@@ -10,6 +10,18 @@ is written last, and only if there is none. Who writes a version claims it first
 <url>/<model>/.trash-<version>         out of sight, to be deleted
 ```
 
+The cache is a folder that the processes of a machine share:
+
+```
+<cache>/lock                            held (flock) by the process that makes room and fetches
+<cache>/<identity>/lock                 held, shared, by each process that uses the version; its time: the last use
+<cache>/<identity>/<model>/<version>/   the snapshot: each file had the manifest's SHA-256 when it was put there
+<cache>/<identity>/fetching/            files that are not complete
+```
+
+The identity is the SHA-256 of the manifest, which has those of all other files, so a version that was replaced in its
+store is another folder here. Locks end with their processes; the file of a lock is never deleted.
+
 The client is obstore (Rust's object_store), which retries with exponential backoff and jitter, and takes credentials
 as the clouds' own libraries do, from the environment or the machine's identity.
 """
@@ -17,6 +29,7 @@ as the clouds' own libraries do, from the environment or the machine's identity.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import logging
 import os
@@ -62,14 +75,10 @@ from loader.snapshot.store import (
     manifest_texts_of,
     missing_files,
     rename,
+    try_lock,
     version_numbers,
 )
-from loader.stores.cache import (
-    FETCHING,
-    IDENTITY,
-    SnapshotCache,
-    StoreUrl,
-)
+from loader.stores.cache import FETCHING, StoreUrl
 
 try:
     import obstore
@@ -82,6 +91,7 @@ except ImportError as missing:
 RANGE_BYTES: Final = 8 << 20
 """Of one request. It must come within a third of the store's time limit."""
 FILES_AT_A_TIME: Final = 8
+_IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
 _POLL_S: Final = 0.1
 _MAX_SMALL_BYTES: Final = 4096
 _OTHERS_TRASH_S: Final = 3600.0
@@ -119,7 +129,7 @@ class RemoteStore(Store):
         """Open a store; nothing is requested yet. Raises StoreError if what the URL needs is not set."""
         super().__init__(address.cache)
         self.name = address.url
-        self.cache = SnapshotCache(address.cache, address.cache_bytes)
+        self._cache_bytes = address.cache_bytes
         self._timeout_s = address.timeout_s
         self._client = _open_client(address)
         self._aside: dict[str, set[int]] = {}
@@ -158,7 +168,12 @@ class RemoteStore(Store):
         `store_cache`: the cache has no room, or its disk fails.
         """
         version = self.latest(model) if version is None else version
-        content = self._cached_manifest(model, version, identity) or self._read_manifest(model, version)
+        content = None
+        if identity is not None and _IDENTITY.fullmatch(identity) and MODEL_NAME.fullmatch(model):
+            with suppress(OSError):
+                content = (self.path / identity / model / str(version) / MANIFEST_NAME).read_bytes()
+        if content is None or hashlib.sha256(content).hexdigest() != identity:
+            content = self._read_manifest(model, version)
         if content is None:
             raise self.no_version(model, version)
         url, digest = f"{self.name}/{model}/{version}", hashlib.sha256(content).hexdigest()
@@ -177,19 +192,19 @@ class RemoteStore(Store):
         for entry in entries:
             check_relative_path(url, entry.path)
         try:
-            snapshot = self.cache.hold(digest, model, version, is_checked=verify)
+            snapshot = self._hold(digest, model, version, is_checked=verify)
             try:
                 missing_files(snapshot.path, small, verify=True)
                 if missing_files(snapshot.path, entries, verify, progress):
                     # Another process may fetch them meanwhile.
-                    with self.cache.locked(progress):
+                    with self._locked(progress):
                         if missing := missing_files(snapshot.path, entries):
                             self._fetch(snapshot.path, missing, keep, progress)
             except BaseException:
                 snapshot.close()
                 raise
         except OSError as error:
-            raise StoreError(f"store cache {self.cache.folder}: {error}", kind="store_cache") from error
+            raise StoreError(f"store cache {self.path}: {error}", kind="store_cache") from error
         return snapshot
 
     def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
@@ -318,15 +333,6 @@ class RemoteStore(Store):
                 raise SnapshotCorruptError(f"{self.name}/{path}: SHA-256 is not the one in {CHECKSUM_NAME}")
         return content
 
-    def _cached_manifest(self, model: str, version: int, identity: str | None) -> bytes | None:
-        """Return a manifest of that identity from the cache; None if it is not there."""
-        if identity is None or not IDENTITY.fullmatch(identity) or not MODEL_NAME.fullmatch(model):
-            return None
-        with suppress(OSError):
-            content = (self.cache.folder / identity / model / str(version) / MANIFEST_NAME).read_bytes()
-            return content if hashlib.sha256(content).hexdigest() == identity else None
-        return None
-
     def _has(self, model: str, version: int, identity: str, source: Path) -> bool:
         """Return whether the store has that snapshot. Raises SnapshotExistsError if it has another one."""
         stored = self.manifest(model, version)
@@ -346,13 +352,60 @@ class RemoteStore(Store):
                 problem = "missing" if size is None else f"{size} bytes, the manifest says {entry.size_bytes}"
                 raise SnapshotCorruptError(f"{self.name}/{path}: {problem}")
 
+    def _hold(self, identity: str, model: str, version: int, *, is_checked: bool) -> HeldSnapshot:
+        """Return a version's folder, with the files that were fetched so far; none is deleted before it is closed."""
+        root = self.path / identity
+        make_folders(root)
+        lock = (root / "lock").open("a")
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+        def close() -> None:
+            if not lock.closed:
+                os.utime(lock.fileno())
+                lock.close()
+
+        return HeldSnapshot(root / model / str(version), close, is_checked)
+
+    @contextmanager
+    def _locked(self, progress: Progress) -> Iterator[None]:
+        """Let no other process make room or fetch. While it waits it calls `progress`, which may raise."""
+        with (self.path / "lock").open("a") as lock:
+            while not try_lock(lock):
+                progress("waiting for the cache", 0, 1)
+                time.sleep(_POLL_S)
+            yield
+
+    def _make_room(self, needed_bytes: int, folder: Path, keep: Collection[str]) -> None:
+        """Delete versions that are not locked until so many bytes of the version at `folder` fit, within `_locked`.
+
+        Those whose identity is not in `keep` go first, then by their last use. Raises StoreError (`store_cache`) if
+        the bytes do not fit.
+        """
+        roots = [path for path in self.path.iterdir() if _IDENTITY.fullmatch(path.name) and (path / "lock").exists()]
+        sizes = {root: sum(path.lstat().st_size for path in root.rglob("*") if path.is_file()) for root in roots}
+        used_bytes = sum(sizes.values())
+        for root in sorted(roots, key=lambda path: (path.name in keep, (path / "lock").stat().st_mtime)):
+            if used_bytes + needed_bytes <= self._cache_bytes:
+                return
+            with (root / "lock").open("a") as lock:
+                if root not in folder.parents and try_lock(lock):
+                    for path in [path for path in root.iterdir() if path.is_dir()]:
+                        shutil.rmtree(path)
+                    used_bytes -= sizes[root]
+        if needed_bytes and used_bytes + needed_bytes > self._cache_bytes:
+            raise StoreError(
+                f"store cache {self.path}: {needed_bytes} bytes of {folder.parent.name} version {folder.name} are "
+                f"needed, {used_bytes} bytes are in use, and it may hold {self._cache_bytes} (--store-cache-gb)",
+                kind="store_cache",
+            )
+
     def _fetch(self, folder: Path, entries: Sequence[FileEntry], keep: Collection[str], progress: Progress) -> None:
         """Fetch files of a version into its folder of the cache, which is locked. Raises as `hold`."""
         source, work = f"{folder.parent.name}/{folder.name}", folder.parents[1] / "fetching"
         total, done, slots = sum(entry.size_bytes for entry in entries), 0, asyncio.Semaphore(FILES_AT_A_TIME)
         self._check_sizes(source, entries)
         shutil.rmtree(work, ignore_errors=True)
-        self.cache.make_room(total, folder, keep)
+        self._make_room(total, folder, keep)
         work.mkdir()
         _log.info("fetching %d files, %d bytes, from %s/%s into %s", len(entries), total, self.name, source, folder)
 

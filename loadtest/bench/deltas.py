@@ -26,12 +26,11 @@ from loadtest.bench.harness import (
     BenchTable,
     Subject,
     UniformTables,
-    Values,
     bench_command,
     make_node,
-    measure,
 )
 from loadtest.errors import LoadError
+from loadtest.rounds import Measure, Values
 from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower, FollowedRows
 
@@ -42,11 +41,11 @@ WAIT_S = 60.0
 SWITCH_INTERVAL_S = 0.0005
 """What serving processes set: how long a thread that waits for the interpreter lets another one have it."""
 MEASURES = (
-    measure("p50 of a lookup", "ms"),
-    measure("p99 of a lookup", "ms"),
-    measure("lookups", "/s", "higher"),
-    measure("rows applied", "/s", "higher"),
-    measure("staleness", "s"),
+    Measure("p50 of a lookup", "ms"),
+    Measure("p99 of a lookup", "ms"),
+    Measure("lookups", "/s", "higher"),
+    Measure("rows applied", "/s", "higher"),
+    Measure("staleness", "s"),
 )
 
 

@@ -27,12 +27,15 @@ from rich.console import Console
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.documents import line, this_machine, versions
-from loadtest.rounds import Arm, Better, Comparison, Item, Measure, compare_rounds, rotated, show_comparison
-from loadtest.servers import THIS_CHECKOUT, ServerCommand, commit_of, running
+from loadtest.load.config import OfferedLoad
+from loadtest.load.generator import Generators
+from loadtest.load.loops import not_busy_because
+from loadtest.rounds import Comparison, Item, Measure, Values, compare_rounds, rotated, show_comparison
+from loadtest.servers import THIS_CHECKOUT, Server, ServerCommand, commit_of, running
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows
 from router.id_mapping import IdMapper
@@ -42,6 +45,7 @@ from router.shard import ReplicaSource, ReplicatedShard
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.fleet.supervisor import shardrank_command
+from serving.models.layers import NumberFormat
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import Shard, ShardNode
@@ -52,29 +56,41 @@ ROUNDS, QUICK_ROUNDS = 5, 2
 QUICK_SHARE = 0.2
 """Of the seconds that each measurement takes otherwise."""
 
-Values: TypeAlias = Mapping[str, float]
-"""A round of a subject: a value for each measure that it has."""
+TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
+"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
+
+CPU = "CPU of a request"
+BUSY_MEASURES = (
+    Measure(CPU, "ms"),
+    Measure("requests", "/s", "higher"),
+    Measure("p50", "ms"),
+    Measure("p99", "ms"),
+    Measure("CPU of the client", "cores"),
+)
+"""Of a server that is kept busy."""
 Subject: TypeAlias = Callable[[int], Values]
 """Measures once, given the number of the round, from 0."""
 
 
-def measure(name: str, unit: str, better: Better = "lower") -> Measure[Values]:
-    """Describe a measure; it has no ratios where some subject has 0, or no value."""
-    return Measure(name, unit, better, lambda values: values.get(name), everywhere=False)
-
-
 @dataclass(slots=True)
 class BenchTable:
-    """Subjects by name, the baseline first, their measures, and the set-up that all have alike; titles are unique."""
+    """Subjects by name, the baseline first, their measures, and the set-up that all have alike; titles are unique.
+
+    With a `baseline`, that is computed from each round of all subjects instead, and has this name.
+    """
 
     title: str
-    measures: Sequence[Measure[Values]]
+    measures: Sequence[Measure]
     subjects: Mapping[str, Subject]
     setup: dict[str, str] = field(default_factory=dict)
+    baseline: tuple[str, Callable[[Mapping[str, Values]], Values]] | None = None
 
 
 class Bench:
-    """A run of one benchmark, in a temporary `folder`; `results` are not compared, but are in the JSON form by name."""
+    """A run of one benchmark, in a temporary `folder`; `results` are not compared, but are in the JSON form by name.
+
+    `problems` are why its numbers can't be believed.
+    """
 
     def __init__(self, name: str, rounds: int | None, folder: Path, runner: asyncio.Runner, *, quick: bool) -> None:
         self.name = name
@@ -82,6 +98,8 @@ class Bench:
         self.folder = folder
         self.runner = runner
         self.results: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self._measured = ""
         self._is_quick = quick
         self._console = Console(width=WIDTH)
         self._started_at = datetime.now(UTC)
@@ -110,6 +128,24 @@ class Bench:
 
         return 1e6 * float(np.median(self.runner.run(measure_calls())))
 
+    def busy_values(
+        self, generators: Generators, load: OfferedLoad, server: Server, in_flight: int, seconds: float
+    ) -> dict[str, float]:
+        """Keep a server busy with so many requests in flight, after a warm-up of a fifth; see `BUSY_MEASURES`."""
+        busy = generators.busy(load, in_flight, min(1.0, seconds / 5), seconds, server.process_ids)
+        self.problems += [f"{self._measured}: {problem}" for problem in not_busy_because(busy)]
+        by_role = {f"{CPU}, {role}": sum(cpu) / busy.requests * 1e3 for role, cpu in busy.server_cpu.items()}
+        in_kernel = {f"{CPU}, {role}, kernel": cpu[1] / busy.requests * 1e3 for role, cpu in busy.server_cpu.items()}
+        return {
+            CPU: busy.cpu_ms,
+            "requests": busy.requests_per_s,
+            "p50": busy.p50_ms,
+            "p99": busy.p99_ms,
+            "CPU of the client": busy.client_cpu_s / busy.seconds,
+            **by_role,
+            **in_kernel,
+        }
+
     def seconds(self, seconds: float) -> float:
         """Return how long a measurement takes that takes `seconds` when it is not quick."""
         return seconds * QUICK_SHARE if self._is_quick else seconds
@@ -129,12 +165,21 @@ class Bench:
                 for table in tables:
                     self.say(f"round {number + 1} of {self.rounds}: {table.title}")
                     baseline, *others = table.subjects
+                    values: dict[str, Values] = {}
                     for name in rotated([*others, baseline], number):
-                        rounds[table.title, name].append(table.subjects[name](number))
+                        self._measured = f"{table.title}, {name}, round {number + 1}"
+                        values[name] = table.subjects[name](number)
+                    if table.baseline is not None:
+                        name, compute = table.baseline
+                        values[name] = compute(values)
+                    for name, of_subject in values.items():
+                        rounds[table.title, name].append(of_subject)
         for table in tables:
-            arms = [(Arm(name=name), rounds[table.title, name]) for name in table.subjects]
-            self._comparisons.append(compare_rounds(arms, table.measures, title=table.title, setup=table.setup))
-            show_comparison(self._console, self._comparisons[-1])
+            names = [*(() if table.baseline is None else table.baseline[:1]), *table.subjects]
+            subjects = {name: rounds[table.title, name] for name in names}
+            comparison = compare_rounds(table.title, subjects, table.measures, table.setup, self.problems)
+            self._comparisons.append(comparison)
+            show_comparison(self._console, comparison)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -148,37 +193,38 @@ class Bench:
             "machine": this_machine().model_dump(),
             "versions": {**versions(), "torch": torch.__version__, "numpy": np.__version__},
             "rounds": self.rounds,
+            "problems": self.problems,
             "tables": {comparison.title: _table_document(comparison) for comparison in self._comparisons},
             **self.results,
         }
 
 
 def _table_document(comparison: Comparison) -> dict[str, Any]:
-    subjects: dict[str, dict[str, Any]] = {arm.name: {} for arm in comparison.arms}
+    subjects: dict[str, dict[str, Any]] = {name: {} for name in comparison.subjects}
     for compared in comparison.measures:
         for number, measures in enumerate(subjects.values()):
             ratio = compared.ratios[number] if compared.ratios else None
-            measures[compared.name] = {
-                **compared.model_dump(include={"unit", "better"}),
+            measures[compared.measure.name] = {
+                "unit": compared.measure.unit,
+                "better": compared.measure.better,
                 "values": compared.values[number],
                 "median": compared.middle[number],
                 "ratio": ratio and ratio.value,
                 "interval": (ratio.low, ratio.high) if ratio is not None and ratio.low is not None else None,
             }
-    baseline = comparison.arms[comparison.baseline].name
-    return {"setup": comparison.setup, "baseline": baseline, "subjects": subjects}
+    return {"setup": comparison.setup, "baseline": comparison.subjects[0], "subjects": subjects}
 
 
 def bench_command(function: Callable[..., None]) -> click.Command:
     """Make a command of a benchmark, with `--rounds`, `--quick` and `--json` beside its own options.
 
-    The function is called with a `Bench` and the options.
+    The function is called with a `Bench` and the options. The exit code is 1 if its numbers can't be believed.
     """
     name = function.__name__.replace("_", "-")
 
     @click.option("--rounds", type=click.IntRange(1, 1000), help=f"Default: {ROUNDS}; with --quick {QUICK_ROUNDS}.")
     @click.option("--quick", is_flag=True, help="A fifth of the time for each measurement; its numbers are rough.")
-    @opts.option("--json", "Write the results to this file.", opts.FILE, name="json_file")
+    @opts.option("--json", "Write the results to this file.", opts.WRITABLE_FILE, name="json_file")
     @wraps(function)
     def command(rounds: int | None, quick: bool, json_file: Path | None, **options: Any) -> None:
         torch.set_num_threads(1)
@@ -190,6 +236,7 @@ def bench_command(function: Callable[..., None]) -> click.Command:
             function(bench, **options)
         if json_file is not None:
             json_file.write_text(json.dumps(bench.document(), indent=1) + "\n", encoding="utf-8")
+        click.get_current_context().exit(1 if bench.problems else 0)
 
     return click.command(name, cls=WithExamples)(command)
 
@@ -219,7 +266,7 @@ class UniformTables:
         tables = tuple(TableSpec(name=name, feature_names=(name,), **shape) for name in names)
         features = tuple(FeatureSpec(name=name, side="candidate") for name in names)
         spec = ModelSpec(model=MODEL, tables=tables, features=features, dense_model=DenseModelSpec(kind="mlp"))
-        rows = dict.fromkeys(names, rows_of(self.all_rows()))
+        rows = dict.fromkeys(names, ArrayRows(self.all_rows()))
         return Snapshot.open(export_snapshot(store, spec, rows=rows, dense={"unused": torch.zeros(1)}), verify=False)
 
     def draw(self, rng: np.random.Generator, bags: int, hotness: int) -> KeyedBags:

@@ -17,18 +17,16 @@ from loadtest.bench.harness import (
     BenchTable,
     Subject,
     UniformTables,
-    Values,
     bench_command,
     make_router,
-    measure,
     node_process,
     remote_shards,
 )
 from loadtest.load.loops import cpu_seconds
+from loadtest.rounds import Measure, Values
 from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
 from router.router import Router
-from serving.cli import options as opts
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import EXACT
 from shard_node.bags import KeyedBags
@@ -37,10 +35,10 @@ TIMEOUT_S = 60.0
 SHARDS, BAGS, BATCHES = 2, 100, 10
 HIT_RATES = (0.0, 0.5, 0.9)
 COST_MEASURES = (
-    measure("time of a lookup", "ms"),
-    measure("CPU of the router", "ms"),
-    measure("CPU of the nodes", "ms"),
-    measure("bytes on sockets", "kB"),
+    Measure("time of a lookup", "ms"),
+    Measure("CPU of the router", "ms"),
+    Measure("CPU of the nodes", "ms"),
+    Measure("bytes on sockets", "kB"),
 )
 
 
@@ -121,8 +119,6 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
 @click.option("--rows", type=click.IntRange(2), default=100_000, show_default=True, help="Of each of 26 tables.")
 @click.option("--hot-rows", type=click.IntRange(1), default=10_000, show_default=True, help="Of each table.")
 @click.option("--seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Of each measurement.")
-@opts.removed_option("--policy-rows", "policies are compared in docs/decisions/hot-rows.md.")
-@opts.removed_option("--capacity", "policies are compared in docs/decisions/hot-rows.md.")
 def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
     """Measure what copies of hot rows at the router save: lookups over shard processes without them and with them.
 

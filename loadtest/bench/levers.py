@@ -15,13 +15,13 @@ from loader.description import ModelDescription
 from loader.divided_rows import divide_rows, kept_rows
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import RowSource, rows_of
+from loader.snapshot.row_source import ArrayRows, RowSource
 from loader.snapshot.writer import export_snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, make_node, make_router, measure
+from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, make_node, make_router
+from loadtest.rounds import Measure
 from loadtest.workloads.workload import Zipf
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
-from serving.cli import options as opts
 from serving.models.inputs import InputAssembler
 from serving.models.ranking_models import build_model
 from shard_node.bags import Int64Array, KeyedBags
@@ -36,9 +36,9 @@ FEATURES, DIM, ZIPF = 26, 64, 1.05
 CANDIDATES = (50, 100, 200, 500)
 BATCHES = 16
 LOOKUP_MEASURES = (
-    measure("bytes of rows", "MB"),
-    measure("time of a batch, 1 id a bag", "µs"),
-    measure("time of a batch, 20 ids a bag", "µs"),
+    Measure("bytes of rows", "MB"),
+    Measure("time of a batch, 1 id a bag", "µs"),
+    Measure("time of a batch, 20 ids a bag", "µs"),
 )
 PRUNED = "rows never asked for pruned"
 
@@ -75,7 +75,7 @@ def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool
         # Parts that have all columns are cut out of the undivided table at export.
         if all(part.embedding_dim == DIM for part in parts) and "id_mapping" not in words:
             shapes = {logical.name: (counts.size, DIM)}
-        rows |= {name: rows_of(rng.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
+        rows |= {name: ArrayRows(rng.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
     cut, model = divide_rows(spec, rows, dict.fromkeys(names, counts)), build_model(spec)
     dense = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     path = export_snapshot(folder, spec, rows=cut.rows, dense=dense, row_classes=cut.row_classes, version=1)
@@ -128,8 +128,6 @@ def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
 @bench_command
 @click.option("--rows", type=click.IntRange(100), default=100_000, show_default=True, help="Of each of the 26 tables.")
 @click.option("--seconds", type=click.FloatRange(0), default=0.5, show_default=True, help="Of each measurement.")
-@opts.removed_option("--movielens", "`shardrank train` says what a lever costs in quality.")
-@opts.removed_option("--epochs", "`shardrank train` says what a lever costs in quality.")
 def levers(bench: Bench, rows: int, seconds: float) -> None:
     """Measure what each way to make tables smaller saves in bytes, and costs in the time of a lookup.
 

@@ -24,10 +24,10 @@ from loadtest.bench.harness import (
     bench_command,
     make_node,
     make_router,
-    measure,
     node_process,
     remote_shards,
 )
+from loadtest.rounds import Measure
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -37,7 +37,7 @@ from shard_node.node import LocalShard
 FEATURES, BATCHES = 26, 8
 TIMEOUT_S = 60.0
 BARE, FLOAT32 = "bare op", "nn.EmbeddingBag fp32"
-MEASURES = (measure("time of a batch", "µs"),)
+MEASURES = (Measure("time of a batch", "µs"),)
 
 
 Batch: TypeAlias = tuple[KeyedBags, Int64Array]

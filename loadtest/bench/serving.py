@@ -29,14 +29,14 @@ from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import (
+    BUSY_MEASURES,
+    TOLERANCES,
     Bench,
     BenchTable,
     Subject,
-    Values,
     bench_command,
     make_node,
     make_router,
-    measure,
     node_process,
     remote_shards,
 )
@@ -44,6 +44,7 @@ from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import bench_load
 from loadtest.load.generator import Generators
+from loadtest.rounds import Measure, Values
 from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
 from loadtest.servers import serving as serving_process
 from loadtest.workloads.catalog import (
@@ -62,6 +63,8 @@ from loadtest.workloads.payloads import APIS, Api, Payload
 from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
+from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -70,9 +73,8 @@ from serving.observe.calls import STAGES, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
-from serving.server import ServerConfig, running_server
+from serving.server import running_server
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ranking_parts
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
 from shard_node.node import LocalShard
 from shard_node.wire.address import Address
@@ -141,22 +143,12 @@ def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
 
 
 CHECKED_REQUESTS = 2
-TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
-"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
 FULL_LOAD = 32
 """Requests in flight."""
-WARM_UP_S = 1.0
 LIMIT = "without a server"
-CPU, P50 = "CPU of a request", "p50"
-LOADED_MEASURES = (
-    measure(CPU, "ms"),
-    measure("requests", "/s", "higher"),
-    measure(P50, "ms"),
-    measure("p99", "ms"),
-    measure("batch", "requests", "higher"),
-    measure("CPU of the client", "cores"),
-)
-SINGLE_MEASURES = (measure(P50, "ms"), measure("p50 beyond computing", "ms"))
+P50 = "p50"
+LOADED_MEASURES = (*BUSY_MEASURES, Measure("batch", "requests", "higher"))
+SINGLE_MEASURES = (Measure(P50, "ms"), Measure("p50 beyond computing", "ms"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +176,9 @@ class ServedModel:
     def load(self, server: Server, workload: BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
         """Measure a server that is kept busy."""
         load, before = bench_load(server.target(api), api, workload), _batch_counts(server)
-        weighed = self.generators.busy(load, in_flight, min(WARM_UP_S, self.seconds), self.seconds, server.process_ids)
+        values = self.bench.busy_values(self.generators, load, server, in_flight, self.seconds)
         requests, batches = (after - count for after, count in zip(_batch_counts(server), before, strict=True))
-        return {
-            CPU: weighed.cpu_ms,
-            "requests": weighed.requests_per_s,
-            P50: weighed.p50_ms,
-            "p99": weighed.p99_ms,
-            "batch": requests / batches,
-            "CPU of the client": weighed.client_cpu_s / weighed.seconds,
-        }
+        return {**values, "batch": requests / batches}
 
     def scores(self, server: Server, workload: BenchWorkload, api: Api) -> list[Float32Array]:
         """Return a server's scores of a few requests."""
@@ -314,7 +299,7 @@ async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) 
         else:
             served = await asyncio.to_thread(load_served_model, source, service, loop=loop)
         service.install(served)
-        async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
+        async with running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
             pool = bench_payloads(CALLS_SHAPE, "mlp", 1, api, 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):

@@ -6,16 +6,16 @@ import importlib
 import inspect
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import click
 from pydantic import Field, model_validator
 
 from loader.rollout.plan import Strategy
-from loader.snapshot.tables import Frozen
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.settings import config_of
+from serving.settings import Settings, setting
 
 Course: TypeAlias = Literal["idle", "beside", "undo", "by-replica"]
 Victim: TypeAlias = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
@@ -32,7 +32,7 @@ Workers: TypeAlias = Annotated[int, Field(ge=1, le=64, description="Serving proc
 Seed: TypeAlias = Annotated[int, Field(ge=0, description="Of all that is drawn.")]
 
 
-class OracleShape(Frozen):
+class OracleShape(Settings):
     """The rows of the oracle's int8 table (items), its float32 table (users) and its small float16 table (tags)."""
 
     model: str = "oracle"
@@ -42,7 +42,7 @@ class OracleShape(Frozen):
     embedding_dim: int = 16
 
 
-class FleetShape(Frozen):
+class FleetShape(Settings):
     """What runs, and how often it is asked; part of every report of a drill on a fleet."""
 
     registry: Literal["directory", "redis"] = Field(
@@ -94,11 +94,12 @@ class CrashDrillConfig(FleetDrillConfig):
     workers: Workers = 2
     rate: Rate = 100.0
     step_delay_s: float = 0.15
-    courses: tuple[Course, ...] = Field(
-        get_args(Course), description="Rollouts that are interrupted; idle: none. Default: all."
-    )
-    victims: tuple[Victim, ...] = Field((), description="What is killed; redis-emptied loses its data.")
-    steps: tuple[str, ...] = Field((), description="Only in this step.")
+    courses: tuple[Course, ...] = setting(get_args(Course), "--course NAME")
+    """Rollouts that are interrupted: idle (none), beside, undo, by-replica. Default: all."""
+    victims: tuple[Victim, ...] = setting((), "--victim NAME")
+    """What is killed: coordinator, shard-node, serving, redis, or redis-emptied, which loses its data. Default: all."""
+    steps: tuple[str, ...] = setting((), "--step NAME")
+    """Only in this step. Default: in all."""
     max_kill_delay_s: float = Field(0.3, ge=0, le=60, description="Kill up to so long after a step is on record.")
     seed: Seed = 0
 
@@ -171,7 +172,8 @@ class UpgradeDrillConfig(RollingDrillConfig):
       shardrank drill upgrade --old ../old-release --registry redis --order serving-first
     """
 
-    old: Path = Field(description="Checkout of this repository whose release runs before.")
+    old: Path = setting(..., "--old FOLDER")
+    """Checkout of this repository whose release runs before."""
     order: Order = Field("nodes-first", description="What is upgraded first.")
     rollout_every_s: float = Field(1.0, gt=0, description="Time between two rollouts.")
     # A serving process that is ending follows no flip: what it answers with must stay for longer than its shutdown
@@ -202,7 +204,7 @@ class SoakDrillConfig(RollingDrillConfig):
     max_mb_per_min: float = Field(0.25, gt=0, description="More growth of a process's memory is a problem.")
 
 
-class OverloadDrillConfig(Frozen):
+class OverloadDrillConfig(Settings):
     """Offer a server several times what it can answer.
 
     The server has one core, the client another. At least 90% of the capacity must be answered in time, those that are
@@ -215,7 +217,7 @@ class OverloadDrillConfig(Frozen):
 
     seconds: float = Field(60.0, ge=1, le=3600, description="Of overload.")
     factor: float = Field(3.0, gt=1, le=20, description="Requests offered, in capacities.")
-    deadline_ms: int = Field(200, ge=5, le=GIVE_UP_MS / 2, description="Of each request, by the server's default.")
+    deadline_ms: int = Field(200, ge=5, le=int(GIVE_UP_MS / 2), description="Of each request, by the server's default.")
     batch_candidates: int = Field(1024, ge=1, description="The server's limit of a batch.")
     normal_s: float = Field(10.0, ge=1, le=600, description="Of half the capacity, before and after.")
     capacity_s: float = Field(10.0, gt=0, le=600, description="Of each closed loop that measures capacity.")
@@ -225,29 +227,17 @@ class OverloadDrillConfig(Frozen):
     seed: Seed = 0
 
 
-def make_command(schema: type[Frozen], module: str = "") -> click.Command:
+def make_command(schema: type[Settings], module: str = "") -> click.Command:
     """Return the command of a drill: an option for each setting that has a description, and those of its report.
 
-    It is run by `run_drill` of the module of its name, or of another one.
-
-    A setting that is a tuple has the option of its singular, which may be repeated; by default it has all values.
+    It is run by `run_drill` of the module of its name, or of another one. A setting that is a tuple may be repeated; by
+    default it has all values.
     """
     name = schema.__name__.removesuffix("DrillConfig").lower()
-    params: list[click.Parameter] = []
-    for key, field in schema.model_fields.items():
-        if field.description is None:
-            continue
-        kind, flag, text, required = field.annotation, key.replace("_", "-"), field.description, field.is_required()
-        if is_many := get_origin(kind) is tuple:
-            kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Default: all. Repeatable."
-        elif not required:
-            text = f"{text} Default: {field.default}."
-        type_ = click.Choice(get_args(kind)) if get_origin(kind) is Literal else opts.FOLDER if kind is Path else kind
-        params.append(click.Option([f"--{flag}", key], type=type_, multiple=is_many, required=required, help=text))
-    keep = "Keep stores, logs and answers in this folder, which must be empty."
-    params.append(click.Option(["--json", "json_file"], type=opts.FILE, metavar="FILE", help="Write the report."))
-    params.append(click.Option(["--keep"], type=opts.FOLDER, metavar="FOLDER", help=keep))
 
+    @opts.settings_options(schema, *(key for key in schema.names() if schema.help(key)))
+    @opts.option("--json", "Write the report.", opts.WRITABLE_FILE, name="json_file")
+    @opts.option("--keep", "Keep stores, logs and answers in this folder, which must be empty.", opts.FOLDER)
     def run(json_file: Path | None, keep: Path | None, **options: Any) -> None:
         # An option that may be repeated, and was not given, is an empty tuple.
         config = config_of(schema, {key: value for key, value in options.items() if value != ()})
@@ -256,17 +246,13 @@ def make_command(schema: type[Frozen], module: str = "") -> click.Command:
         run_drill = importlib.import_module(f"loadtest.drill.{module or name}").run_drill
         click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
 
-    return WithExamples(name, params=params, callback=run, help=inspect.getdoc(schema))
+    return click.command(name, cls=WithExamples, help=inspect.getdoc(schema))(run)
 
 
 swap = make_command(SwapDrillConfig)
 crash = make_command(CrashDrillConfig)
 broken = make_command(BrokenDrillConfig)
-upgrade = opts.together(
-    opts.removed_option("--transport", "the fleet is that of the other drills, over Unix sockets."),
-    opts.removed_option("--settle-s", "the next process follows as soon as the one before is ready."),
-    opts.removed_option("--in-flight", "use --rate."),
-)(make_command(UpgradeDrillConfig))
+upgrade = make_command(UpgradeDrillConfig)
 restart = make_command(RestartDrillConfig, "upgrade")
 soak = make_command(SoakDrillConfig)
 overload = make_command(OverloadDrillConfig)

@@ -33,7 +33,7 @@ import torch
 from loader.errors import ShardrankError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, Side
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
@@ -137,7 +137,7 @@ def write_oracle(spec: ModelSpec, store: Path, version: int, golden: GoldenReque
     return export_snapshot(
         store,
         spec,
-        rows={name: rows_of(rows) for name, rows in tables.items()},
+        rows={name: ArrayRows(rows) for name, rows in tables.items()},
         dense={"mlp.layers.0.weight": weight, "mlp.layers.0.bias": torch.tensor([STAMPS[letter]])},
         golden=golden or golden_requests(spec, version),
         golden_tolerance=GOLDEN_TOLERANCE,

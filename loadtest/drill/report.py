@@ -11,7 +11,7 @@ import click
 from pydantic import BaseModel
 
 from loader.progress import Progress
-from loadtest.documents import check_writable, show_document, write_document
+from loadtest.documents import show_document, write_document
 from loadtest.errors import LoadError
 from loadtest.servers import INTERRUPTED
 from serving.cli.output import progress_bars, stdout_console
@@ -68,7 +68,6 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
     `keep` is an empty folder for its files; None for a temporary one. Returns the exit code: 0 if it passed, 1 if not,
     130 after a signal. Raises ShardrankError if it could not be run to its end.
     """
-    check_writable(json_file)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):

@@ -15,7 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.documents import line, make_table
+from loadtest.documents import line
+from serving.cli.output import table_of
 
 Row = dict[str, Any]
 
@@ -129,7 +130,7 @@ AIMS = (
 
 def aims_table(rows: Sequence[Row]) -> Table:
     """Return a table with the worst and the best figure for each aim, and the configuration of the worst."""
-    table = make_table(["aim", "worst at"], ["bound", "worst", "best", "configurations"], title="aims")
+    table = table_of("aims", ["aim", "worst at", "#bound", "#worst", "#best", "#configurations"], ())
     for aim in AIMS:
         judged = [row for row in rows if row.get(aim.field) is not None and aim.applies(row)]
         judged.sort(key=lambda row: float(row[aim.field]), reverse=not aim.minimum)

@@ -22,11 +22,11 @@ from loadtest.gpu.rows import WrongAnswerError
 from loadtest.servers import summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.prepare import write_random_snapshot
+from serving.embedded import ModelSource, load_served_model
 from serving.formats.requests import RankRequest, RankResponse, Response
 from serving.models.layers import DtypeChoice
 from serving.observe.calls import Call
 from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
 from shard_node.cuda.card_set import CardOptions, CardSet
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
@@ -92,11 +91,9 @@ class OfferedLoad(Sending):
     ids: str | None = None
     candidates: str | None = None
     varied: bool = True
-    movielens: Path | None = None
     arrivals: Arrivals = "poisson"
     slo_ms: float = Field(default=60, gt=0, le=MAX_TIMEOUT_MS)
     seed: int = Field(default=0, ge=0, lt=2**31)
-    split_seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _slo_is_within_the_timeout(self) -> Self:

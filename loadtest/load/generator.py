@@ -59,7 +59,7 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
         drawn = bench.shape, bench.head, bench.hotness
         pool = bench_payloads(*drawn, api, load.requests, timeout_ms=timeout_ms)
         return f"{pool.model}, hotness {bench.hotness}", pool
-    chosen = {"ids", "candidates", "context_features", "movielens", "split_seed", "varied"}
+    chosen = {"ids", "candidates", "context_features", "varied"}
     workload = open_workload(bench, **load.model_dump(include=chosen))
     # Processes that sent the same would find each other's rows in the server's caches.
     seed = load.seed + 2**32 * process

@@ -20,7 +20,7 @@ from pydantic import Field
 from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
-from loadtest.documents import check_writable, show_document, write_document
+from loadtest.documents import show_document, write_document
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
 from loadtest.load.result import Measured, Recorder, measured, percentiles
@@ -194,7 +194,6 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
 
 def execute(config: ReplayConfig, json_file: Path | None) -> int:
     """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered."""
-    check_writable(json_file)
     prepared = prepare(config)
     settle_heap()
     with stopping_on_signals():

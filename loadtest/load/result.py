@@ -82,13 +82,6 @@ class Second(Frozen):
     in_flight: Count
 
 
-class Mark(Frozen):
-    """Something that happened, such as a swap or a fault, so long after the run's begin (negative: before it)."""
-
-    at_s: float
-    label: str = Field(min_length=1, max_length=200)
-
-
 class GeneratorProcess(Frozen):
     """One process that sent requests: CPU seconds for each second after the warm-up, and connections opened in all.
 
@@ -163,7 +156,7 @@ class LoadResult(Measured):
         valid: whether the numbers are the server's and not the generator's.
     """
 
-    # Results of earlier releases have histograms too.
+    # Results of earlier releases have histograms and marks too.
     model_config = ConfigDict(extra="ignore")
 
     kind: Literal["run"] = "run"
@@ -187,7 +180,6 @@ class LoadResult(Measured):
     goodput: Amount
     throughput: Amount
     time_line: tuple[Second, ...]
-    marks: tuple[Mark, ...] = ()
     generator: Generator
     valid: bool
     invalid_because: tuple[str, ...] = ()

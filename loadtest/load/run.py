@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import click
-from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from loader.errors import ConfigError
-from loader.snapshot.tables import Frozen, schema_errors
-from loadtest.documents import check_writable, line, show_document, value_text, write_document, write_text
+from loadtest.documents import line, show_document, value_text, write_document, write_text
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
-from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
-from loadtest.rounds import Comparison, show_comparison
+from loadtest.load.result import LoadResult, Measured, Outcome, SweepResult, outcome_of
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
+from serving.cli.settings import config_of
 
 MIN_RATE = 1.0
 TOLERANCE = 0.05
@@ -34,14 +30,11 @@ MAX_LONGER_STEP_S = 60.0
 # After a step that the server did not stand, it may still be busy with what was given up.
 MAX_RECOVERY_S = 3.0
 
-Config = TypeVar("Config", bound=Frozen)
-
 
 def execute(
     *,
     sweeps: bool,
     max_rate: float,
-    marks: Path | None,
     json_file: Path | None,
     html_file: Path | None,
     **given: object,
@@ -53,57 +46,28 @@ def execute(
     """
     if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
-    load, run, console = checked(OfferedLoad, given), checked(RunConfig, given), Console(stderr=True)
-    check_writable(json_file, html_file)
+    load, run, console = config_of(OfferedLoad, given), config_of(RunConfig, given), Console(stderr=True)
     result: LoadResult | SweepResult
-    moments: list[Mark] = []
     with stopping_on_signals(), Generators(load.processes) as generators:
         generators.prepare(load)
         if sweeps:
             result = run_sweep(generators, load, run, console, max_rate=max_rate)
         else:
             result = offered(generators, load, run, console)
-    if marks is not None:
-        try:
-            moments = read_marks(marks)
-        except ConfigError as error:
-            # What was measured is worth more than its marks.
-            line(console, f"marks are left out: {error}")
-    if isinstance(result, LoadResult):
-        result = with_marks(result, moments)
-        is_good = result.valid
-    else:
-        result = result.model_copy(update={"steps": tuple(with_marks(step, moments) for step in result.steps)})
-        is_good = result.highest_rate is not None
+    is_good = result.valid if isinstance(result, LoadResult) else result.highest_rate is not None
     write_files(result, json_file, html_file)
     show_result(stdout_console(), result)
     return 0 if is_good else 1
 
 
-def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
-    """Make settings from those options that are fields of them; None is the default. Raises click.UsageError."""
-    fields = {name: given[name] for name in schema.model_fields if given.get(name) is not None}
-    try:
-        return schema.model_validate(fields)
-    except ValidationError as error:
-        raise click.UsageError("; ".join(map(str, schema_errors(error, [schema])))) from error
-
-
-def write_files(document: BaseModel, json_file: Path | None, html_file: Path | None) -> None:
+def write_files(document: LoadResult | SweepResult, json_file: Path | None, html_file: Path | None) -> None:
     """Write a result and its page, as far as they are wanted. Raises ConfigError."""
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
         from loadtest.page import html
 
-        write_text(html(document), html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
-
-
-def finish(comparison: Comparison, json_file: Path | None, html_file: Path | None) -> int:
-    """Write and print a comparison. Returns the exit code: 1 if it can't be believed. Raises ConfigError."""
-    write_files(comparison, json_file, html_file)
-    show_comparison(stdout_console(), comparison)
-    return 0 if comparison.valid else 1
+        write_text(html(document), html_file)
 
 
 def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
@@ -180,35 +144,9 @@ def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: 
     )
 
 
-def read_marks(path: Path) -> list[Mark]:
-    """Read lines `UNIX_SECONDS LABEL`, as `echo "$(date +%s.%N) swap"` writes them. Raises ConfigError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--marks {path}: {error}") from error
-    marks = []
-    for number, text in enumerate(lines, 1):
-        when, _, label = text.strip().partition(" ")
-        try:
-            if when:
-                marks.append(Mark(at_s=float(when), label=label.strip()))
-        except ValueError as error:
-            problem = f"line {number}: {text[:100]!r} is not a time in seconds since 1970 and a label"
-            raise ConfigError(f"--marks {path}: {problem}") from error
-    return marks
-
-
-def with_marks(result: LoadResult, marks: Sequence[Mark]) -> LoadResult:
-    """Add the marks, at seconds since 1970, that were set during a run."""
-    started_at = datetime.datetime.fromisoformat(result.started_at).timestamp()
-    moved = [Mark(at_s=mark.at_s - started_at, label=mark.label) for mark in marks]
-    within = [mark for mark in moved if 0 <= mark.at_s <= result.warmup_s + result.duration_s]
-    return result.model_copy(update={"marks": tuple(sorted(within, key=lambda mark: mark.at_s))})
-
-
 def shown(result: Measured) -> dict[str, Any]:
     """Return what is printed of a result."""
-    hidden = {"kind", "format_version", "machine", "versions", "time_line", "marks", "varied"}
+    hidden = {"kind", "format_version", "machine", "versions", "time_line", "varied"}
     times = result.model_dump(include={"latency", "latency_of_due", "service"})
     return {"times": times, **result.model_dump(exclude=hidden | times.keys())}
 

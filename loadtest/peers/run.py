@@ -7,34 +7,38 @@ import os
 import socket
 import subprocess
 import venv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import get_args
 
+import click
 import torch
 from safetensors.torch import save_file
 
 from loader.errors import ConfigError
-from loader.snapshot.row_source import TensorRows
+from loader.snapshot.row_source import ArrayRows
+from loader.snapshot.tables import RowDtype
 from loader.snapshot.writer import export_snapshot
-from loadtest.documents import this_machine, versions
+from loadtest.bench.harness import BUSY_MEASURES, Bench, BenchTable, bench_command
+from loadtest.cli import same_option, side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
-from loadtest.load.loops import not_busy_because
-from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, rotated
+from loadtest.rounds import Measure, Values
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
-from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec
 from loadtest.workloads.payloads import Encoding
 from loadtest.workloads.prepare import random_dense
-from serving.models.layers import DtypeChoice, choose_dtype
+from serving.cli import options as opts
+from serving.models.layers import DtypeChoice, NumberFormat, choose_dtype
 from shard_node.bags import Float32Array
 
 FOLDER = Path(__file__).parent
+ENVIRONMENTS = Path.home() / ".cache/shardrank/peers"
 PIP_TIMEOUT_S = 1800.0
 
 
@@ -91,8 +95,8 @@ FLOAT32_TOLERANCE, SHARDRANK_TOLERANCE = 1e-4, 0.03
 """Of a score. Peers compute in float32, but add in another order; shardrank's rows may be int8 and its MLP bfloat16."""
 CHANNELS = 16
 """gRPC connections: few would fall unevenly on the processes behind a port, which the kernel chooses by chance."""
-Row: TypeAlias = tuple[str, Literal["/s", "ms"]]
-"""Name and unit of a measure."""
+BEST = "best peer"
+MEASURES = (*BUSY_MEASURES, *(Measure(f"{percentile}, one in flight", "ms") for percentile in ("p50", "p99")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,44 +113,34 @@ class Subject:
         return bench_load(server.target(self.encoding), self.encoding, workload, grpc_channels=CHANNELS)
 
 
-@dataclass(frozen=True, slots=True)
-class PeersConfig:
-    """What is measured, for `seconds` each, after a fifth of them as a warm-up; the number formats are shardrank's."""
-
-    shape: BenchShape
-    peers: tuple[Peer, ...]
-    hotness: tuple[int, ...]
-    in_flight: int
-    rounds: int
-    seconds: float
-    workers: int
-    dtype: DtypeChoice
-
-    @property
-    def subjects(self) -> list[Subject]:
-        """Everything that is measured: a peer with all columns for each candidate, and with the context sent once."""
-        subjects = [Subject("shardrank", None, "oip-http"), Subject("shardrank, gRPC", None, "grpc-packed")]
-        for peer in self.peers:
-            subjects.append(Subject(peer.title, peer, peer.encodings[0]))
-            if self.shape.context_features:
-                subjects.append(Subject(f"{peer.title}, context once", peer, peer.encodings[1]))
-        return subjects
+def subjects_of(shape: BenchShape, peers: Sequence[Peer]) -> list[Subject]:
+    """List what is measured: of a peer all columns for each candidate, and the context sent once."""
+    subjects = [Subject("shardrank", None, "oip-http"), Subject("shardrank, gRPC", None, "grpc-packed")]
+    for peer in peers:
+        subjects.append(Subject(peer.title, peer, peer.encodings[0]))
+        if shape.context_features:
+            subjects.append(Subject(f"{peer.title}, context once", peer, peer.encodings[1]))
+    return subjects
 
 
 @contextlib.contextmanager
-def peer_serving(config: PeersConfig, peer: Peer, python: Path, weights: Path) -> Iterator[Server]:
-    """Serve a file of weights while the block runs. Raises LoadError: it ends, or does not answer in time."""
+def peer_serving(peer: Peer, python: Path, weights: Path, workers: int, first: OfferedLoad) -> Iterator[Server]:
+    """Serve a file of weights while the block runs; it is ready when it answers the `first` load's first request.
+
+    Raises LoadError: it ends, or does not answer in time.
+    """
     # Another program could take the port before the peer does; then the peer ends, and says why.
     with socket.create_server((HOST, 0)) as unused:
         port: int = unused.getsockname()[1]
-    settings = {"WEIGHTS": weights.resolve(), "PORT": port, "WORKERS": config.workers}
+    settings = {"WEIGHTS": weights.resolve(), "PORT": port, "WORKERS": workers}
     environment = os.environ | {f"PEER_{name}": str(value) for name, value in settings.items()}
     # mosec takes its own address from here. The peer's environment alone is searched for modules.
     environment |= {"MOSEC_PORT": str(port), "MOSEC_ADDRESS": HOST, "PYTHONNOUSERSITE": "1"}
     environment.pop("PYTHONPATH", None)
     line = str(python.absolute()), str(FOLDER / "servers" / f"{peer.name}_server.py")
     command = ServerCommand("its server", line, weights.with_name(f"{peer.name}.log"), environment)
-    load = Subject(peer.title, peer, peer.encodings[0]).load(config.shape, Server(port, 0, ()), config.hotness[0])
+    server = Server(port, 0, ())
+    load = first.model_copy(update={"target": server.target(first.spoken)})
 
     def why_not_ready() -> str:
         try:
@@ -159,88 +153,134 @@ def peer_serving(config: PeersConfig, peer: Peer, python: Path, weights: Path) -
         yield Server(port, 0, process_ids)
 
 
-def run_peers(config: PeersConfig, environments: Path, folder: Path, say: Callable[[str], None]) -> Comparison:
-    """Start all servers, compare their scores, and measure each subject in every round at every hotness.
-
-    Raises ShardrankError: a peer is not installed, a server does not serve, scores differ, or a request failed.
-    """
-    pythons = {peer: peer.python(environments) for peer in config.peers}
-    say(f"writing {config.shape.rows} rows")
-    weights = folder / "weights.safetensors"
-    spec, draw = bench_spec(config.shape, "mlp"), torch.Generator().manual_seed(BENCH_SEED)
-    rows = torch.randn((config.shape.rows, config.shape.embedding_dim), generator=draw) * ROW_DEVIATION
-    dense = random_dense(spec, BENCH_SEED)
-    save_file({"rows": rows, **dense}, weights)
-    snapshot = export_snapshot(folder / "store", spec, rows={"rows": TensorRows(rows)}, dense=dense)
-    arguments = ("--no-verify", "--workers", str(config.workers), "--dtype", choose_dtype(config.dtype))
-    figures = {subject: [dict[Row, float]() for _ in range(config.rounds)] for subject in config.subjects}
-    reasons: list[str] = []
-    with Generators() as generators, ExitStack() as stack:
-        say("starting shardrank")
-        shardrank = stack.enter_context(serving(snapshot, arguments, folder / "shardrank.log"))
-        servers: dict[Peer | None, Server] = {None: shardrank}
-        for peer, python in pythons.items():
-            say(f"starting {peer.title}")
-            servers[peer] = stack.enter_context(peer_serving(config, peer, python, weights))
-        say("comparing scores")
-        check_subjects(config, generators, servers)
-        for number in range(config.rounds):
-            for subject in rotated(config.subjects, number):
-                say(f"round {number + 1}: {subject.title}")
-                for hotness in config.hotness:
-                    server = servers[subject.peer]
-                    load = subject.load(config.shape, server, hotness)
-                    full, alone = (
-                        generators.busy(load, in_flight, config.seconds / 5, config.seconds, server.process_ids)
-                        for in_flight in (config.in_flight, 1)
-                    )
-                    where = f"{subject.title}, hotness {hotness}, round {number + 1}"
-                    reasons += [f"{where}: {reason}" for reason in not_busy_because(full)]
-                    figures[subject][number] |= {
-                        (f"throughput, hotness {hotness}", "/s"): full.requests_per_s,
-                        (f"p50, hotness {hotness}", "ms"): full.p50_ms,
-                        (f"p99, hotness {hotness}", "ms"): full.p99_ms,
-                        (f"p50, one in flight, hotness {hotness}", "ms"): alone.p50_ms,
-                        (f"p99, one in flight, hotness {hotness}", "ms"): alone.p99_ms,
-                    }
-    return compare_peers(config, figures, reasons)
-
-
-def check_subjects(config: PeersConfig, generators: Generators, servers: Mapping[Peer | None, Server]) -> None:
+def check_subjects(
+    shape: BenchShape,
+    subjects: Sequence[Subject],
+    hotness: Sequence[int],
+    dtype: DtypeChoice,
+    generators: Generators,
+    servers: Mapping[Peer | None, Server],
+) -> None:
     """Compare the scores of all subjects with a peer's. Raises LoadError."""
-    is_float32 = config.shape.row_dtype == "fp32" and config.dtype == "float32"
-    for hotness, number in product(config.hotness, range(CHECKED_REQUESTS)):
+    is_float32 = shape.row_dtype == "fp32" and dtype == "float32"
+    for ids, number in product(hotness, range(CHECKED_REQUESTS)):
         expected: Float32Array | None = None
-        for subject in reversed(config.subjects):  # The last is a peer.
-            scores = generators.scores(subject.load(config.shape, servers[subject.peer], hotness), number)
+        for subject in reversed(subjects):  # The last is a peer.
+            scores = generators.scores(subject.load(shape, servers[subject.peer], ids), number)
             expected = scores if expected is None else expected
             allowed = FLOAT32_TOLERANCE if subject.peer or is_float32 else SHARDRANK_TOLERANCE
             check_scores(f"{subject.title}, request {number}", scores, expected, allowed)
 
 
-def compare_peers(
-    config: PeersConfig, figures: Mapping[Subject, Sequence[Mapping[Row, float]]], reasons: Sequence[str]
-) -> Comparison:
-    """Return ratios to the best peer of each round and measure."""
-    shape, peers = config.shape, [rounds for subject, rounds in figures.items() if subject.peer]
+def best_of(peers: Sequence[str], values: Mapping[str, Values]) -> Values:
+    """Return the best value of these subjects in a round, measure by measure."""
+    return {
+        measure.name: (max if measure.better == "higher" else min)(values[peer][measure.name] for peer in peers)
+        for measure in MEASURES
+    }
 
-    def best(row: Row, rounds: Sequence[Mapping[Row, float]]) -> float:
-        return (max if row[1] == "/s" else min)(figures[row] for figures in rounds)
 
-    arms = [(Arm(name="best peer"), list(zip(*peers, strict=True)))]
-    arms += [(Arm(name=subject.title), [(each,) for each in rounds]) for subject, rounds in figures.items()]
-    return compare_rounds(
-        arms,
-        [Measure(row[0], row[1], "higher" if row[1] == "/s" else "lower", partial(best, row)) for row in peers[0][0]],
-        title="shardrank and what else could serve the model",
-        setup={
-            "model": f"{shape.features} features over one table of {shape.rows} x {shape.embedding_dim}, MLP",
-            "requests": f"{shape.requests}; {config.in_flight} in flight, or one, for {config.seconds:g} s each",
-            "processes of each server": str(config.workers),
-            "peers": "float32, one thread each, batches of up to 8 requests",
-            "shardrank": f"{shape.row_dtype} rows, {choose_dtype(config.dtype)} dense model",
-        },
-        invalid_because=reasons,
-        machine=this_machine(),
-        versions=versions() | {peer.name: " ".join(peer.requirements.read_text().split()) for peer in config.peers},
-    )
+def start_servers(
+    bench: Bench,
+    stack: ExitStack,
+    shape: BenchShape,
+    chosen: Sequence[Peer],
+    environments: Path,
+    workers: int,
+    dtype: NumberFormat,
+) -> dict[Peer | None, Server]:
+    """Write the model, and start all servers; None is shardrank's. Raises ConfigError: a peer is not installed."""
+    pythons = {peer: peer.python(environments) for peer in chosen}
+    bench.say(f"writing {shape.rows} rows")
+    weights, spec = bench.folder / "weights.safetensors", bench_spec(shape, "mlp")
+    rows = torch.randn((shape.rows, shape.embedding_dim), generator=torch.Generator().manual_seed(BENCH_SEED))
+    rows, dense = rows * ROW_DEVIATION, random_dense(spec, BENCH_SEED)
+    save_file({"rows": rows, **dense}, weights)
+    snapshot = export_snapshot(bench.folder / "store", spec, rows={"rows": ArrayRows(rows)}, dense=dense)
+    bench.say("starting shardrank")
+    arguments = ("--no-verify", "--workers", str(workers), "--dtype", dtype)
+    shardrank = stack.enter_context(serving(snapshot, arguments, bench.folder / "shardrank.log"))
+    servers: dict[Peer | None, Server] = {None: shardrank}
+    for peer, python in pythons.items():
+        bench.say(f"starting {peer.title}")
+        first = Subject(peer.title, peer, peer.encodings[0]).load(shape, shardrank, 1)
+        servers[peer] = stack.enter_context(peer_serving(peer, python, weights, workers, first))
+    return servers
+
+
+@bench_command
+@opts.option("--peer", "Repeatable; else all.", click.Choice(list(PEERS)), tuple(PEERS), name="names", multiple=True)
+@opts.option("--env-dir", "Has each environment.", opts.FOLDER, ENVIRONMENTS, name="environments")
+@opts.switch("--install", "Make the environments with pip, and measure nothing.")
+@opts.option("--seconds S", "Of each load, after a fifth of them as a warm-up.", click.FloatRange(0.1, 3600), 5.0)
+@opts.numbers("--hotness N,...", "Ids a bag.", 1, 1000, "1,20")
+@opts.count("--in-flight", "Requests that are always out while throughput is measured.", 1, 1024, 32)
+@opts.count("--rows", "Of the one table.", 1, 2**31, 1_000_000)
+@side_split_option("product")
+@same_option
+@opts.count("--workers", "Of each server. Default: the cores.", 1, 64)
+@opts.choice("--row-dtype", ["int8", "fp16", "fp32"], "Of shardrank's rows.")
+@opts.choice("--dtype", get_args(DtypeChoice), "Of shardrank's dense model.")
+def peers(
+    bench: Bench,
+    names: tuple[str, ...],
+    environments: Path,
+    install: bool,
+    seconds: float,
+    hotness: tuple[float, ...],
+    in_flight: int,
+    rows: int,
+    side_split: SideSplit,
+    varied: bool,
+    workers: int | None,
+    row_dtype: RowDtype,
+    dtype: DtypeChoice,
+) -> None:
+    """Compare shardrank with what one would serve the model with instead, on this machine.
+
+    Every server has the same weights and is sent the same requests by the same client, and scores are compared before
+    anything is measured; each peer is sent the context's columns with every candidate, and once. Ratios are to the best
+    peer of each round. --row-dtype and --dtype are of shardrank's rows and dense model; peers compute in float32. The
+    exit code is 1 if the client was the bottleneck, so that the numbers can't be believed.
+
+    Examples:
+      shardrank loadtest peers --install --env-dir ~/peers
+      shardrank loadtest peers --env-dir ~/peers --json peers.json
+      shardrank loadtest peers --env-dir ~/peers --workload candidates --same
+      shardrank loadtest peers --env-dir ~/peers --row-dtype fp32 --dtype float32
+    """
+    chosen = [PEERS[name] for name in dict.fromkeys(names)]
+    if install:
+        for peer in chosen:
+            bench.say(f"{peer.title}: installing {peer.requirements.name} into {environments / peer.name}")
+            peer.install(environments)
+        return
+    shape = BenchShape.of(rows, row_dtype, varied=varied, side_split=side_split)
+    workers = workers or len(os.sched_getaffinity(0))
+    setup = {
+        "model": f"{shape.features} features over one table of {rows} x {shape.embedding_dim}, MLP",
+        "requests": f"{shape.requests}; {in_flight} in flight, or one, for {seconds:g} s each",
+        "processes of each server": f"{workers}",
+        "peers": "float32, one thread each, batches of up to 8 requests",
+        "shardrank": f"{row_dtype} rows, {choose_dtype(dtype)} dense model",
+        **{peer.name: " ".join(peer.requirements.read_text().split()) for peer in chosen},
+    }
+    subjects, ids = subjects_of(shape, chosen), list(map(int, hotness))
+    with Generators() as generators, ExitStack() as stack:
+        servers = start_servers(bench, stack, shape, chosen, environments, workers, choose_dtype(dtype))
+        bench.say("comparing scores")
+        check_subjects(shape, subjects, ids, dtype, generators, servers)
+
+        def measured(subject: Subject, ids: int, number: int) -> Values:
+            server, load = servers[subject.peer], subject.load(shape, servers[subject.peer], ids)
+            full, alone = (
+                bench.busy_values(generators, load, server, count, bench.seconds(seconds)) for count in (in_flight, 1)
+            )
+            return full | {f"{percentile}, one in flight": alone[percentile] for percentile in ("p50", "p99")}
+
+        best, tables = (BEST, partial(best_of, [subject.title for subject in subjects if subject.peer])), []
+        for count in ids:
+            title = f"shardrank and what else could serve the model, hotness {count}"
+            by_title = {subject.title: partial(measured, subject, count) for subject in subjects}
+            tables.append(BenchTable(title, MEASURES, by_title, setup, best))
+        bench.run(tables)

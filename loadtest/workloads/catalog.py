@@ -1,126 +1,34 @@
-"""Workloads by name: published models at a scale, films, and the one table that the benchmarks serve."""
+"""Workloads by name: published models at a scale, and the one table that the benchmarks serve."""
 
 from __future__ import annotations
 
-import math
 import re
-from pathlib import Path
 from typing import Literal, TypeAlias
 
-import numpy as np
 from pydantic import Field
 
 from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import Frozen, RowDtype, TableSpec, fingerprint_strings
+from loader.snapshot.tables import Frozen, RowDtype, TableSpec
 from loadtest.workloads.payloads import FORMS, Encoding, Payloads
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
     VARIED_CANDIDATES,
-    CandidateCounts,
     IdDistribution,
     SyntheticWorkload,
     Uniform,
-    Workload,
     Zipf,
     parse_candidates,
     parse_ids,
 )
-from router.feature_schema import FeatureSchema
 from router.planning.inputs import catalog_model
-from serving.formats.requests import RankRequest
-from serving.training.dataset import (
-    NO_FOLD,
-    FilmsDataset,
-    FilmsOptions,
-    Interactions,
-    evaluation_requests,
-    films_spec,
-    positions_in,
-    read_movielens,
-)
-from shard_node.bags import Float32Array, KeyedBags
 
 MAX_HOTNESS = 1000
 
 Head: TypeAlias = Literal["mlp", "dlrm"]
 
 
-class FilmsWorkload:
-    """Makes requests to the model that `shardrank demo` and `shardrank train` make.
-
-    A request is a user of the test part, each as likely, with the history from the training part. Its candidates are
-    the films that the user rated in the test part; with `candidates`, that many: those first, then others at random.
-    The data is split as by a trainer with the same seed. Raises TrainingError if it can't be.
-    """
-
-    def __init__(
-        self,
-        interactions: Interactions,
-        options: FilmsOptions,
-        *,
-        candidates: CandidateCounts | None = None,
-        split_seed: int = 0,
-    ) -> None:
-        self.interactions, self.options = interactions, options
-        self.spec = films_spec(interactions, options)
-        self.schema = FeatureSchema.of(self.spec)
-        chosen = "their own" if candidates is None else candidates.name
-        self.name = f"films{':profile' if options.profile else ''}, {interactions.source}, candidates {chosen}"
-        if split_seed:
-            self.name += f", split {split_seed}"
-        self._candidates = candidates
-        dataset = FilmsDataset.split(interactions, seed=split_seed)
-        labelled = evaluation_requests(dataset, self.spec)
-        requests = labelled.requests
-        self._films = interactions.films
-        self._rated = np.split(interactions.film_index[labelled.samples], np.cumsum(requests.num_candidates)[:-1])
-        self._context = {
-            feature.name: np.split(requests.values[feature.name], np.cumsum(requests.lengths[feature.name])[:-1])
-            for feature in self.spec.features
-            if feature.side == "context"
-        }
-        every_film = np.arange(self._films.ids.size)
-        statistics = dataset.film_statistics(every_film, np.full(every_film.size, NO_FOLD))
-        self._film_dense: Float32Array = statistics[:, : self.spec.dense_inputs.candidate]
-        words = sorted(set(interactions.users.occupations))
-        self._words = dict(zip(fingerprint_strings(words).tolist(), words, strict=True))
-
-    def request(self, rng: np.random.Generator) -> RankRequest:
-        """Draw a user and make the request."""
-        user = int(rng.integers(len(self._rated)))
-        films = self._rated[user]
-        if self._candidates is not None:
-            count, every_film = self._candidates.draw(rng), np.arange(self._films.ids.size)
-            missing = max(0, count - films.size)
-            others = np.setdiff1d(every_film, films) if films.size < every_film.size else every_film
-            # Where there are too few films, one comes more than once, as a request may have it.
-            films = np.concatenate([films, rng.choice(others, missing, replace=missing > others.size)])[:count]
-        genre_lengths, genres = positions_in(self._films.genre_offsets, films)
-        bags = {
-            "film_id": (self._films.ids[films], np.ones(films.size, np.int64)),
-            "genre": (self._films.genre_ids[genres], genre_lengths),
-        }
-        for name, by_user in self._context.items():
-            bags[name] = by_user[user], np.array([by_user[user].size], np.int64)
-        values, lengths = zip(*(bags[feature.name] for feature in self.schema.features), strict=True)
-        keys, bags_per_key = np.arange(len(lengths), dtype=np.int32), np.array(list(map(len, lengths)), np.int64)
-        return RankRequest(
-            bags=KeyedBags.from_lengths(keys, bags_per_key, np.concatenate(lengths), np.concatenate(values)),
-            num_candidates=films.size,
-            context_dense=np.zeros(0, np.float32),
-            candidate_dense=np.ascontiguousarray(self._film_dense[films]),
-            timeout_s=math.inf,
-            texts=[
-                self._words[number]
-                for feature in self.schema.features
-                if feature.name in self.schema.string_features
-                for number in bags[feature.name][0].tolist()
-            ],
-        )
-
-
-WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS], films[:profile]"
+WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS]"
 _SCALE = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?")
 
 
@@ -130,25 +38,16 @@ def open_workload(
     ids: str | None = None,
     candidates: str | None = None,
     context_features: int = 0,
-    movielens: Path | None = None,
-    split_seed: int = 0,
     varied: bool = True,
-) -> Workload:
+) -> SyntheticWorkload:
     """Open the workload that the options of `shardrank loadtest run` describe, where None is the workload's own.
 
-    If not `varied`, bags and numbers of candidates are the published ones. Requests of films are always as they were.
-    Raises ConfigError: naming what does not fit. TrainingError: the ratings of MovieLens can't be read or split.
+    If not `varied`, bags and numbers of candidates are the published ones. Raises ConfigError: naming what does not
+    fit.
     """
     family, colon, suffix = text.partition(":")
     counts = None if candidates is None else parse_candidates(candidates)
     drawn_ids: IdDistribution = Uniform()
-    if text in ("films", "films:profile"):
-        if ids is not None or context_features:
-            raise ConfigError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
-        if movielens is None:
-            raise ConfigError(f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)")
-        options = FilmsOptions(profile=bool(colon))
-        return FilmsWorkload(read_movielens(movielens), options, candidates=counts, split_seed=split_seed)
     if family in ("dlrm-v2", "merlin-tiny"):
         if colon and (not _SCALE.fullmatch(suffix) or not 0 < float(suffix) <= 1):
             raise ConfigError(f"workload: {text!r}: the scale {suffix!r} is not a number above 0 and at most 1")

@@ -1,10 +1,9 @@
-"""Bring a workload's model into a store: trained, or with random weights, written in bounded memory."""
+"""Bring a workload's model into a store, with random rows and weights, written in bounded memory."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,9 @@ import torch
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import RowSource
-from loader.snapshot.tables import Bucketing
 from loader.snapshot.writer import export_snapshot
-from loadtest.workloads.catalog import FilmsWorkload, open_workload
+from loadtest.workloads.catalog import open_workload
 from serving.models.ranking_models import build_model
-from serving.training.dataset import with_bucketing
-from serving.training.trainer import train_version
 from shard_node.bags import Float32Array
 
 # Sums of 100 such rows, and so logits, stay of the order of 1.
@@ -75,25 +71,11 @@ def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progre
 
 
 def prepare_workload(
-    text: str,
-    store: Path,
-    *,
-    context_features: int = 0,
-    movielens: Path | None = None,
-    seed: int = 0,
-    epochs: int | None = None,
-    bucketing: Bucketing = "mixed",
-    progress: Progress = no_progress,
+    text: str, store: Path, *, context_features: int = 0, seed: int = 0, progress: Progress = no_progress
 ) -> tuple[Path, ModelSpec]:
-    """Write the next version of a workload's model: `films` is trained on its ratings, any other one is random.
+    """Write the next version of a workload's model, with random rows and weights; the seed is of these.
 
-    The seed is of rows and weights, or of the split and the training. Returns the snapshot's folder and the model.
-    Raises as `open_workload`, `train_version` and `write_random_snapshot`.
+    Returns the snapshot's folder and the model. Raises as `open_workload` and `write_random_snapshot`.
     """
-    workload = open_workload(text, context_features=context_features, movielens=movielens, split_seed=seed)
-    spec = with_bucketing(workload.spec, bucketing)
-    if not isinstance(workload, FilmsWorkload):
-        return write_random_snapshot(spec, store, seed=seed, progress=progress), spec
-    given, options = workload.interactions, workload.options
-    train = partial(train_version, given, store, seed=seed, epochs=epochs, options=options, bucketing=bucketing)
-    return train(progress=progress).folder, spec
+    spec = open_workload(text, context_features=context_features).spec
+    return write_random_snapshot(spec, store, seed=seed, progress=progress), spec

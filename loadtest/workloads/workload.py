@@ -157,52 +157,6 @@ class Zipf:
         return inverse
 
 
-# Samples of the batch, and ids of a sample, for which the shares were counted: average pooling over all features.
-REUSE_BATCH_SAMPLES = 131_072
-REUSE_AVERAGE_POOLING = 12.7
-# A mixture from which ids can be drawn independently: the share of lookups that go to any row alike, then of those to
-# rows that are expected 0.5 to 1 times in such a batch, 1 to 2, 2 to 4, ... 32768 to 65536. A row that is expected c
-# times is found 1 + Poisson(c) times by a lookup of it; non-negative least squares gave these from what was published.
-_FLAT_SHARE = 0.0082
-_OCTAVE_SHARES = (
-    0.0208, 0.0240, 0.0350, 0.0691, 0.1088, 0.1214, 0.0968, 0.0678, 0.0582, 0.0540, 0.0393, 0.0722, 0.0638, 0.0469,
-    0.0210, 0.0170, 0.0758,
-)  # fmt: skip
-_FIRST_OCTAVE = -1
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """Rows are reused as in the embedding lookups that Meta published of its production ads models.
-
-    Each table is as popular as one with the published average of 12.7 ids a sample: a row's share of its table's
-    lookups is such that lookups of that number give the published ones. Within an octave popularity falls like
-    1 / rank. In a table with fewer rows than such a batch touches, rows take the popularity of several.
-    """
-
-    name: str = "reuse"
-
-    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
-        """Draw ranks."""
-        shares = np.array(_OCTAVE_SHARES[::-1])
-        # Expected number of each octave's hottest row in a batch, from the hottest octave to the coldest.
-        highest = np.exp2(np.arange(_FIRST_OCTAVE + shares.size, _FIRST_OCTAVE, -1, dtype=np.float64))
-        # Lookups of a row expected c times lie log-uniform in c, so there are d(ln c) / ln 2 * lookups / c rows at c.
-        per_inverse = shares / (shares.sum() + _FLAT_SHARE) * REUSE_BATCH_SAMPLES * REUSE_AVERAGE_POOLING / math.log(2)
-        rows = per_inverse / highest
-        # Not whole: a row between two octaves has a part of both.
-        first_rank = np.cumsum(rows) - rows
-        cumulated = np.cumsum([*shares, _FLAT_SHARE])
-        octave = np.searchsorted(cumulated, rng.random(num_rows.size) * cumulated[-1], side="right")
-        inner = np.minimum(octave, shares.size - 1)
-        within = rng.random(num_rows.size)
-        # How often the row is expected in the batch, log-uniform in its octave; the hottest rows come first.
-        expected = highest[inner] * np.exp2(-within)
-        rank = first_rank[inner] + per_inverse[inner] * (1 / expected - 1 / highest[inner])
-        popular = rank.astype(np.int64) % num_rows
-        return np.where(octave == shares.size, (within * num_rows).astype(np.int64), popular)
-
-
 class RowScatter:
     """Which row of a table has which rank: popular rows lie all over the table, not side by side on its first pages.
 
@@ -227,17 +181,16 @@ class RowScatter:
         return rows
 
 
-IdDistribution: TypeAlias = Uniform | Zipf | Reuse
+IdDistribution: TypeAlias = Uniform | Zipf
 
 
 def parse_ids(text: str) -> IdDistribution:
-    """Read `uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises ConfigError."""
-    for ids in (Uniform(), Reuse()):
-        if text == ids.name:
-            return ids
+    """Read `uniform` or `zipf:S` (or `zipf(S)`). Raises ConfigError."""
+    if text == "uniform":
+        return Uniform()
     if match := _ZIPF.fullmatch(text):
         return Zipf(float(match[1]))
-    raise ConfigError(f"ids: {text!r} is not uniform, zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}], or reuse")
+    raise ConfigError(f"ids: {text!r} is not uniform, or zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}]")
 
 
 class Workload(Protocol):

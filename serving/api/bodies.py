@@ -6,13 +6,16 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable
+from typing import TypeVar
 
+import msgspec
 from starlette.types import Receive
 
 from serving.errors import InvalidRequestError, limit_exceeded, malformed
 from serving.formats.requests import Buffer
 from shard_node.byte_budget import ByteAccount, MessageBytes
 
+T = TypeVar("T")
 CODINGS = ("gzip", "deflate")
 PIECE_BYTES = 256 * 2**10
 """Decompressed at once, in about a millisecond; others run between two pieces."""
@@ -45,6 +48,15 @@ async def read_body(receive: Receive, limit: str, max_bytes: int) -> bytes:
             raise body_too_large(limit, max_bytes, f"at least {received}")
         has_more = message.get("more_body", False)
     return b"".join(parts)
+
+
+async def read_json(receive: Receive, limit: str, max_bytes: int, kind: type[T], form: str) -> T:
+    """Read a body of JSON; an empty one is `{}`. Raises InvalidRequestError, which says of what `form` it must be."""
+    body = await read_body(receive, limit, max_bytes)
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise malformed("", f"the body must {form}: {error}") from error
 
 
 async def expand(

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version as package_version
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from fastapi import Depends, FastAPI
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, Body, Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.access_counts import encode_access_counts, merged_by_table
 from loader.errors import ShardrankError
-from serving.api.bodies import read_body
+from serving.api.bodies import read_json
 from serving.api.http_messages import OPEN_INFERENCE, error_reply, internal_error_reply
-from serving.api.openapi import WRONG, ErrorDocument, with_ranking_calls
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
-from serving.dashboard.board import Board
-from serving.dashboard.page import add_page, check_host
+from serving.dashboard.board import Board, add_page, check_host
 from serving.description import ModelInfo
-from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError, invalid_field, malformed
+from serving.errors import InvalidRequestError, NotFoundError, invalid_field
 from serving.formats.infer import BINARY, parse_version
 from serving.formats.schema import RequestSchema, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
@@ -41,11 +40,8 @@ from serving.versions.loaded_version import LoadedVersion
 from shard_node.access_counts import LookupSampler
 from shard_node.generation import Generation
 
-logger = logging.getLogger(__name__)
-
 API_VERSION = "1"
 MAX_INDEX_BODY_BYTES = 4096
-METRICS_REFRESH_TIMEOUT_S = 1.0
 SERVER_NAME = "shardrank"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics")
 PLATFORM = "shardrank"
@@ -54,11 +50,6 @@ HIDDEN_PROBLEMS = "it is not ready; a token with the scope 'describe' is told wh
 # https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto
 _CONFIG_TYPES = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
 _READY_STATES = ("live", "staged")
-_INFERENCE_TAGS: list[str | Enum] = ["open inference protocol"]
-_PARAMETERS: dict[str, dict[str, Any]] = {
-    name: {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
-    for name, schema in (("model", {"type": "string"}), ("version", {"type": "integer", "minimum": 1}))
-}
 Document: TypeAlias = dict[str, Any]
 
 RANKING_ROUTE = re.compile(
@@ -66,6 +57,160 @@ RANKING_ROUTE = re.compile(
     r"|/v2/models/(?P<infer>[^/:]+)(?:/versions/(?P<version>[^/]+))?/infer"
 )
 """The paths of the calls that `serving.api.http` answers itself. No colon in a model's name: an action follows it."""
+
+
+def _drop_defaults(schema: dict[str, Any]) -> None:
+    # None stands for what is absent; null itself is refused but for weights.
+    for field in schema["properties"].values():
+        field.pop("default", None)
+
+
+class _RequestBody(BaseModel):
+    """A part of a request, for the OpenAPI page: what reads requests is `serving.formats`."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_drop_defaults)
+
+
+Id: TypeAlias = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] | str
+Bags: TypeAlias = Annotated[
+    dict[str, list[Id | list[Id]]], Field(description="by feature: a list of bags; a flat list is one id for each bag")
+]
+Weights: TypeAlias = Annotated[
+    dict[str, list[float | list[float]] | None] | None,
+    Field(description="by weighted feature: in the shape of its ids; null is as if absent"),
+]
+Positive: TypeAlias = Annotated[int, Field(ge=1)] | SkipJsonSchema[None]
+Text: TypeAlias = str | SkipJsonSchema[None]
+
+
+class BodyOptions(_RequestBody):
+    """What a request may say beside its numbers."""
+
+    timeout_ms: Positive = Field(None, description="deadline; the server's default if absent")
+    version: Positive = Field(None, description="the version that must answer; the live one if absent")
+    request_id: Text = Field(None, description="returned with the answer")
+    routing_key: Text = Field(None, description="whose it is: while a canary is on, the same key gets the same version")
+
+
+class ContextBody(_RequestBody):
+    """What is looked up once."""
+
+    sparse: dict[str, list[Id]] = Field({}, description="by feature: the ids of its one bag")
+    weights: Weights = None
+    dense: list[float] = []
+
+
+class CandidatesBody(_RequestBody):
+    """What is looked up once for each candidate, which is a bag."""
+
+    sparse: Bags = {}
+    weights: Weights = None
+    dense: list[list[float]] = []
+
+
+class RankBody(BodyOptions):
+    """The request of `:rank`."""
+
+    context: ContextBody = ContextBody()
+    candidates: CandidatesBody
+    top_k: Positive = Field(None, description="positions in `order`; all if absent")
+
+
+class LookupBody(BodyOptions):
+    """The request of `:lookup`."""
+
+    sparse: Bags
+    weights: Weights = None
+
+
+RANK_EXAMPLE: dict[str, Any] = {
+    "context": {"sparse": {"user_id": [42], "history": [1, 50, 172]}, "dense": []},
+    "candidates": {"sparse": {"film_id": [[3], [9]], "genre": [[1, 5], [2]]}, "dense": []},
+    "timeout_ms": 50,
+    "top_k": 10,
+}
+LOOKUP_EXAMPLE: dict[str, Any] = {"sparse": {"film_id": [[3], [9, 11]]}, "timeout_ms": 50}
+
+
+class RankDocument(BaseModel):
+    """The answer of `:rank`."""
+
+    model: str
+    version: int = Field(description="the version that gave every score")
+    scores: list[float] = Field(description="in the order of the candidates")
+    order: list[int] = Field(description="positions by descending score, at most top_k")
+    dense_step: int = Field(description="of the dense weights that gave every score; 0 for the version's own")
+    delta_sequence: int = Field(description="every row was of this delta or a later one; -1 where that is not known")
+    outputs: dict[str, list[float]] | None = Field(
+        default=None, description="by name, in the order of the candidates; of a model that names its outputs"
+    )
+    request_id: str | None = None
+
+
+class LookupDocument(BaseModel):
+    """The answer of `:lookup`."""
+
+    model: str
+    version: int
+    embeddings: dict[str, list[list[float]] | list[list[list[float]]]] = Field(
+        description="by feature: [bags][embedding_dim], or [bags][ids][embedding_dim] if it is not pooled"
+    )
+    request_id: str | None = None
+
+
+class ErrorContent(BaseModel):
+    """What went wrong."""
+
+    kind: str = Field(description="short and stable, to branch on")
+    message: str = Field(description="names the field, the value and what is allowed")
+    field: str | None = Field(default=None, description="path of the field that is wrong")
+    request_id: str | None = None
+
+
+class ErrorDocument(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorContent
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"model": ErrorDocument, "description": "Any error: docs/api.md has the kinds, and the status of each."}
+}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    name: {"name": name, "in": "path", "required": True, "schema": schema, "description": f"the {name}"}
+    for name, schema in (("model", {"type": "string"}), ("version", {"type": "integer", "minimum": 1}))
+}
+INFERENCE_TAGS: list[str | Enum] = ["open inference protocol"]
+
+
+def rank(model: str, body: Annotated[RankBody, Body(examples=[RANK_EXAMPLE])]) -> None:
+    """Give each candidate's score by one version of a model."""
+
+
+def lookup(model: str, body: Annotated[LookupBody, Body(examples=[LOOKUP_EXAMPLE])]) -> None:
+    """Give the embeddings of each bag, pooled as its feature is."""
+
+
+def infer() -> None:
+    """Give the outputs of a version, as `:rank` does, in the form of the Open Inference Protocol."""
+
+
+def ranking_routes() -> list[BaseRoute]:
+    """Return the routes of rank, lookup and infer, to be described; requests do not come to them."""
+    router = APIRouter()
+    for handler, summary, response in (
+        (rank, "Score candidates", RankDocument),
+        (lookup, "Look embeddings up", LookupDocument),
+    ):
+        path, tags = f"/v1/models/{{model}}:{handler.__name__}", ["ranking"]
+        options: dict[str, Any] = {"response_model": response, "responses": ERRORS, "tags": tags}
+        router.add_api_route(path, handler, methods=["POST"], summary=summary, **options)
+    body: Any = {"content": {"application/json": {}, "application/octet-stream": {}}}
+    for path, names in (("{model}", ["model"]), ("{model}/versions/{version}", ["model", "version"])):
+        extra = {"parameters": [PARAMETERS[name] for name in names], "requestBody": body}
+        options = {"tags": INFERENCE_TAGS, "openapi_extra": extra, "summary": "Score candidates"}
+        router.add_api_route(f"/v2/models/{path}/infer", infer, methods=["POST"], **options)
+    return list(router.routes)
 
 
 class ModelName(StringConvertor):
@@ -108,41 +253,44 @@ def create_documents(service: RankingService, tokens: Tokens | None = None) -> F
     documents = _Documents(service, tokens)
     documents.add_models()
     documents.add_inference()
-    documents.add_probes(service.watch.refresh)
-    generate = documents.app.openapi
-    documents.app.openapi = cache(lambda: with_ranking_calls(generate()))  # type: ignore[method-assign]
-    return documents.app
+    documents.add_probes()
+    return documents
 
 
 def create_probes(service: RankingService, tokens: Tokens | None, board: Board | None, *, is_loopback: bool) -> FastAPI:
-    """Make the application of the port for operators: probes, metrics as the shards told them last, and the page."""
+    """Make the application of the port for operators: probes, metrics, and the page."""
     documents = _Documents(service, tokens, openapi_url=None, dependencies=[Depends(check_host)] * is_loopback)
-    documents.add_probes(None)
+    documents.add_probes()
     if board is not None:
-        add_page(documents.app, board, tokens)
-    return documents.app
+        add_page(documents, board, tokens)
+    return documents
 
 
-class _Documents:
+class _Documents(FastAPI):
     """An application to be, which answers every error in one form."""
 
     def __init__(self, service: RankingService, tokens: Tokens | None, **options: Any) -> None:
-        self._service = service
-        self._tokens = tokens
         description = "Online ranking from sharded embeddings: ids in, scores out."
-        self.app = FastAPI(
+        super().__init__(
             title="shardrank", version=API_VERSION, description=description, redirect_slashes=False, **options
         )
-        for page in self.app.routes:
+        self._service, self._tokens = service, tokens
+        for page in self.routes:
             if isinstance(page, Route):
-                page.app = self._guarded(page.app)
+                page.app = self._described(page.app)
         for kind in (ShardrankError, HTTPException, Exception):
-            self.app.add_exception_handler(kind, _failed)
+            self.add_exception_handler(kind, _failed)
+
+    def openapi(self) -> Document:
+        """Describe the calls that `serving.api.http` answers itself, too."""
+        about: Document = {"title": self.title, "version": self.version, "description": self.description}
+        self.openapi_schema = self.openapi_schema or get_openapi(routes=[*ranking_routes(), *self.routes], **about)
+        return self.openapi_schema
 
     def add_models(self) -> None:
         service = self._service
 
-        def models(model: str, version: str) -> ModelsDocument:
+        def models(model: str, version: str) -> Any:
             return ModelsDocument(models=service.models())
 
         def model(model: str, version: str) -> ModelInfo:
@@ -150,8 +298,8 @@ class _Documents:
 
         add = partial(self._add, api="http", tags=["models"])
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
-        responses = {404: {"model": ErrorDocument, "description": WRONG[404]}}
-        add(_MODEL, model, "What a model takes and is made of", response_model=ModelInfo, responses=responses)
+        what = "What a model takes and is made of"
+        add(_MODEL, model, what, response_model=ModelInfo, responses=ERRORS)
 
         async def counts(request: Request) -> Response:
             if unknown := sorted(request.query_params.keys() - {"version"}):
@@ -178,22 +326,15 @@ class _Documents:
             service.lease(model, parse_version(version)).release()
             return Response(status_code=503)
 
-        def repository_control(model: str, version: str) -> Any:
-            raise InvalidRequestError("", REPOSITORY_CONTROL, kind="repository_control")
-
         async def repository_index(request: Request) -> Any:
-            body = await read_body(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES)
-            try:
-                ready_only = msgspec.json.decode(body or b"{}", type=_IndexBody).ready
-            except (msgspec.MsgspecError, RecursionError) as error:
-                says = f'the body must be empty, or such as {{"ready": true}}: {error}'
-                raise malformed("", says) from error
-            return version_index(service, ready_only=ready_only)
+            form = 'be empty, or such as {"ready": true}'
+            body = await read_json(request.receive, "MAX_INDEX_BODY_BYTES", MAX_INDEX_BODY_BYTES, _IndexBody, form)
+            return version_index(service, ready_only=body.ready)
 
         server, metadata, config, statistics = (
             partial(handler, service) for handler in (server_metadata, model_metadata, model_config, model_statistics)
         )
-        add = partial(self._add, tags=_INFERENCE_TAGS)
+        add = partial(self._add, tags=INFERENCE_TAGS)
         for path in (OPEN_INFERENCE, f"{OPEN_INFERENCE}/"):
             add(path, server, "Server and its extensions")
         # Before the models: no model can be called `stats`, to these clients.
@@ -205,12 +346,8 @@ class _Documents:
             add(f"{path}/ready", model_ready, "The model would answer", is_probe=True)
         index = "All versions of all models"
         add(f"{OPEN_INFERENCE}/repository/index", repository_index, index, method="POST", reads_body=True)
-        for action in ("load", "unload"):
-            path = f"{OPEN_INFERENCE}/repository/models/{{model:model_name}}/{action}"
-            add(path, repository_control, "Refused: versions come and go by rollouts", method="POST", right="admin")
 
-    def add_probes(self, refresh: Callable[[], Awaitable[None]] | None) -> None:
-        """Add probes and metrics; `refresh` has the shards asked before metrics are told, None tells the last ones."""
+    def add_probes(self) -> None:
         watch = self._service.watch
         rendering: asyncio.Task[bytes] | None = None
 
@@ -230,21 +367,12 @@ class _Documents:
         async def ready() -> Response:
             return Response(status_code=503 if watch.problems() else 200)
 
-        async def render() -> bytes:
-            try:
-                async with asyncio.timeout(METRICS_REFRESH_TIMEOUT_S):
-                    if refresh is not None:
-                        await refresh()
-            except TimeoutError:
-                logger.warning("the shards did not answer within %s s of /metrics", METRICS_REFRESH_TIMEOUT_S)
-            return await asyncio.to_thread(self._service.metrics.render)
-
         async def metrics(request: Request) -> Response:
             nonlocal rendering
             self._check(request, "admin")
             # On a thread, once for all who ask meanwhile.
             if rendering is None or rendering.done():
-                rendering = asyncio.create_task(render())
+                rendering = asyncio.create_task(asyncio.to_thread(self._service.metrics.render))
             return Response(await asyncio.shield(rendering), media_type=CONTENT_TYPE)
 
         runs, is_ready, text = "The process runs", "Every model is live and its shards answer", PlainTextResponse
@@ -252,20 +380,20 @@ class _Documents:
         rows: list[tuple[str, Callable[..., Any], str, dict[str, Any]]] = [
             ("/healthz", healthz, runs, {"tags": operations}),
             ("/readyz", readyz, is_ready, {"tags": operations, "responses": {503: {"model": ReadyDocument}}}),
-            (f"{OPEN_INFERENCE}/health/live", live, runs, {"tags": _INFERENCE_TAGS}),
-            (f"{OPEN_INFERENCE}/health/ready", ready, is_ready, {"tags": _INFERENCE_TAGS}),
+            (f"{OPEN_INFERENCE}/health/live", live, runs, {"tags": INFERENCE_TAGS}),
+            (f"{OPEN_INFERENCE}/health/ready", ready, is_ready, {"tags": INFERENCE_TAGS}),
             ("/metrics", metrics, "Metrics in Prometheus' text format", {"tags": operations, "response_class": text}),
         ]
         for path, endpoint, summary, options in rows:
-            self.app.add_api_route(path, endpoint, methods=["GET"], summary=summary, **options)
-            self.app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+            self.add_api_route(path, endpoint, methods=["GET"], summary=summary, **options)
+            self.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
-    def _guarded(self, page: ASGIApp) -> ASGIApp:
-        async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+    def _described(self, page: ASGIApp) -> ASGIApp:
+        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
             self._check(Request(scope), "describe")
             await page(scope, receive, send)
 
-        return guard
+        return checked
 
     def _check(self, request: Request, right: Right) -> None:
         if self._tokens is not None:
@@ -301,14 +429,9 @@ class _Documents:
                     call.model = model
                 return document
 
-        name, extra = getattr(handler, "func", handler).__name__, {"parameters": _parameters(path)}
-        self.app.add_api_route(
-            path, endpoint, name=name, methods=[method], summary=summary, openapi_extra=extra, **options
-        )
-
-
-def _parameters(path: str) -> list[dict[str, Any]]:
-    return [parameter for name, parameter in _PARAMETERS.items() if f"{{{name}" in path]
+        name = getattr(handler, "func", handler).__name__
+        extra = {"parameters": [parameter for field, parameter in PARAMETERS.items() if f"{{{field}" in path]}
+        self.add_api_route(path, endpoint, name=name, methods=[method], summary=summary, openapi_extra=extra, **options)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

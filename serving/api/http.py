@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from email.utils import formatdate
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,9 +23,8 @@ from serving.api.bodies import CODINGS, expand
 from serving.api.documents import RANKING_ROUTE, create_documents, create_probes
 from serving.api.http_connection import CHECK_S, HttpListener, State
 from serving.api.http_messages import Exchange, Fields, HttpReply, error_reply, internal_error_reply
-from serving.api.listening import CountFailure
 from serving.api.tokens import Tokens
-from serving.dashboard.board import FleetSource, run_board
+from serving.dashboard.board import Board, run_board
 from serving.errors import InvalidRequestError, invalid_field
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
@@ -36,6 +35,7 @@ from serving.observe.calls import Call
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from serving.rank.service import RankingService, answer
 from shard_node.wire.address import Address
+from shard_node.wire.listening import CountFailure
 
 logger = logging.getLogger(__name__)
 
@@ -202,10 +202,6 @@ class HttpServer(HttpListener):
             await asyncio.sleep(period_s)
 
 
-Answering: TypeAlias = tuple[ASGIApp, Callable[[], object]]
-"""An application, and what ends its endless streams."""
-
-
 @contextlib.asynccontextmanager
 async def running_admin(
     service: RankingService,
@@ -214,16 +210,16 @@ async def running_admin(
     *,
     tokens: Tokens | None = None,
     ssl: tls.SSLContext | None = None,
-    page: Callable[[], FleetSource] | None = None,
+    page: Callable[[], Board] | None = None,
 ) -> AsyncIterator[int]:
     """Serve probes, metrics and a page while the block runs, and yield the port. Raises ConfigError, or as `page`."""
 
     @contextlib.asynccontextmanager
-    async def probes() -> AsyncIterator[Answering]:
+    async def probes() -> AsyncIterator[ASGIApp]:
         async with contextlib.AsyncExitStack() as stack:
             board = None if page is None else await stack.enter_async_context(run_board(page))
             app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
-            yield answered_once(app), (lambda: None) if board is None else board.close
+            yield answered_once(app)
 
     async with listening_on_thread(
         service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl
@@ -236,7 +232,7 @@ async def listening_on_thread(
     limits: RequestLimits,
     clock: Callable[[], float],
     failed: CountFailure,
-    opening: contextlib.AbstractAsyncContextManager[Answering],
+    opening: contextlib.AbstractAsyncContextManager[ASGIApp],
     host: str,
     port: int,
     ssl: tls.SSLContext | None,
@@ -252,11 +248,10 @@ async def listening_on_thread(
 
     async def listen() -> None:
         try:
-            async with opening as (app, end_streams):
+            async with opening as app:
                 server = HttpServer(limits, clock, failed, app, ssl=ssl)
                 bound.set_result(await server.start(host, port))
                 await stop.wait()
-                end_streams()
                 await server.stop(ADMIN_DRAIN_TIMEOUT_S)
         except Exception as error:
             if bound.done():

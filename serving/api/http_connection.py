@@ -41,10 +41,10 @@ from uvicorn.server import ServerState
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from serving.api.bodies import body_too_large
 from serving.api.http_messages import Exchange, Respond, body_length, error_reply, header_too_large
-from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, CountFailure, forget_unsent
 from serving.errors import InvalidRequestError, malformed
 from serving.limits import RequestLimits
 from shard_node.byte_budget import LARGEST_MESSAGES, ByteAccount, ByteBudget
+from shard_node.wire.listening import MAX_READ_S, Accepted, ConnectionListener, CountFailure, forget_unsent
 
 LINGER_S = 1.0
 """For a client to send the remainder of a body that was refused, and to read the refusal."""

@@ -43,15 +43,15 @@ class HttpReply(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
     def encode(self, headers: Headers, *, is_last: bool) -> bytes:
-        """Return the bytes of the answer, with `headers` before its own; `is_last` on its connection."""
+        """Return the bytes of the answer, which begins with `headers`; `is_last` on its connection."""
         lines, body = [_STATUS_LINES[self.status]], self.body
         for name, value in headers:
             lines.append(b"%b: %b" % (name, value))
         for field, text in self.headers:
             lines.append(f"{field}: {text}".encode("latin-1"))
         last = b"\r\nconnection: close" if is_last else b""
-        own = b"content-type: %b\r\ncontent-length: %d%b\r\n" % (self.content_type.encode(), len(body), last)
-        return b"\r\n".join((*lines, own, body))
+        last_lines = b"content-type: %b\r\ncontent-length: %d%b\r\n" % (self.content_type.encode(), len(body), last)
+        return b"\r\n".join((*lines, last_lines, body))
 
 
 Respond: TypeAlias = Callable[[bytes], Awaitable[HttpReply]]
@@ -87,7 +87,7 @@ class Exchange:
         if self._is_over:
             callback()
 
-    def when_taken(self, callback: Callable[[], None]) -> None:
+    def once_sent(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the answer is sent, or the client has left."""
         self.on_sent.append(callback)
         if self._is_over:

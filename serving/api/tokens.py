@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
-import tempfile
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeAlias
 
@@ -21,7 +21,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from loader.errors import ConfigError, ShardrankError
 from loader.snapshot.store import replace_file
-from loader.snapshot.tables import Frozen
+from loader.snapshot.tables import Frozen, quoted_errors
 from serving.errors import PermissionDeniedError, UnauthenticatedError
 from shard_node.wire.tls import FileBacked
 
@@ -87,32 +87,32 @@ class Tokens:
 
         Raises UnauthenticatedError for no token, or an unknown one; PermissionDeniedError if its scope is too narrow.
         """
-        match = self._find(authorization, scope)
-        if isinstance(match, ShardrankError):
-            self._note(match.kind)
-            raise match
-        return match.name
+        try:
+            return self._entry(authorization, scope).name
+        except ShardrankError as error:
+            self._note(error.kind)
+            raise
 
     def allows(self, authorization: str | None, scope: Scope) -> bool:
         """Return whether `check` would let it pass; a probe that shows no token is no refusal, and is not counted."""
-        return isinstance(self._find(authorization, scope), TokenEntry)
+        with suppress(ShardrankError):
+            return bool(self._entry(authorization, scope))
+        return False
 
-    def _find(self, authorization: str | None, scope: Scope) -> TokenEntry | ShardrankError:
+    def _entry(self, authorization: str | None, scope: Scope) -> TokenEntry:
         scheme, _, token = (authorization or "")[:MAX_HEADER_CHARS].partition(" ")
         digest = hashlib.sha256(token.strip(" ").encode("utf-8", "surrogatepass")).digest()
-        match: TokenEntry | None = None
         # All of them, so that how long it takes says nothing of which one it is, or nearly was.
-        for known, entry in self._entries.get():
-            if hmac.compare_digest(known, digest):
-                match = entry
+        matches = [entry for known, entry in self._entries.get() if hmac.compare_digest(known, digest)]
         if authorization is None:
-            return UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
+            raise UnauthenticatedError("a token is needed: 'Authorization: Bearer TOKEN'")
         if scheme.lower() != "bearer":
-            return UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
-        if match is None:
-            return UnauthenticatedError("the token is not known here")
+            raise UnauthenticatedError("the header 'authorization' is not of the form 'Bearer TOKEN'")
+        if not matches:
+            raise UnauthenticatedError("the token is not known here")
+        match = matches[0]
         if scope not in _ALLOWS[match.scope]:
-            return PermissionDeniedError(f"token {match.name!r} has scope {match.scope!r}; {scope!r} is needed here")
+            raise PermissionDeniedError(f"token {match.name!r} has scope {match.scope!r}; {scope!r} is needed here")
         return match
 
 
@@ -128,9 +128,7 @@ def read_tokens(path: Path) -> TokenFile:
     try:
         return TokenFile.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path}: {field}: {first['msg']}") from None
+        raise ConfigError(f"{path}: {quoted_errors(error)}") from None
 
 
 def new_token(name: str, scope: Scope) -> tuple[str, TokenEntry]:
@@ -149,16 +147,15 @@ def add_token(path: Path, entry: TokenEntry) -> None:
     if len(before) >= MAX_TOKENS:
         raise ConfigError(f"{path}: at most {MAX_TOKENS} tokens are allowed")
     text = TokenFile(tokens=(*before, entry)).model_dump_json(indent=2) + "\n"
+    work = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # with mode 0600
+        work.touch(mode=0o600, exist_ok=False)
         try:
             if path.exists():
                 # The owner of the server may be another than the one who adds a token, and must be able to read it.
-                owner = path.stat()
-                os.fchown(descriptor, owner.st_uid, owner.st_gid)
-            replace_file(path, text.encode(), Path(name))
+                shutil.chown(work, path.stat().st_uid, path.stat().st_gid)
+            replace_file(path, text.encode(), work)
         finally:
-            os.close(descriptor)
-            Path(name).unlink(missing_ok=True)
+            work.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from None

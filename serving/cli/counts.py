@@ -14,10 +14,13 @@ from serving.cli.settings import Options, Protection, config_of, opened_registry
 from serving.config import NodeTlsSettings
 
 if TYPE_CHECKING:
+    import ssl
+
+    import httpx
+
     from loader.access_counts import AccessCounts
     from loader.registry.fleet import FleetRegistry
     from loader.snapshot.reader import Snapshot
-    from router.shard_client import ShardClient
 
 TOKEN_VARIABLE = "SHARDRANK_TOKEN"
 _SCHEMES = ("http://", "https://")
@@ -40,9 +43,8 @@ _MAX_SHOWN = 200
     name="servers",
 )
 @opts.registry_option
-@opts.switch("--no-servers", "With --registry: ask shard nodes alone, not the serving processes.")
-@opts.option("--model NAME", "The model; default: the only one.")
-@opts.count("--version", "The version; default: the live one.")
+@opts.option("--model NAME", "The model. With --registry the default is the only one.")
+@opts.count("--version", "The version. The default, but with --shard, is the live one.")
 @opts.option(
     "--snapshot",
     "The folder of the version that was counted: rows of tables that it has in parts are told by the table's own "
@@ -50,10 +52,7 @@ _MAX_SHOWN = 200
     opts.EXISTING_FOLDER,
 )
 @opts.option("--out", "The file to write, safetensors.", opts.WRITABLE_FILE, required=True)
-@opts.option("--node-ca", "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs.", opts.FILE)
-@opts.option("--node-cert", "Certificate to show to shard nodes.", opts.FILE)
-@opts.option("--node-key", "Private key of --node-cert.", opts.FILE)
-@opts.setting_option(NodeTlsSettings, "tls_role", hidden=False)
+@opts.settings_options(NodeTlsSettings, "node_ca", "node_cert", "node_key", "tls_role", hidden=False)
 @opts.option("--server-ca", "CAs of serving processes at https://. Default: the system's.", opts.EXISTING_FILE)
 @opts.option(
     "--token TOKEN", "For serving processes: one with the right `admin`.", envvar=TOKEN_VARIABLE, show_envvar=True
@@ -70,7 +69,7 @@ def counts(**options: Any) -> None:
 
     Examples:
       shardrank counts --registry redis://10.0.0.9/0 --model films --out films-counts.safetensors
-      shardrank counts --shard 10.0.0.7:7000,10.0.0.8:7000 --shard 10.0.0.9:7000 --out films-counts.safetensors
+      shardrank counts --shard 10.0.0.7:7000 --shard 10.0.0.9:7000 --model films --version 3 --out counts.safetensors
       shardrank counts --server http://127.0.0.1:8080 --model films --out films-counts.safetensors
     """
     from loader.access_counts import write_access_counts
@@ -125,6 +124,11 @@ def join_parts(snapshot: Snapshot, found: dict[str, AccessCounts]) -> dict[str, 
 
 async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
     """Return how often rows were looked up, by table, and how many processes counted it."""
+    import ssl
+    from urllib.parse import quote
+
+    import httpx
+
     from loader.access_counts import merged_by_table
     from loader.errors import cut
     from router.shard_client import ShardClient
@@ -132,25 +136,30 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
     from shard_node.wire.tls import client_context
 
     async with AsyncExitStack() as stack:
-        model, version = options["model"], options["version"]
+        model, version, timeout_s = options["model"], options["version"], options["timeout_s"]
         shards = [address for given in options["shards"] for address in given.split(",")]
         servers = list(options["servers"])
         if options["registry"] is not None:
             async with opened_registry(options["registry"]) as fleet:
-                model, version, shards, servers = await _of_fleet(fleet, model, version, not options["no_servers"])
-        config, timeout_s = Protection.of(config_of(NodeTlsSettings, options)).node_tls, options["timeout_s"]
+                model, version, shards, servers = await _of_fleet(fleet, model, version)
+        config = Protection.of(config_of(NodeTlsSettings, options)).node_tls
+        if model is None or (shards and version is None):
+            raise click.UsageError("--server needs --model, and --shard needs --version, too.")
+        if wrong := [url for url in servers if not url.startswith(_SCHEMES)]:
+            raise click.UsageError(f"--server {wrong[0]}: expected http://host:port or https://host:port.")
         tls = None if config is None else client_context(config)
         clients = [ShardClient(Address.parse(one), connect_timeout_s=timeout_s, tls=tls) for one in shards]
         for client in clients:
             stack.push_async_callback(client.close)
-        if clients and (model is None or version is None):
-            model, version = await _live(clients[0], model, version)
-        if model is None:
-            raise click.UsageError("--server needs --model.")
-        key = model, version or 0
+        authority: ssl.SSLContext | bool = True
+        if options["server_ca"] is not None:
+            authority = ssl.create_default_context(cafile=str(options["server_ca"]))
+        headers = {} if options["token"] is None else {"Authorization": f"Bearer {options['token']}"}
+        http = await stack.enter_async_context(httpx.AsyncClient(verify=authority, headers=headers, timeout=timeout_s))
+        path = f"/v1/models/{quote(model, safe='')}/access-counts?version={version or 0}"
         counted = await asyncio.gather(
-            *(client.counts(*key, timeout_s) for client in clients),
-            *(asyncio.to_thread(_server_counts, url, *key, options) for url in servers),
+            *(client.counts(model, version, timeout_s) for client in clients),
+            *(_server_counts(http, url.rstrip("/") + path) for url in servers),
         )
         sizes = [{name: table.limit for name, table in by_table.items()} for by_table in counted if by_table]
         if any(size != sizes[0] for size in sizes):
@@ -159,7 +168,7 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
 
 
 async def _of_fleet(
-    fleet: FleetRegistry, model: str | None, version: int | None, with_servers: bool
+    fleet: FleetRegistry, model: str | None, version: int | None
 ) -> tuple[str, int, list[str], list[str]]:
     """Return a model, its live version if none was named, and the addresses of who has it."""
     wanted = await fleet.wanted()
@@ -177,56 +186,34 @@ async def _of_fleet(
         node for node in await fleet.nodes() if (report := node.report(model, version)) and report.state == "ready"
     ]
     shards = [node.address for node in having if node.kind == "shard"]
-    servers = [node.address for node in having if node.kind == "serving"] if with_servers else []
+    servers = [node.address for node in having if node.kind == "serving"]
     if not shards and not servers:
         raise click.UsageError(f"--registry: no process of the fleet has version {version} of {model!r}.")
     return model, version, shards, [url if url.startswith(_SCHEMES) else f"http://{url}" for url in servers]
 
 
-async def _live(client: ShardClient, model: str | None, version: int | None) -> tuple[str, int]:
-    """Return the model, and its live version unless one is named, that a node tells of."""
-    told = await client.info()
-    live = {one.model: one.version for one in told.versions if one.state == "live"}
-    if model is None:
-        if len(live) != 1:
-            raise click.UsageError(
-                f"Name the model with --model; {client.address} has {', '.join(sorted(live)) or 'none'}."
-            )
-        (model,) = live
-    if version is None and model not in live:
-        raise click.UsageError(f"--model {model}: {client.address} has no live version of it.")
-    return model, live[model] if version is None else version
-
-
-def _server_counts(url: str, model: str, version: int, options: Options) -> dict[str, AccessCounts]:
-    """Return what a serving process has counted. Blocks. Raises UsageError, NodeUnavailableError, RemoteError."""
-    import ssl
-    import urllib.error
-    import urllib.request
-    from urllib.parse import quote
+async def _server_counts(client: httpx.AsyncClient, url: str) -> dict[str, AccessCounts]:
+    """Return what a serving process has counted. Raises NodeUnavailableError, RemoteError."""
+    import httpx
 
     from loader.access_counts import decode_access_counts
     from loader.errors import ExportError
     from serving.errors import printable
     from shard_node.errors import NodeUnavailableError, RemoteError
 
-    if not url.startswith(_SCHEMES):
-        raise click.UsageError(f"--server {url}: expected http://host:port or https://host:port.")
-    tls = None if options["server_ca"] is None else ssl.create_default_context(cafile=str(options["server_ca"]))
-    path = f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}/access-counts?version={version}"
-    headers = {} if options["token"] is None else {"Authorization": f"Bearer {options['token']}"}
+    data = bytearray()
     try:
-        request = urllib.request.Request(path, headers=headers)
-        with urllib.request.urlopen(request, timeout=options["timeout_s"], context=tls) as answer:
-            data = answer.read(_MAX_ANSWER_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        text = printable(error.read(4 * _MAX_SHOWN).decode(errors="replace"), _MAX_SHOWN)
-        raise RemoteError(f"{url}: HTTP status {error.code}: {text}") from error
-    except (OSError, ValueError) as error:
+        async with client.stream("GET", url) as answer:
+            async for piece in answer.aiter_bytes():
+                data += piece
+                if len(data) > _MAX_ANSWER_BYTES:
+                    raise RemoteError(f"{url}: the answer has more than {_MAX_ANSWER_BYTES} bytes")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise NodeUnavailableError(f"{url}: {error}") from error
-    if len(data) > _MAX_ANSWER_BYTES:
-        raise RemoteError(f"{url}: the answer has more than {_MAX_ANSWER_BYTES} bytes")
+    if not answer.is_success:
+        text = printable(data[: 4 * _MAX_SHOWN].decode(errors="replace"), _MAX_SHOWN)
+        raise RemoteError(f"{url}: HTTP status {answer.status_code}: {text}")
     try:
-        return decode_access_counts(data, url)
+        return decode_access_counts(bytes(data), url)
     except ExportError as error:
         raise RemoteError(f"malformed answer: {error}") from error

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from loader.access_counts import AccessCounts
     from loader.description import ModelDescription, TableDescription
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.row_classes import RowClasses
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     "`shardrank counts` writes it, for any of the tables. Repeatable: counts are added.",
     opts.EXISTING,
     multiple=True,
-    also="--access-counts",
 )
 @opts.ids_option
 @opts.pruning_options
@@ -79,7 +77,6 @@ if TYPE_CHECKING:
     opts.EXISTING_FILE,
     name="plan_file",
 )
-@opts.count("--rows-per-file", "A power of two; default: such that row files have at most 256 MiB.", 256)
 def export(store: StorePlace, checkpoint: Path, description: Path, **options: Any) -> None:
     r"""Write a trained model into a store as the next version.
 
@@ -136,7 +133,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
                 plan=None if plan is None else plan.to_json().encode(),
                 progress=bars,
                 version=version,
-                **{name: options[name] for name in ("golden_tolerance", "rows_per_file")},
+                golden_tolerance=options["golden_tolerance"],
             )
 
         written, where = export_into(store, spec.model, options["version"], write, bars)
@@ -181,6 +178,7 @@ class Pruned(NamedTuple):
             ExportError: counts are missing or do not fit, nothing would be left of a table, or as `compiled`.
         """
         from loader.access_counts import merged_by_table, read_access_counts
+        from loader.divided_rows import choose_rows
         from loader.errors import ExportError
         from loader.traces import read_traces
         from router.table_sizing import count_rows, fitted
@@ -195,27 +193,31 @@ class Pruned(NamedTuple):
         spec = compiled(path, described)
         counted, also = read_access_counts(counts, spec), read_access_counts(keep, spec)
         of_ids = count_rows(described.tables, traced)
-        if prune:
-            _check_traced(described, traced, of_ids.keys() - counted.keys())
+        for table in described.tables if prune else ():
+            # Of a table that traces alone count, every feature needs one.
+            missing = sorted(set(table.feature_names) - traced.keys())
+            if table.name in of_ids.keys() - counted.keys() and missing:
+                name = f"--prune: table {table.name!r}"
+                raise ExportError(f"{name}: --ids have none of features {missing}, whose rows would go")
         found = {name: one[:] for name, one in merged_by_table([counted, of_ids]).items()}
         if missing := sorted(set(also) - set(found)):
             raise ExportError(f"--keep: rows of {missing}, of which there are no --counts")
         kept: dict[str, npt.NDArray[np.bool_]] = {}
         told = list[str]()
         for table in described.tables if prune else ():
-            chosen: npt.NDArray[np.bool_] | None = None
-            if table.name in found:
-                reason = _why_whole(table, is_trained_so=table.name in blocks)
-                if not reason:
-                    chosen = _rows_kept(table, found[table.name], keep_share, also.get(table.name))
-            elif not traced.keys().isdisjoint(table.feature_names):
+            chosen, reason = None, _why_whole(table, is_trained_so=table.name in blocks)
+            if table.name not in found:
+                if traced.keys().isdisjoint(table.feature_names):
+                    continue
                 reason = "--ids do not tell which rows a vocabulary's ids have"
-            else:
-                continue
-            if chosen is not None and (left_out := int((~chosen).sum())) < 2:
-                reason = f"{left_out} of {chosen.size} rows could go, and one takes their place"
-                chosen = None
-            if chosen is None:
+            if not reason:
+                stays = None if (rows := also.get(table.name)) is None else rows[:]
+                chosen = choose_rows(table.name, found[table.name], keep_share or 1.0, stays)
+                # What unknown ids get was trained, however few of them came.
+                chosen[table.default_row] |= table.unknown_id == "default_row"
+                if (left_out := int((~chosen).sum())) < 2:
+                    reason = f"{left_out} of {chosen.size} rows could go, and one takes their place"
+            if reason or chosen is None:
                 told.append(f"{table.name}: not pruned, {reason}")
             else:
                 kept[table.name] = chosen
@@ -223,33 +225,6 @@ class Pruned(NamedTuple):
         if kept:
             spec = compiled(path, described, {name: int(one.sum()) for name, one in kept.items()})
         return cls(spec, found, kept, told)
-
-
-def _check_traced(described: ModelDescription, traced: Collection[str], tables: Collection[str]) -> None:
-    """Raise ExportError if a table that traces alone count has features without one."""
-    from loader.errors import ExportError
-
-    for table in described.tables:
-        untold = sorted(set(table.feature_names) - set(traced))
-        if table.name in tables and untold:
-            raise ExportError(
-                f"--prune: table {table.name!r}: --ids have none of features {untold}, whose rows would go"
-            )
-
-
-def _rows_kept(
-    table: TableDescription,
-    counts: npt.NDArray[np.uint32],
-    keep_share: float | None,
-    keep: AccessCounts | None,
-) -> npt.NDArray[np.bool_]:
-    """Choose the rows of a table that stay, bool [num_embeddings]."""
-    from loader.divided_rows import choose_rows
-
-    chosen = choose_rows(table.name, counts, keep_share or 1.0, None if keep is None else keep[:])
-    # What unknown ids get was trained, however few of them came.
-    chosen[table.default_row] |= table.unknown_id == "default_row"
-    return chosen
 
 
 def _why_whole(table: TableDescription, *, is_trained_so: bool) -> str:

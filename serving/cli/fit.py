@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,18 +10,15 @@ import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import human_bytes, print_json, print_table
+from serving.cli.output import human_bytes, print_document, print_json
 from serving.cli.settings import Options
 
 if TYPE_CHECKING:
     from loader.access_counts import AccessCounts
     from loader.description import ModelDescription
-    from router.table_shrinking import LeveredTable, Proposal
-    from router.table_sizing import RowLookups, TableMeasures
+    from router.table_shrinking import LeveredTable
+    from router.table_sizing import RowLookups
 
-PERCENT = ".2%"
-MAX_TABLES = 20
-MAX_CHANGES = 8
 _NO_LEVERS: Options = {"ids": (), "prune": False, "keep_share": None}
 _BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
@@ -60,34 +56,25 @@ def _levers(text: str) -> tuple[str, ...]:
 @opts.option("--keep-share SHARE", "Of lookups, what pruning leaves alone.", opts.PART, 0.999)
 @opts.option("--levers LEVER,...", "Which may be proposed, such as prune,precision. Default: all.", _levers)
 @opts.option("--out", "Write the proposal as a model description.", opts.WRITABLE_FILE)
-@opts.option(
-    "--counts-out",
-    "Write how often rows are looked up by the --trace, at the sizes proposed, for `export`; not of vocabularies.",
-    opts.WRITABLE_FILE,
-)
-@opts.option(
-    "--plot", "Draw bytes against the share of lookups changed, SVG; needs shardrank[report].", opts.WRITABLE_FILE
-)
 @opts.json_flag("what is found")
 def fit(model: str, **options: Any) -> None:
     """Fit a model's tables to the ids that come.
 
     Prints bytes by dtype, codes and what is stored with scales; with a trace, for each table, the ids and rows asked
-    for, head and tail, collisions as chance has them and as measured, and what share of lookups a memory of the hottest
-    rows answers. With --bytes, what to do until all fits: first what needs no training (pruning, fewer bits), then hash
-    sizes, one table for several features, quotient-remainder or fewer dims, whichever changes the fewest lookups for
-    the bytes it saves, and only then shards; with bytes before and after each, the lookups that it changes, and whether
-    the model must be trained again. docs/levers.md is about it.
+    for, head and tail, and collisions as chance has them and as measured. With --bytes, what to do until all fits:
+    first what needs no training (pruning, fewer bits), then hash sizes, quotient-remainder or fewer dims, whichever
+    changes the fewest lookups for the bytes it saves, and only then shards; with bytes before and after each, the
+    lookups that it changes, and whether the model must be trained again. docs/levers.md is about it.
 
     MODEL is a description, a snapshot's folder, or a published model's name, as for `shardrank plan`.
 
     Examples:
       shardrank fit shop.json
-      shardrank fit shop.json --trace clicks.parquet --bytes 64GB --out smaller.json --plot smaller.svg
+      shardrank fit shop.json --trace clicks.parquet --bytes 64GB --out smaller.json
       shardrank fit shop.json --trace item=items.npy --trace user=users.npy --max-collision-share 1% --json
       shardrank fit shop.json --counts shop-counts.safetensors --bytes 8GB --levers prune,precision
     """
-    from router.table_shrinking import LEVERS, LeveredTable, Propose, size_curve
+    from router.table_shrinking import LEVERS, LeveredTable, Propose
     from router.table_sizing import measure
 
     if options["out"] is not None and options["limit_bytes"] is None:
@@ -95,12 +82,10 @@ def fit(model: str, **options: Any) -> None:
     description, traces, observed = _read_lookups(model, options)
     tables = tuple(LeveredTable.of(table, traces, observed.get(table.name)) for table in description.tables)
     measured = [measure(each.table, each.stored_bytes, each.rows, each.ids) for each in tables if each.rows is not None]
-    curve = size_curve(tables)
     document: dict[str, Any] = {
         "model": description.model,
         "bytes": byte_table(tables),
         "tables": [measures.model_dump() for measures in measured],
-        "hash_sizes": [point.model_dump() for point in curve],
         "proposal": None,
     }
     proposal, done = None, tables
@@ -111,37 +96,13 @@ def fit(model: str, **options: Any) -> None:
         if options["out"] is not None:
             proposed = description.model_copy(update={"tables": tuple(table.table for table in done)})
             options["out"].write_text(proposed.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
-    if options["counts_out"] is not None:
-        _write_counts(options["counts_out"], done)
-    if options["plot"] is not None:
-        _draw(options["plot"], document)
-    if options["as_json"]:
-        print_json(document)
-        return
-    _print_bytes(document["bytes"])
-    if measured:
-        _print_measures(measured, ids_known=bool(traces))
-    if curve:
-        rows = [
-            (f"{point.rows_per_id:.0%}", human_bytes(point.stored_bytes), _text(point.changed_share, PERCENT))
-            for point in curve
-        ]
-        print_table("Hashed tables with so many rows for each id", ("rows / ids", "#model", "#lookups changed"), rows)
-    if proposal is not None:
-        _print_proposal(proposal)
-
-
-def _write_counts(path: Path, tables: Sequence[LeveredTable]) -> None:
-    from loader.access_counts import write_access_counts
-
-    counts = {
-        table.table.name: counted
-        for table in tables
-        if table.ids is not None and (counted := table.ids.row_counts(table.table)) is not None
-    }
-    if not counts:
-        raise click.UsageError("--counts-out: there is no --trace of a table whose rows are known.")
-    write_access_counts(path, counts)
+    (print_json if options["as_json"] else print_document)(document)
+    if measured and not traces:
+        message = "Counts are of rows, not of ids, so collisions can't be measured: for those give a --trace."
+        click.echo(message, err=True)
+    if proposal is not None and proposal.bytes_after > proposal.limit_bytes and proposal.shards == 1:
+        left = human_bytes(proposal.bytes_after)
+        click.echo(f"does not fit: {left} are left, and --levers leaves out shard", err=True)
 
 
 def _read_lookups(
@@ -209,106 +170,3 @@ def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:
         sizes = {"code_bytes": codes, "scale_bytes": stored - codes - classes, "class_bytes": classes}
         rows.append({"dtype": name, **sizes, "stored_bytes": stored, "of_float32": stored / float32})
     return rows
-
-
-def _print_bytes(sizes: Sequence[Mapping[str, Any]]) -> None:
-    fields = ("code_bytes", "scale_bytes", "class_bytes", "stored_bytes")
-    rows = [
-        (size["dtype"], f"{size['code_bytes']:,}", *(human_bytes(size[name]) for name in fields),
-         f"{size['of_float32']:.1%}")
-        for size in sizes
-    ]  # fmt: skip
-    columns = ("rows", "#bytes of codes", "#codes", "#scales, biases", "#which are hot", "#together", "#of fp32")
-    print_table("Bytes of all rows", columns, rows)
-
-
-def _text(value: float | None, form: str = ",.0f") -> str:
-    return "" if value is None else format(value, form)
-
-
-def _print_measures(measured: Sequence[TableMeasures], *, ids_known: bool) -> None:
-    from router.table_sizing import CACHE_SHARES
-
-    largest = sorted(measured, key=lambda table: -table.stored_bytes)[:MAX_TABLES]
-    title = f"the largest {MAX_TABLES} of {len(measured)}" if len(measured) > MAX_TABLES else "all with a trace"
-    rows = [
-        (table.table, _text(table.num_embeddings), human_bytes(table.stored_bytes), _text(table.lookups),
-         _text(table.distinct_ids), _text(table.ids_seen_once), _text(table.rows_used),
-         _text(table.rows_unused_share, PERCENT), *(_text(head.share_of_lookups, PERCENT) for head in table.head),
-         _text(table.unseen_share, PERCENT))
-        for table in largest
-    ]  # fmt: skip
-    columns: tuple[str, ...] = ("table", "#rows", "#bytes", "#lookups", "#ids", "#seen once", "#rows used", "#rows not",
-               "#hottest 1 %", "#hottest 10 %", "#new to come")  # fmt: skip
-    print_table(f"Tables, {title}; lookups of the hottest rows used, and those to come of rows not used", columns, rows)
-    if not ids_known:
-        click.echo("Counts are of rows, not of ids, so collisions can't be measured: for those give a --trace.\n")
-    collisions = [
-        (table.table, _text(table.distinct_ids), _text(table.expected_rows_used / table.distinct_ids, PERCENT),
-         _text(table.rows_used / table.distinct_ids, PERCENT), _text(table.expected_ids_alone_share, PERCENT),
-         _text(table.ids_alone_share, PERCENT), _text(table.lookups_colliding_share, PERCENT))
-        for table in largest
-        if table.expected_rows_used is not None and table.distinct_ids
-    ]  # fmt: skip
-    if collisions:
-        columns = ("table", "#ids", "#rows used / ids, by chance", "#measured", "#ids alone in their row, by chance",
-                   "#measured", "#lookups in a collision")  # fmt: skip
-        print_table("Collisions of hashed tables", columns, collisions)
-    caches = [
-        (table.table, *(f"{human_bytes(cache.size_bytes)}: {cache.hit_rate:.1%}" for cache in table.caches))
-        for table in largest
-    ]
-    columns = ("table", *(f"#{share:.1%}" for share in CACHE_SHARES))
-    print_table("Lookups that a memory of the hottest rows answers, by its share of the table", columns, caches)
-
-
-def _print_proposal(proposal: Proposal) -> None:
-    rows = [
-        (step.lever, human_bytes(step.bytes_before), human_bytes(step.bytes_after), _text(step.changed_share, PERCENT),
-         _text(step.all_changed_share, PERCENT), "yes" if step.needs_training else "no")
-        for step in proposal.steps
-    ]  # fmt: skip
-    columns = ("lever", "#before", "#after", "#lookups it changes", "#all changed", "train again")
-    print_table(f"Into {human_bytes(proposal.limit_bytes)}: {human_bytes(proposal.bytes_before)} now", columns, rows)
-    for step in proposal.steps:
-        if step.note:
-            click.echo(f"{step.lever}: {step.note}")
-        for change in sorted(step.tables, key=lambda table: table.bytes_after - table.bytes_before)[:MAX_CHANGES]:
-            shrunk = f"{human_bytes(change.bytes_before)} -> {human_bytes(change.bytes_after)}"
-            click.echo(f"{step.lever}: {change.table}: {change.before} -> {change.after} ({shrunk})")
-        if (left := len(step.tables) - MAX_CHANGES) > 0:
-            click.echo(f"{step.lever}: and {left} tables more (--json has all)")
-    if proposal.bytes_after <= proposal.limit_bytes:
-        click.echo(f"fits: {human_bytes(proposal.bytes_after)}")
-    elif proposal.shards > 1:
-        click.echo(f"{human_bytes(proposal.bytes_after)} are for {proposal.shards} shards")
-    else:
-        click.echo(f"does not fit: {human_bytes(proposal.bytes_after)} are left, and --levers leaves out shard")
-
-
-def _draw(path: Path, document: Mapping[str, Any]) -> None:
-    """Draw the curve of hash sizes and the proposal's steps: bytes, by powers of ten, against lookups changed."""
-    curve = [(point["stored_bytes"], point["changed_share"], "") for point in document["hash_sizes"]]
-    steps = [
-        (step["bytes_after"], step["all_changed_share"], step["lever"])
-        for step in (document["proposal"] or {"steps": []})["steps"]
-        if step["all_changed_share"] is not None
-    ]
-    if not curve and not steps:
-        raise click.UsageError("--plot: nothing to draw without a --trace or --counts.")
-    if not importlib.util.find_spec("matplotlib"):
-        raise click.UsageError("--plot is drawn by matplotlib: pip install 'shardrank[report]'")
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    figure = Figure((8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.set(title=document["model"], xscale="log", xlabel="bytes of all rows", ylabel="share of lookups changed")
-    for label, points in (("hashed tables of 100 % to 1 % of the ids", curve), ("proposal", steps)):
-        if points:
-            axes.plot([point[0] for point in points], [point[1] for point in points], "o-", label=label)
-        for number, (size, share, lever) in enumerate(points):
-            axes.annotate(lever, (size, share), (0, 8 + 12 * (number % 2)), textcoords="offset points", ha="center")
-    axes.legend()
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(path, format="svg", metadata={"Date": None})

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +24,6 @@ from serving.fleet.process import StopRequestedError, run_until_signalled, run_u
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning
-    from serving.fleet.ray_fleet import RayConfig
-
 
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
@@ -40,7 +38,6 @@ _SCOPES = (
 @opts.setting_option(DivisionSettings, "cards", default=2)
 @opts.setting_option(RowSettings, "device", default="cpu")
 @opts.settings_options(DivisionSettings, "sharding", "plan_file")
-@opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
 @opts.settings_options(FrontSettings, "hot_rows_gb", "hot_rows", "host", "http_port", "grpc_port", hidden=False)
 @opts.switch("--once", "Stop after the report.")
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
@@ -56,20 +53,16 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     Examples:
       shardrank demo
       shardrank demo --movielens ml-100k --shards 3 --sharding table
-      shardrank demo --local --once --json report.json
-      shardrank demo --local --device cuda:0
+      shardrank demo --once --json report.json
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
     """
     from serving.demo import DemoConfig, run_demo
 
-    if options["local"] and options["hot_rows_gb"]:
-        raise click.UsageError("--hot-rows-gb holds copies of rows on shard nodes; with --local there are none.")
-    config = config_of(DemoConfig, options, **({"shards": 1} if options["local"] else {}))
-    ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
+    config, fleet = config_of(DemoConfig, options), config_of(FleetConfig, options, store=None)
+    ctx.exit(run_demo(config, fleet, stdout_console(), once=once, json_file=json_file))
 
 
 @configured("up", FleetConfig)
-@opts.earlier_options
 @click.pass_context
 def up(ctx: click.Context, /, config: FleetConfig) -> None:
     """Run a whole fleet on this machine, or on a Ray cluster.
@@ -88,32 +81,26 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
       shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
       shardrank up --on ray --store /shared/models --registry redis://10.0.0.9/0 --replicas 2 --workers 2 --detach
     """
-    if config.on == "ray":
-        config, ray = _on_ray(config)
-        settings.warn_if_open("its host's address", Protection.of(config))
-    else:
-        settings.warn_if_open(config.host, Protection.of(config))
+    settings.warn_if_open("its host's address" if config.on == "ray" else config.host, Protection.of(config))
+    config = _on_ray(config) if config.on == "ray" else config
     log_level = ctx.find_root().params["log_level"]
     config = config_of(FleetConfig, config, "", (), **_versions(config), log_level=log_level)
-    if config.on == "ray":
-        _run_on_ray(config, ray)
-    else:
-        _run(config, settings.scheme(config))
+    try:
+        run_until_signalled(partial(_run_on_ray if config.on == "ray" else _run, config))
+    except StopRequestedError:
+        click.echo("stopped")
 
 
-def _on_ray(config: FleetConfig) -> tuple[FleetConfig, RayConfig]:
-    """Return the settings of a fleet on several hosts, and how Ray runs it."""
-    from serving.fleet.ray_fleet import HOST, RayConfig
+def _on_ray(config: FleetConfig) -> FleetConfig:
+    """Return the settings of a fleet on several hosts: `--device auto` is the CPU, and each has its address."""
+    from serving.fleet.ray_fleet import HOST
     from shard_node.cuda.card_set import DeviceChoice
 
-    # Ray shows an actor the GPUs that were set aside for it, and no others.
     device = DeviceChoice.parse(config.device)
-    gpus = (len(device.devices) or config.cards) if device.kind == "cuda" else 0
     update = {"device": "cpu" if device.kind == "auto" else str(device)}
     if "host" not in config.model_fields_set:
         update["host"] = HOST
-    ray = config_of(RayConfig, config, gpus=gpus, memory_bytes=settings.to_bytes(config.max_memory_gb))
-    return config.model_copy(update=update), ray
+    return config.model_copy(update=update)
 
 
 def _versions(config: FleetConfig) -> dict[str, Any]:
@@ -140,50 +127,37 @@ def _versions(config: FleetConfig) -> dict[str, Any]:
     return {"models": models, "versions": {models[0]: version}}
 
 
-def _run(config: FleetConfig, scheme: str) -> None:
+async def _run(config: FleetConfig) -> None:
     from serving.fleet.local_fleet import running_fleet
 
-    async def program() -> None:
-        async with running_fleet(config, _ready, on_begin=_tell) as fleet:
-            click.echo(f"logs: {fleet.supervisor.run_directory}")
-            click.echo(f"registry: {fleet.registry.name}")
-            click.echo(f"HTTP: {scheme}://{fleet.host}:{fleet.http_port}/docs")
-            click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
-            await asyncio.Event().wait()
-
-    _until_stopped(program)
-
-
-def _until_stopped(program: Callable[[], Awaitable[None]]) -> None:
-    try:
-        run_until_signalled(program)
-    except StopRequestedError:
-        click.echo("stopped")
+    async with running_fleet(config, _ready, on_begin=_tell) as fleet:
+        click.echo(f"logs: {fleet.supervisor.run_directory}")
+        click.echo(f"registry: {fleet.registry.name}")
+        click.echo(f"HTTP: {settings.scheme(config)}://{fleet.host}:{fleet.http_port}/docs")
+        click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
+        await asyncio.Event().wait()
 
 
 def _ready(name: str) -> None:
     click.echo(f"{name} is ready")
 
 
-def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
+async def _run_on_ray(config: FleetConfig) -> None:
     from serving.fleet.ray_fleet import fleet_on_ray
 
-    async def program() -> None:
-        async with fleet_on_ray(config, ray, _ready, on_begin=_tell) as fleet:
-            click.echo(f"registry: {fleet.registry.name}")
-            for address in fleet.addresses:
-                click.echo(f"HTTP: {address}/docs")
-            for model, shards in fleet.earlier.items():
-                click.echo(
-                    f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
-                    f"{config.shards}; the same command then ends the nodes that are left over"
-                )
-            if fleet.ended:
-                click.echo(f"ended: {', '.join(fleet.ended)}")
-            if not ray.detached:
-                await asyncio.Event().wait()
-
-    _until_stopped(program)
+    async with fleet_on_ray(config, _ready, on_begin=_tell) as fleet:
+        click.echo(f"registry: {fleet.registry.name}")
+        for address in fleet.addresses:
+            click.echo(f"HTTP: {address}/docs")
+        for model, shards in fleet.earlier.items():
+            click.echo(
+                f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
+                f"{config.shards}; the same command then ends the nodes that are left over"
+            )
+        if fleet.ended:
+            click.echo(f"ended: {', '.join(fleet.ended)}")
+        if not config.detached:
+            await asyncio.Event().wait()
 
 
 @click.command(cls=WithExamples)
@@ -197,14 +171,14 @@ def down(registry: str | None, address: str | None) -> None:
     Examples:
       shardrank down --registry redis://10.0.0.9/0 --address 10.0.0.1:6379
     """
-    from serving.fleet.ray_fleet import RayConfig, connected, end_in_order
+    from serving.fleet.ray_fleet import connected, end_in_order
 
     if registry is None:
         raise click.UsageError("Name the fleet: --registry URL.")
 
     async def program() -> None:
         async with opened_registry(registry) as fleet:
-            with connected(RayConfig(address=address), fleet.name) as cluster:
+            with connected(address, fleet.name) as cluster:
                 names = cluster.names()
                 await end_in_order(cluster, names)
         click.echo(f"ended: {', '.join(names) or 'nothing, no such fleet runs there'}")
@@ -213,12 +187,8 @@ def down(registry: str | None, address: str | None) -> None:
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:
-    from serving.fleet.local_fleet import placement_line
-
     for one in beginnings:
-        if len(beginnings) > 1:
-            click.echo(f"{one.model} version {one.version}:")
-        click.echo(placement_line(one.plan))
+        click.echo(f"{one.model} version {one.version}: {one.plan.num_shards} shards, plan {one.plan.digest[:12]}")
         if one.latest != one.version:
             click.echo(
                 f"{one.model}: version {one.version} is live, the store's latest is {one.latest}; "
@@ -269,7 +239,7 @@ def dashboard(url: str, **options: Any) -> None:
     from loader.registry import open_registry
     from serving.api.http import running_admin
     from serving.api.tokens import Tokens
-    from serving.dashboard.board import FleetSource
+    from serving.dashboard.board import Board
     from serving.rank.service import RankingService
     from shard_node.wire.tls import server_context
 
@@ -278,7 +248,7 @@ def dashboard(url: str, **options: Any) -> None:
     settings.warn_if_open(options["host"], protection)
     ssl = None if protection.tls is None else server_context(protection.tls, alpn=("http/1.1",))
     tokens = None if protection.tokens is None else Tokens(protection.tokens)
-    page = partial(FleetSource, partial(open_registry, url))
+    page = partial(Board, partial(open_registry, url))
 
     async def program() -> None:
         # A service that serves nothing: it has the limits and metrics of the port.

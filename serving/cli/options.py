@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
@@ -15,8 +15,6 @@ from click.core import ParameterSource
 from serving.cli.settings import config_of, registry_url
 from serving.config import StoreSettings
 from serving.settings import Settings, plain_type, seconds, store_or_path
-
-logger = logging.getLogger(__name__)
 
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -38,12 +36,25 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class WritableFile(click.Path):
+    """A file to write at the end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return its path; fail at once if it can't be written."""
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"{path}: there is no folder {str(path.parent)!r}", param, ctx)
+        if not (path.exists() or os.access(path.parent, os.W_OK)):
+            self.fail(f"{path}: the folder {str(path.parent)!r} can't be written", param, ctx)
+        return path
+
+
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 ABOVE_ZERO = FiniteRange(0, min_open=True)
 PART = FiniteRange(0, 1, min_open=True)
-WRITABLE_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+WRITABLE_FILE = WritableFile(path_type=Path, dir_okay=False, writable=True)
 EXISTING = click.Path(path_type=Path, exists=True)
 EXISTING_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 PORT = click.IntRange(0, 65535)
@@ -82,7 +93,7 @@ def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: 
         text: its help.
         kind: a click type, or a function that reads a text.
         default: shown in the help.
-        more: of `click.option`, `name` for another name than the flag's, and `also` for a second flag.
+        more: of `click.option`, and `name` for another name than the flag's.
     """
     flag, _, metavar = flag.partition(" ")
     if not metavar and isinstance(kind, click.IntRange):
@@ -91,7 +102,7 @@ def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: 
         metavar = "FILE" if kind.dir_okay is False else "FOLDER" if kind.file_okay is False else "PATH"
     if default is not None:
         more["default"] = default
-    names = [flag, *(more.pop(word) for word in ("also", "name") if word in more)]
+    names = [flag, more.pop("name")] if "name" in more else [flag]
     return click.option(*names, type=kind, show_default=True, metavar=metavar or None, help=text, **more)
 
 
@@ -100,16 +111,21 @@ def count(flag: str, text: str, low: int = 1, high: int | None = None, default: 
     return option(flag, text, click.IntRange(low, high), default)
 
 
-def _time_s(text: str) -> float:
-    try:
-        return float(seconds(text))
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.") from None
+def _reader(read: Callable[[Any], Any]) -> Callable[[str], Any]:
+    """Return a function that reads an option's text, and whose ValueError is a usage error."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.") from None
+
+    return convert
 
 
 def duration(flag: str, text: str, **more: Any) -> Option:
     """Declare an option for a time; the command gets seconds."""
-    return option(f"{flag} TIME", text, _time_s, **more)
+    return option(f"{flag} TIME", text, _reader(seconds), **more)
 
 
 def gigabytes(flag: str, text: str, default: float | None = None, *, above_zero: bool = False) -> Option:
@@ -137,15 +153,18 @@ def numbers(flag: str, text: str, low: float, high: float, default: str | None =
     return option(flag, text, listed, default)
 
 
-def assignments(flag: str, text: str) -> Option:
-    """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets pairs."""
+def assignments(flag: str, text: str, kind: Callable[[str], Any] = str) -> Option:
+    """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets pairs, values as `kind` reads."""
     metavar = flag.partition(" ")[2]
 
-    def assignment(given: str) -> tuple[str, str]:
+    def assignment(given: str) -> tuple[str, Any]:
         name, _, value = given.partition("=")
-        if not name or not value:
-            raise click.BadParameter(f"{given!r} is not {metavar}.")
-        return name, value
+        try:
+            if name and value:
+                return name, kind(value)
+        except ValueError:
+            pass
+        raise click.BadParameter(f"{given!r} is not {metavar}.")
 
     return option(flag, f"{text} Repeatable.", assignment, multiple=True)
 
@@ -160,36 +179,11 @@ def json_flag(what: str) -> Option:
     return switch("--json", f"Print {what} as JSON.", name="as_json")
 
 
-def removed_option(flag: str, instead: str, **more: Any) -> Option:
-    """Declare an option of earlier releases, hidden, that raises UsageError if it is given."""
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            raise click.UsageError(f"{param.opts[0]} is gone: {instead}", ctx)
-
-    return option(flag, "", callback=refuse, expose_value=False, hidden=True, **more)
-
-
-def ignored_option(flag: str, reason: str) -> Option:
-    """Declare an option of earlier releases, hidden, that is ignored with a warning for one release."""
-
-    def warn(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> None:
-        if value:
-            logger.warning("%s: ignored, and refused by the next release: %s", param.opts[0], reason)
-
-    return option(flag, "", multiple=True, callback=warn, expose_value=False, hidden=True)
-
-
 def together(*options: Option) -> Option:
     """Join options into one decorator; the help lists them in this order."""
     return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)
 
 
-earlier_options = together(
-    removed_option("--limits FILE", "use --limit NAME=VALUE, or limits in the file of --config", name="limits_file"),
-    ignored_option("--trusted-proxy CIDR", "addresses are not judged"),
-)
-"""Of earlier releases, of processes that serve."""
 pruning_options = together(
     switch("--prune", "Leave out rows that nobody asked for, of the tables that have --counts."),
     option(
@@ -210,13 +204,8 @@ ids_option = option(
 out_store_option = option("--store", "Where the snapshot goes: FOLDER/<model>/<version>/.", FOLDER, required=True)
 
 
-def store_text(text: str) -> str | Path:
-    """Read where a store or a snapshot is: the text of a URL, and the path of anything else, which is no file."""
-    try:
-        place: str | Path = store_or_path(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.") from None
-    return place
+store_text = _reader(store_or_path)
+"""Reads where a store or a snapshot is: the text of a URL, and the path of anything else, which is no file."""
 
 
 def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
@@ -322,9 +311,8 @@ network_options = together(
     numbers("--compare-hit-rates H,...", "Print for each whether to replicate or to shard.", 0, 1, "0,0.5,0.85,0.99"),
     numbers("--compare-hot-rows N,...", "The same, for so many of the hottest rows at the router.", 0, 2**48),
 )  # fmt: skip
-_MOVIELENS = "Folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre)."
 films_options = together(
-    option("--movielens", _MOVIELENS, EXISTING_FOLDER),
+    option("--movielens", "Folder of MovieLens 100K's u.data, u.item, u.user, u.genre.", EXISTING_FOLDER),
     count("--ratings", "How many ratings to generate, without --movielens.", 1000, 10_000_000, 40_000),
     count("--epochs", "Passes over the data; default: the trainer's own.", 1, 1000),
     count("--seed", "Of the split, the training, and of what is generated.", 0, 2**32 - 1, 0),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from rich.console import Console
     from rich.progress import TaskID
     from rich.table import Table
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from loader.progress import Progress
 
 PIPE_COLUMNS = 140
+MAX_ROWS = 16
+_COLUMN_WIDTH = 11
 
 
-def print_json(value: BaseModel | dict[str, Any]) -> None:
+def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on stdout."""
-    if isinstance(value, dict):
-        click.echo(json.dumps(value, indent=2, ensure_ascii=False))
-    else:
-        click.echo(value.model_dump_json(indent=2))
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], **more: Any) -> Table:
@@ -45,9 +44,90 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]
     return table
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table as `table_of` makes it on stdout."""
-    stdout_console().print(table_of(title, columns, rows, no_wrap=True))
+def print_document(document: Mapping[str, Any], name: str = "") -> None:
+    """Print what `--json` prints as text, by the same names; `name` is that of the document, if it has one.
+
+    The fields of an object are a line, an object in it is the next one; a list of objects is a table. What is empty is
+    left out.
+    """
+    nested = {
+        key: value for key, value in document.items() if value and (_is_list(value) or isinstance(value, Mapping))
+    }
+    if line := _line({key: value for key, value in document.items() if key not in nested}):
+        click.echo(f"{name}: {line}" if name else line)
+    for key, value in nested.items():
+        label = f"{name}.{key}" if name else key
+        if _is_list(value):
+            _print_list(label, value)
+        else:
+            print_document(value, label)
+
+
+def _print_list(name: str, objects: Sequence[Mapping[str, Any]]) -> None:
+    """Print objects as a table, or a line each if there are too many fields; of many those with the most bytes.
+
+    Lists of objects in them follow, each as one list, whose objects begin with the first field of the one they are of.
+    """
+    keys = {key: None for fields in objects for key, value in fields.items() if not _is_empty(value)}
+    inner = {key for fields in objects for key, value in fields.items() if value and _is_list(value)}
+    columns, shown = [key for key in keys if key not in inner], objects
+    if len(objects) > MAX_ROWS:
+        size = next((key for key in columns if "bytes" in key), None)
+        shown = (objects if size is None else sorted(objects, key=lambda fields: -fields[size]))[:MAX_ROWS]
+    title = f"{name}, {len(shown)} of {len(objects)}" if len(shown) < len(objects) else name
+    console = stdout_console()
+    if len(columns) * _COLUMN_WIDTH > console.width:
+        for fields in shown:
+            click.echo(f"{title}: {_line({key: fields.get(key) for key in columns})}")
+    else:
+        texts = {key for key in columns for fields in shown if not isinstance(fields.get(key), int | float | None)}
+        heads = [("" if key in texts else "#") + key.replace("_", " ") for key in columns]
+        console.print(table_of(title, heads, [[text_of(key, fields.get(key)) for key in columns] for fields in shown]))
+    for key in sorted(inner):
+        parent = name.rpartition(".")[2]
+        named = [
+            {parent: next(iter(fields.values()))} | dict(child) for fields in objects for child in fields.get(key) or ()
+        ]
+        _print_list(f"{name}.{key}", named)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (not value and not isinstance(value, int | float))
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {text_of(key, value)}" for key, value in fields.items() if not _is_empty(value))
+
+
+def text_of(name: str, value: Any) -> str:
+    """Write a value of a document: a number as its name says, such as `_bytes`, `_share` and `_at`."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case Mapping():
+            return _line(value)
+        case list() | tuple():
+            cut = [f"... ({len(value)})"] if len(value) > MAX_ROWS else []
+            return ", ".join([*(text_of(name, item) for item in value[:MAX_ROWS]), *cut])
+        case int() | float() if "bytes" in name:
+            return human_bytes(value)
+        case float() if name == "at" or name.endswith("_at"):
+            return f"{datetime.fromtimestamp(value, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
+        case float() if name.endswith(("share", "rate")):
+            return f"{value:.2%}"
+        case float() if name.endswith("_us"):
+            return f"{value:.1f}"
+        case float():
+            return f"{value:.4g}" if abs(value) < 1000 else human_count(value)
+        case int():
+            return str(value) if value < 1_000_000 else human_count(value)
+    return str(value)[:12] if name in ("identity", "digest") else str(value)
 
 
 def stdout_console() -> Console:

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
-from serving.cli.output import (
-    human_bytes,
-    human_time,
-    print_json,
-    print_table,
-    progress_bars,
-    stdout_console,
-    table_of,
-)
-from serving.cli.settings import config_of, opened_registry, published_folder, registry_url, with_registry
+from serving.cli.output import human_time, print_document, print_json, progress_bars
+from serving.cli.settings import config_of, published_folder, registry_url, with_registry
 
 if TYPE_CHECKING:
-    from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel
-    from loader.rollout.guards import VersionNumbers
+    from loader.registry.fleet import FleetRegistry, WantedModel
     from loader.rollout.plan import Event, Rollout
     from loader.rollout.requests import RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
@@ -40,20 +26,13 @@ if TYPE_CHECKING:
 
 DEFAULT_CANARY_BAKE_S = 60.0
 SHOWN_EVENTS = 8
-SHOWN_LAGS = 6
 POLL_S = 0.2
 REMIND_S = 10.0
 """How long a rollout may stand still before it is told what it waits for, again and again."""
 NO_COORDINATOR = "no coordinator is running, so nothing moves: start `shardrank coordinator`"
-_STEP_STYLES = {"done": ("+", "green"), "running": (">", "bold yellow"), "pending": ("-", "dim")}
-_STATE_STYLES = {"ready": "green", "refused": "bold red", "staging": "yellow", "waiting": "yellow", "draining": "cyan"}
 _STRATEGIES = (
     "beside: nodes hold both versions for a while. by-replica: where memory can't hold both, one replica of each shard "
     "after the other changes over; needs two replicas of each shard."
-)
-_NO_SHADOW = (
-    "`serve --record` and `loadtest replay` say how far two versions' scores of the same requests are apart, --canary "
-    "and --guard limit what a new one may do"
 )
 _GUARDS = "min_requests, max_error_rate_increase, max_p99_ratio, p99_slack_ms, max_score_drift"
 
@@ -72,14 +51,7 @@ Sleep = Callable[[float], Awaitable[None]]
 )
 @opts.hash_threads_option
 @opts.json_flag("what was published")
-def publish(
-    snapshot: str | Path,
-    store: StorePlace | None,
-    registry: str | None,
-    retain: int | None,
-    threads: int,
-    as_json: bool,
-) -> None:
+def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **options: Any) -> None:
     """Check a snapshot in full, copy it into the store, and put it on record.
 
     SNAPSHOT is its folder or, of one that lies in a store at a URL, URL/MODEL/VERSION.
@@ -98,24 +70,18 @@ def publish(
     where = own if store is None else store
 
     async def work(fleet: FleetRegistry) -> tuple[Publication, Retained | None]:
-        done = await publishing.publish(fleet, folder, where, clock=time.time, threads=threads, progress=bars)
+        done = await publishing.publish(
+            fleet, folder, where, clock=time.time, threads=options["threads"], progress=bars
+        )
+        retain = options["retain"]
         return done, None if retain is None else await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
-        published, retained = with_registry(registry_url(registry, where), work)
-    record = published.record
-    if as_json:
-        done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
-        kept, deleted = (None, None) if retained is None else (retained.kept, retained.dropped)
-        print_json(record.model_dump(mode="json") | done | {"kept": kept, "deleted": deleted})
-        return
-    how = "copied to" if published.copied else "lies in"
-    news = "is published" if published.is_new else "was published before"
-    click.echo(f"{record.model} version {record.version} {news}; {human_bytes(record.rows_bytes)} of rows")
-    click.echo(f"{how} {published.where}, identity {record.identity}")
-    if retained is not None:
-        told = [", ".join(map(str, found)) or "none" for found in (retained.kept, retained.dropped)]
-        click.echo(f"kept: {told[0]}; deleted: {told[1]}")
+        published, retained = with_registry(registry_url(options["registry"], where), work)
+    done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
+    kept, deleted = (None, None) if retained is None else (retained.kept, retained.dropped)
+    document = published.record.model_dump(mode="json") | done | {"kept": kept, "deleted": deleted}
+    (print_json if as_json else print_document)(document)
 
 
 @click.command(cls=WithExamples)
@@ -130,26 +96,20 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
       shardrank versions films --registry redis://10.0.0.9:6379/0 --json
     """
 
-    async def work(fleet: FleetRegistry) -> list[tuple[PublishedVersion, tuple[str, ...], int]]:
+    async def work(fleet: FleetRegistry) -> list[dict[str, Any]]:
         published, wanted, nodes = await fleet.versions(model), await fleet.wanted(), await fleet.nodes()
         return [
-            (
-                record,
-                _uses(record.version, wanted.get(record.model)),
-                sum(node.has(record.model, record.version, "ready") for node in nodes),
-            )
+            record.model_dump(mode="json")
+            | {"uses": _uses(record.version, wanted.get(record.model))}
+            | {"nodes": sum(node.has(record.model, record.version, "ready") for node in nodes)}
             for record in sorted(published, key=lambda record: (record.model, record.version))
         ]
 
     found = with_registry(url, work)
-    if as_json:
-        used = [one.model_dump(mode="json") | {"uses": uses, "nodes": nodes} for one, uses, nodes in found]
-        print_json({"versions": used})
-    elif not found:
-        click.echo("no version is published" if model is None else f"no version of {model!r} is published")
+    if as_json or found:
+        (print_json if as_json else print_document)({"versions": found})
     else:
-        columns = ("model", "#version", "use", "published", "#rows", "deltas", "#nodes ready", "identity")
-        print_table("Versions", columns, [_version_row(*one) for one in found])
+        click.echo("no version is published" if model is None else f"no version of {model!r} is published")
 
 
 def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
@@ -165,15 +125,6 @@ def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
     return tuple(uses)
 
 
-def _version_row(record: PublishedVersion, uses: tuple[str, ...], nodes: int) -> tuple[object, ...]:
-    date = f"{datetime.fromtimestamp(record.published_at, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
-    deltas = "own stream" if record.delta_base == record.version else f"stream of {record.delta_base}"
-    if record.last_delta:
-        deltas += f", has {record.last_delta}"
-    rows, use = human_bytes(record.rows_bytes), ", ".join(uses) or "-"
-    return record.model, record.version, use, date, rows, deltas, nodes, record.identity[:12]
-
-
 @click.group(cls=GroupWithExamples)
 def rollout() -> None:
     """Replace the live version of a model without a failed or mixed answer.
@@ -183,7 +134,7 @@ def rollout() -> None:
 
     Examples:
       shardrank rollout start films 4 --canary 5% --bake 2m --follow
-      shardrank rollout status --watch
+      shardrank rollout status
       shardrank rollout abort films
     """
 
@@ -191,8 +142,6 @@ def rollout() -> None:
 @rollout.command()
 @click.argument("model")
 @click.argument("version", type=click.IntRange(min=1))
-@opts.removed_option("--shadow SHARE", _NO_SHADOW)
-@opts.removed_option("--shadow-for TIME", _NO_SHADOW)
 @opts.option("--canary SHARE", "First send a stable share of the requests to it, such as 5%.", opts.share)
 @opts.duration(
     "--bake",
@@ -211,18 +160,7 @@ def rollout() -> None:
 @opts.follow_option
 @opts.fleet_options
 @click.pass_context
-def start(
-    ctx: click.Context,
-    model: str,
-    version: int,
-    canary: float | None,
-    bake: float | None,
-    bake_timeout: float | None,
-    strategy: Literal["beside", "by-replica"],
-    guard: Sequence[tuple[str, str]],
-    follow: bool,
-    url: str,
-) -> None:
+def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: str, **options: Any) -> None:
     """Roll out a published version.
 
     It is staged beside the live one on all nodes, checked, warmed and compared with its golden scores before a single
@@ -237,22 +175,16 @@ def start(
     from loader.rollout.guards import GuardLimits
     from loader.rollout.requests import start_rollout
 
-    limits = config_of(GuardLimits, {}, "--guard: ", **dict(guard))
+    limits = config_of(GuardLimits, {}, "--guard: ", **dict(options["guard"]))
+    canary, bake, bake_timeout_s = options["canary"], options["bake"], options["bake_timeout"]
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
-    if bake_timeout is not None and not bake_s:
+    if bake_timeout_s is not None and not bake_s:
         raise click.UsageError("--bake-timeout needs --bake or --canary.")
+    baking = {"canary_share": canary, "bake_s": bake_s, "bake_timeout_s": bake_timeout_s, "guards": limits}
 
     async def work(fleet: FleetRegistry) -> Rollout:
         started = await start_rollout(
-            fleet,
-            model,
-            version,
-            canary_share=canary,
-            bake_s=bake_s,
-            bake_timeout_s=bake_timeout,
-            strategy=strategy,
-            guards=limits,
-            rollout_id=secrets.token_hex(16),
+            fleet, model, version, strategy=options["strategy"], rollout_id=secrets.token_hex(16), **baking
         )
         replaced = "the first one" if started.from_version is None else f"in place of {started.from_version}"
         click.echo(f"{model}: rolling out version {version}, {replaced}")
@@ -260,50 +192,38 @@ def start(
 
     ended = with_registry(url, work)
     if not follow:
-        click.echo(f"see: shardrank rollout status {model} --watch")
+        click.echo(f"see: shardrank rollout status {model}")
     elif ended.state != "done":
         ctx.exit(1)
 
 
 @rollout.command()
 @click.argument("model", required=False)
-@opts.switch("--watch", "Keep showing it until Ctrl-C.")
 @opts.fleet_options
 @opts.json_flag("the status")
-def status(model: str | None, watch: bool, url: str, as_json: bool) -> None:
+def status(model: str | None, url: str, as_json: bool) -> None:
     """Show how far the rollout of a model is, or was; of every model without MODEL.
 
     With the steps, what each node reports of the versions, why a version was refused, and the guards' comparison.
 
     Examples:
       shardrank rollout status films --store models
-      shardrank rollout status --watch --registry redis://10.0.0.9:6379/0
+      shardrank rollout status --registry redis://10.0.0.9:6379/0
       shardrank rollout status films --store models --json
     """
-    from serving.fleet.process import StopRequestedError, run_until_signalled
+    from loader.rollout.requests import read_fleet
 
-    if watch and as_json:
-        raise click.UsageError("--watch draws on the terminal: leave out --json, or ask again and again.")
-
-    async def show(fleet: FleetRegistry) -> None:
-        found = await _read_statuses(fleet, model)
-        if not as_json:
-            stdout_console().print(await _drawn(fleet, found))
-        elif model is None:
-            print_json({"rollouts": [one.model_dump(mode="json") for one in found]})
-        else:
-            print_json(found[0])
-
-    async def keep_showing() -> None:
-        async with opened_registry(url) as fleet:
-            await watch_status(fleet, model)
-
-    if not watch:
-        with_registry(url, show)
-        return
-    # Ctrl-C is how to end it, so it is no error.
-    with contextlib.suppress(StopRequestedError):
-        run_until_signalled(keep_showing)
+    fleet = with_registry(url, read_fleet)
+    models = sorted(fleet.rollouts.keys() | fleet.wanted.keys()) if model is None else [model]
+    statuses = [fleet.status(name) for name in models]
+    if as_json:
+        documents = [one.model_dump(mode="json") for one in statuses]
+        print_json({"rollouts": documents} if model is None else documents[0])
+    elif not statuses:
+        click.echo("nothing was rolled out yet")
+    else:
+        for one in statuses:
+            print_status(one, has_coordinator=fleet.coordinator is not None)
 
 
 @rollout.command()
@@ -366,7 +286,7 @@ def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
         back = begun.to_version if begun.state == "running" else begun.from_version
         click.echo(f"{model}: going back to {'no version' if back is None else f'version {back}'}")
         if not follow:
-            click.echo(f"see: shardrank rollout status {model} --watch")
+            click.echo(f"see: shardrank rollout status {model}")
             return True
         # One that was running is back once it is aborted; a rollout of the earlier version must come to its end.
         wished = "done" if begun.state == "running" else "aborted"
@@ -382,7 +302,7 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
     Raises RolloutError if another one has taken its place in the registry before its end was seen.
     """
     from loader.errors import RegistryUnavailableError, RolloutError
-    from loader.rollout.plan import read_rollout
+    from loader.rollout.requests import read_fleet
 
     told, last, moved = set(begun.events), "", time.monotonic()
 
@@ -394,9 +314,8 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
 
     while True:
         try:
-            on_record = await read_rollout(fleet, begun.model)
-            if on_record is not None:
-                now = on_record.rollout
+            state = await read_fleet(fleet)
+            if (now := state.rollouts.get(begun.model)) is not None:
                 if now.rollout_id != begun.rollout_id:
                     raise RolloutError(f"{begun.model}: another rollout followed before the end of this one was seen")
                 for event in now.events:
@@ -404,30 +323,33 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                         told.add(event)
                         tell(_event_line(event))
                 if not now.active:
-                    await _tell_end(fleet, now)
+                    _tell_end(now, state.wanted.get(now.model))
                     return now
                 if time.monotonic() - moved >= REMIND_S:
                     moved = time.monotonic()
-                    await _remind(fleet, begun.model)
+                    _print_progress(state.status(begun.model), has_coordinator=state.coordinator is not None)
         except RegistryUnavailableError as error:
             tell(f"waiting: {error}")
         await sleep(POLL_S)
 
 
-async def _remind(fleet: FleetRegistry, model: str) -> None:
-    from loader.registry.fleet import COORDINATOR_LOCK
-    from loader.rollout.requests import read_status
-
-    found = await read_status(fleet, model)
-    click.echo(_headline(found))
-    if await fleet.registry.holder(COORDINATOR_LOCK) is None:
+def _print_progress(status: RolloutStatus, *, has_coordinator: bool) -> None:
+    click.echo(_headline(status))
+    if status.state in ("running", "undoing") and not has_coordinator:
         click.echo(NO_COORDINATOR)
-    for lag in found.waiting_for:
-        click.echo(f"  waiting for {lag}")
+    for blocker in status.waiting_for:
+        click.echo(f"  waiting for {blocker}")
 
 
-async def _tell_end(fleet: FleetRegistry, ended: Rollout) -> None:
-    wanted = await fleet.wanted_model(ended.model)
+def print_status(status: RolloutStatus, *, has_coordinator: bool) -> None:
+    """Print how far a rollout is, what it waits for, and what nodes report."""
+    _print_progress(status, has_coordinator=has_coordinator)
+    document = status.model_dump(mode="json", include={"reason", "guards", "nodes", "events"})
+    steps = {step.name: step.state for step in status.steps}
+    print_document({"steps": steps, **document, "events": document["events"][-SHOWN_EVENTS:]})
+
+
+def _tell_end(ended: Rollout, wanted: WantedModel | None) -> None:
     if ended.state == "done":
         lasted = human_time(ended.events[-1].at - ended.started_at) if ended.events else ""
         click.echo(f"{ended.model}: version {ended.to_version} is live, after {lasted}")
@@ -435,74 +357,6 @@ async def _tell_end(fleet: FleetRegistry, ended: Rollout) -> None:
     how = ended.state.replace("_", " ")
     left = _live(None if wanted is None else wanted.live)
     click.echo(f"{ended.model}: version {ended.to_version} was {how}: {ended.reason}; {left}", err=True)
-
-
-async def _read_statuses(fleet: FleetRegistry, model: str | None) -> tuple[RolloutStatus, ...]:
-    """Read the status of one model, or of all. Raises RegistryError."""
-    from loader.rollout.requests import read_fleet, read_status
-
-    if model is not None:
-        return (await read_status(fleet, model),)
-    state = await read_fleet(fleet)
-    return tuple(state.status(one) for one in sorted(state.rollouts.keys() | state.wanted.keys()))
-
-
-async def watch_status(fleet: FleetRegistry, model: str | None, sleep: Sleep = asyncio.sleep) -> None:
-    """Show it until it is cancelled; a registry that does not answer is waited for.
-
-    A terminal is drawn anew. Into a pipe or a file goes what has changed, each time that a step begins or ends.
-    """
-    from loader.errors import RegistryUnavailableError
-
-    console, shown = stdout_console(), None
-    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
-        while True:
-            now: object
-            try:
-                found = await _read_statuses(fleet, model)
-                now = [(one.model, one.live, one.rollout_id, one.state, one.step, one.reason) for one in found]
-                drawn = await _drawn(fleet, found)
-            except RegistryUnavailableError as error:
-                now, drawn = "waiting", Group(Text(f"waiting: {error}", style="red"))
-            if live is not None:
-                live.update(drawn, refresh=True)
-            elif now != shown:
-                shown = now
-                console.print(drawn)
-            await sleep(POLL_S)
-
-
-async def _drawn(fleet: FleetRegistry, found: tuple[RolloutStatus, ...]) -> Group:
-    from loader.registry.fleet import COORDINATOR_LOCK
-
-    if not found:
-        return Group(Text("nothing was rolled out yet"))
-    has_coordinator = await fleet.registry.holder(COORDINATOR_LOCK) is not None
-    return Group(*(_render(one, has_coordinator) for one in found))
-
-
-def _render(status: RolloutStatus, has_coordinator: bool) -> Group:
-    parts: list[RenderableType] = [Text(_headline(status), style="bold")]
-    if status.state is not None:
-        marks = [(_STEP_STYLES[step.state], step.name) for step in status.steps]
-        parts.append(Text.assemble("steps: ", *((f"{mark}{name}  ", style) for (mark, style), name in marks)))
-    if status.reason:
-        parts.append(Text(f"reason: {status.reason}", style="red"))
-    if status.state in ("running", "undoing") and not has_coordinator:
-        parts.append(Text(NO_COORDINATOR, style="red"))
-    lags = list(status.waiting_for)
-    if len(lags) > SHOWN_LAGS:
-        lags[SHOWN_LAGS:] = [f"{len(lags) - SHOWN_LAGS} more"]
-    parts += [Text(f"waiting for {lag}", style="yellow") for lag in lags]
-    if status.nodes:
-        parts.append(_nodes_table(status))
-    if (guards := status.guards) is not None:
-        outcome = "breached" if guards.breached else "kept" if guards.compared else "not compared yet"
-        title = f"guards: {outcome}" + (f", {guards.reason}" if guards.reason else "")
-        rows = [("live version", *_numbers(guards.live)), ("new version", *_numbers(guards.new))]
-        columns = ("since the bake began", "#requests", "#errors", "#p99 ms", "#mean score")
-        parts.append(table_of(title, columns, rows))
-    return Group(*parts, *(Text(_event_line(event)) for event in status.events[-SHOWN_EVENTS:]), Text())
 
 
 def _headline(status: RolloutStatus) -> str:
@@ -532,30 +386,3 @@ def _live(version: int | None) -> str:
 def _event_line(event: Event) -> str:
     """Write `12:30:05 flip: …`, in UTC."""
     return f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}"
-
-
-def _nodes_table(status: RolloutStatus) -> Table:
-    rows: list[tuple[object, ...]] = []
-    for node in sorted(status.nodes, key=lambda one: (one.kind, one.shard_index or 0, one.node_id)):
-        name = f"{node.node_id} (ends)" if node.draining else node.node_id
-        shard = "serving" if node.shard_index is None else node.shard_index
-        if not node.versions:
-            rows.append((name, shard, "-"))
-        for one in node.versions:
-            state = Text(f"{one.state}, live" if node.live == one.version else one.state, _STATE_STYLES[one.state])
-            staged = f"{100 * one.progress:.0f}%" if one.state == "staging" else ""
-            size = human_bytes(one.memory_bytes) if one.memory_bytes else ""
-            golden = "" if one.golden_difference is None else f"{one.golden_difference:.2g}"
-            counts = one.delta_sequence or "", one.dense_step or "", one.leases or ""
-            reason = Text("; ".join(filter(None, (one.reason, one.dense_refused))))
-            rows.append((name, shard, one.version, state, staged, *counts, size, golden, reason))
-    numbers = ("#version", "state", "#staged", "#deltas", "#dense", "#leases", "#rows", "#golden")
-    columns = ("node", "shard", *numbers, "reason")
-    return table_of("", columns, rows, overflow="fold")
-
-
-def _numbers(numbers: VersionNumbers) -> tuple[str, ...]:
-    share_of_errors = "-" if numbers.error_rate is None else f"{100 * numbers.error_rate:.2f}%"
-    p99 = "-" if numbers.p99_ms is None else f"{numbers.p99_ms:.2f}"
-    mean = "-" if numbers.mean_score is None else f"{numbers.mean_score:.4f}"
-    return str(numbers.requests), share_of_errors, p99, mean

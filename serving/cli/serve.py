@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from serving.cli import options as opts
 from serving.cli import settings
 from serving.cli.configured import configured
 from serving.cli.settings import Protection
@@ -12,10 +11,6 @@ from serving.config import ServeConfig, ShardNodeConfig
 
 
 @configured("serve", ServeConfig)
-@opts.earlier_options
-@opts.removed_option(
-    "--profile FILE", "stage histograms (shardrank_stage_seconds) and `loadtest bench serving` say what it said"
-)
 @click.pass_context
 def serve(ctx: click.Context, /, config: ServeConfig) -> None:
     """Serve models over HTTP and gRPC.

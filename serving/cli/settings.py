@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -73,11 +73,6 @@ def config_of(
             str(one).removeprefix("document: ").removeprefix("Value error, ") for one in schema_errors(error, [schema])
         )
         raise click.UsageError(prefix + "; ".join(problems)) from error
-
-
-def flags(names: Iterable[str]) -> str:
-    """Return options as a person writes them: `--shard, --no-verify`."""
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def snapshot_folder(
@@ -258,11 +253,10 @@ def recording(config: ServeConfig, service: RankingService) -> Iterator[None]:
     if config.record is None:
         yield
         return
-    from serving.observe.recording import RecordingConfig, RequestRecorder
+    from serving.observe.recording import RequestRecorder
 
-    max_bytes = config.record_max_mb * 1_000_000
-    recorded = RecordingConfig(folder=config.record, share=config.record_share, max_bytes=max_bytes)
-    with contextlib.closing(RequestRecorder(recorded, service.metrics.recorded, clock=service.clock)) as recorder:
+    bounds, counted = (config.record_share, config.record_max_mb * 1_000_000), service.metrics.recorded
+    with contextlib.closing(RequestRecorder(config.record, *bounds, counted, clock=service.clock)) as recorder:
         service.on_ranked += (recorder.offer,)
         yield
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import human_bytes, print_json, print_table, progress_bars
-from serving.cli.settings import config_of, flags, snapshot_folder
+from serving.cli.output import human_bytes, print_document, print_json, progress_bars
+from serving.cli.settings import config_of, snapshot_folder
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from loader.progress import Progress
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.reader import Snapshot, VerifyReport
-    from loader.snapshot.tables import AnyTable
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 
@@ -47,20 +47,7 @@ MAX_DESCRIPTION_BYTES = 16 << 20
     "--pruned-row", "With --prune: what ids of dropped rows get; default: their mean.", click.Choice(["mean", "zeros"])
 )
 @opts.choice("--bucketing", ["mixed", "range"], "Order of rows in their files: --sharding range needs range.")
-def train(
-    store: Path,
-    movielens: Path | None,
-    ratings: int,
-    epochs: int | None,
-    seed: int,
-    dim: int,
-    prune: bool,
-    keep_share: float | None,
-    pruned_row: str | None,
-    table: Sequence[tuple[str, str]],
-    bucketing: Literal["mixed", "range"],
-    **described: Any,
-) -> None:
+def train(store: Path, movielens: Path | None, ratings: int, seed: int, **options: Any) -> None:
     """Train the demo's model and write it into a store.
 
     It becomes the model's next version. The same data, flags and seed give the same model. The last lines say where
@@ -74,23 +61,17 @@ def train(
     from serving.training.dataset import FilmsOptions
     from serving.training.trainer import Pruning, expectation, read_interactions, train_version
 
-    given = {"keep_share": keep_share, "pruned_row": pruned_row}
-    if not prune and (unused := [name for name, value in given.items() if value is not None]):
-        raise click.UsageError(f"{flags(unused)}: only with --prune")
-    pruning = config_of(Pruning, given) if prune else None
-    tables = {name: _json_object(f"--table {name}", text) for name, text in table}
-    films = config_of(FilmsOptions, described, embedding_dim=dim, tables=tables)
+    given = {name: options.pop(name) for name in ("keep_share", "pruned_row")}
+    is_pruned, training = options.pop("prune"), {name: options.pop(name) for name in ("epochs", "bucketing")}
+    if not is_pruned and any(value is not None for value in given.values()):
+        raise click.UsageError("--keep-share, --pruned-row: only with --prune")
+    pruning = config_of(Pruning, given) if is_pruned else None
+    tables = {name: _json_object(f"--table {name}", text) for name, text in options.pop("table")}
+    films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=tables)
     interactions = read_interactions(movielens, ratings, seed)
     with progress_bars() as bars:
         version = train_version(
-            interactions,
-            store,
-            seed=seed,
-            epochs=epochs,
-            options=films,
-            pruning=pruning,
-            bucketing=bucketing,
-            progress=bars,
+            interactions, store, seed=seed, options=films, pruning=pruning, progress=bars, **training
         )
     quality = expectation(version)
     click.echo(f"AUC {quality.auc_fp32:.4f} (each film by its mean label: {quality.auc_item_mean:.4f})")
@@ -198,124 +179,34 @@ def inspect(as_json: bool, **named: Any) -> None:
     """
     from loader.snapshot.reader import Snapshot
 
-    opened = Snapshot.open(snapshot_folder(**named), verify=False)
-    found = _inspection(opened)
-    if as_json:
-        print_json(found)
-    else:
-        _print_inspection(opened, found)
+    found = _inspection(Snapshot.open(snapshot_folder(**named), verify=False))
+    (print_json if as_json else print_document)(found)
 
 
 def _inspection(snapshot: Snapshot) -> dict[str, Any]:
-    """Return what `--json` prints.
+    """Return what `--json` prints: what features see as the manifest has it, and the tables that are stored.
 
-    Tables are those that features see. `files` and `size_bytes` are of a table's row files, those of all slices and
-    parts together. `access_counts` says whether it has them, `column_dims` how many columns each slice has, of a table
-    stored in some, and `parts` which tables it is stored as, `divided_by` what, of one that is divided.
+    A table that is divided, or sliced by columns, is stored as several. `files` and `size_bytes` are of rows.
     """
     spec, manifest = snapshot.spec, snapshot.manifest
-    tables = [_table_inspection(snapshot, table) for table in spec.logical_tables]
-    features = [
-        feature.model_dump(include={"name", "side"})
-        | {"table": spec.table_of(feature.name).name, "pooling": spec.pooling_of(feature.name)}
-        | {"weighted": feature.weighted}
-        for feature in spec.features
+    stored = [
+        table.model_dump(mode="json", include={"name", "num_embeddings", "embedding_dim", "dtype", "bucketing"})
+        | {"files": len(files.rows), "size_bytes": sum(entry.size_bytes for entry in files.rows)}
+        | {"access_counts": files.access_counts is not None}
+        for table, files in zip(spec.stored_tables, manifest.tables, strict=True)
     ]
     return {
         "path": str(snapshot.path),
         "model": spec.model,
         "version": snapshot.version,
         "identity": snapshot.identity,
-        "created_at": manifest.created_at,
         "snapshot_bytes": snapshot.size_bytes,
         "float32_bytes": snapshot.float32_bytes,
-        "tables": tables,
-        "features": features,
-        "dense_inputs": spec.dense_inputs.model_dump(mode="json"),
-        "dense_model": spec.dense_model.model_dump(mode="json"),
-        "golden": None if manifest.golden is None else manifest.golden.model_dump(mode="json"),
-        "metadata": manifest.metadata,
+        "tables": [table.model_dump(mode="json") for table in spec.logical_tables],
+        "stored_tables": stored,
+        **spec.model_dump(mode="json", include={"features", "dense_inputs", "dense_model"}),
+        **manifest.model_dump(mode="json", include={"created_at", "golden", "metadata", "last_delta", "delta_base"}),
     }
-
-
-def _table_inspection(snapshot: Snapshot, table: AnyTable) -> dict[str, Any]:
-    from loader.snapshot.tables import DividedTable
-    from serving.description import stored_dtypes
-
-    spec, stored = snapshot.spec, {files.table: files for files in snapshot.manifest.tables}
-    parts = spec.parts(table)
-    files = [stored[one.name] for part in parts for one in part.slices]
-    shown = {"name", "num_embeddings", "embedding_dim", "dtype"}
-    found = {
-        "name": table.name,
-        "num_embeddings": table.num_embeddings,
-        "embedding_dim": table.embedding_dim,
-        "dtype": stored_dtypes(spec, table),
-        "pooling": table.pooling,
-        "id_mapping": table.id_mapping.kind,
-        "unknown_id": table.unknown_id,
-        "bucketing": parts[0].bucketing,
-        "files": sum(len(one.rows) for one in files),
-        "size_bytes": sum(entry.size_bytes for one in files for entry in one.rows),
-        "access_counts": files[0].access_counts is not None,
-        "column_dims": parts[0].column_dims,
-    }
-    if isinstance(table, DividedTable):
-        found |= {
-            "divided_by": table.by,
-            "combine": table.combine,
-            "pruned": table.pruned,
-            "parts": [
-                part.model_dump(include=shown)
-                | {"size_bytes": sum(entry.size_bytes for entry in stored[part.name].rows)}
-                for part in parts
-            ],
-        }
-    return found
-
-
-def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
-    spec, golden, tables = snapshot.spec, snapshot.manifest.golden, found["tables"]
-    saved = snapshot.float32_bytes / max(1, sum(table["size_bytes"] for table in tables))
-    click.echo(f"{spec.model} version {snapshot.version}, made {found['created_at']}, in {snapshot.path}")
-    click.echo(f"identity {snapshot.identity}")
-    click.echo(f"{human_bytes(snapshot.size_bytes)} in all; the rows take {saved:.1f} times less than as float32")
-    columns = ("table", "#rows", "#dim", "dtype", "pooling", "ids", "unknown id", "bucketing", "#files", "#size")
-    # The columns are the first keys of a table in the document, in their order.
-    rows = []
-    for one in tables:
-        slices = " + ".join(map(str, one["column_dims"]))
-        dim = f"{one['embedding_dim']} = {slices}" if slices else one["embedding_dim"]
-        shown = list((one | {"embedding_dim": dim}).values())[: len(columns) - 1]
-        rows.append((*shown, human_bytes(one["size_bytes"])))
-    print_table("Tables", columns, rows)
-    parts = [
-        (one["name"], one["divided_by"], part["name"], part["num_embeddings"], part["embedding_dim"], part["dtype"],
-         human_bytes(part["size_bytes"]))
-        for one in tables
-        for part in one.get("parts", ())
-    ]  # fmt: skip
-    if parts:
-        of_parts = ("table", "divided by", "part", "#rows", "#dim", "dtype", "#size")
-        print_table("Tables in parts", of_parts, parts)
-    for one in tables:
-        if one.get("pruned"):
-            click.echo(f"{one['name']}: {one['pruned']} of {one['num_embeddings']} rows are pruned")
-    print_table(
-        "Features",
-        ("feature", "side", "table", "pooling", "weighted"),
-        [(*list(one.values())[:-1], "yes" if one["weighted"] else "no") for one in found["features"]],
-    )
-    click.echo(f"Dense inputs: {spec.dense_inputs.context} of the context, {spec.dense_inputs.candidate} a candidate")
-    click.echo(f"Dense model: {spec.dense_model.kind} {spec.dense_model.model_dump(exclude={'kind'})}")
-    requests = "none"
-    if golden is not None:
-        requests = f"{golden.num_requests} with {golden.num_candidates} candidates, tolerance {golden.tolerance:g}"
-    click.echo(f"Golden requests: {requests}")
-    counted = [one["name"] for one in tables if one["access_counts"]]
-    click.echo(f"Access counts: {', '.join(counted) or 'none'}")
-    for key, value in snapshot.manifest.metadata.items():
-        click.echo(f"{key}: {value}")
 
 
 @click.command(cls=WithExamples)
@@ -358,60 +249,60 @@ def verify(
 def _verify(
     folder: Path, *, golden: bool, threads: int, trust_exported: bool, progress: Progress
 ) -> tuple[VerifyReport, bool]:
-    """Check files, then scores; tell also whether golden requests were scored. Raises nothing."""
-    from loader.errors import CheckpointError, ShardrankError, SnapshotError
-    from loader.snapshot.manifest import ExportedModelSpec
+    """Check files, then the dense model and scores; return also whether golden requests were scored. Raises nothing."""
+    from loader.errors import ShardrankError
     from loader.snapshot.reader import Snapshot, verify_snapshot
-    from serving.models.exported import load_exported
-    from serving.rank.service import RankingService
-    from serving.versions.loading import ModelSource, load_served_model
 
     report = verify_snapshot(folder, threads=threads, progress=progress)
     if not report.ok:
         return report, False
-
-    def with_check(text: str) -> VerifyReport:
-        return report.model_copy(update={"checks": (*report.checks, text)})
-
-    def refused(problem: str) -> VerifyReport:
-        return report.model_copy(update={"ok": False, "problems": (problem,)})
-
     snapshot = Snapshot.open(folder, verify=False)
-    tensors, described = snapshot.dense_tensors(), snapshot.spec.dense_model
+    is_scored, checks = False, list(report.checks)
     try:
-        if isinstance(described, ExportedModelSpec):
-            load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
-            built = f"takes {list(described.inputs)} and gives {list(described.outputs)}"
-        else:
-            check_dense_model(snapshot.spec, tensors, tensors.keys())
-            built = f"is built from its {len(tensors)} tensors"
+        checks.append(_check_dense(snapshot, trust_exported=trust_exported))
+        if golden and snapshot.manifest.golden is not None:
+            is_scored = True
+            checks += _golden_checks(snapshot, trust_exported=trust_exported, progress=progress)
+        elif golden:
+            checks.append("there are no golden requests")
+    except ShardrankError as error:
+        problem = {"ok": False, "problems": (f"{error.kind}: {error}",)}
+        return report.model_copy(update={"checks": tuple(checks), **problem}), is_scored
+    return report.model_copy(update={"checks": tuple(checks)}), is_scored
+
+
+def _check_dense(snapshot: Snapshot, *, trust_exported: bool) -> str:
+    """Build the dense model as a server does, and describe it. Raises SnapshotError, or as `load_exported`."""
+    from loader.errors import CheckpointError, SnapshotError
+    from loader.snapshot.manifest import ExportedModelSpec
+    from serving.models.exported import load_exported
+
+    tensors, dense = snapshot.dense_tensors(), snapshot.spec.dense_model
+    if isinstance(dense, ExportedModelSpec):
+        load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
+        return f"dense model: {dense.kind} takes {list(dense.inputs)} and gives {list(dense.outputs)}"
+    try:
+        check_dense_model(snapshot.spec, tensors, tensors.keys())
     except CheckpointError as error:
-        return refused(f"{SnapshotError.kind}: {snapshot.manifest.dense.path}: {error}"), False
-    except ShardrankError as error:
-        return refused(f"{error.kind}: {error}"), False
-    report = with_check(f"dense model: {described.kind} {built}")
-    entry = snapshot.manifest.golden
-    if not golden:
-        return report, False
-    if entry is None:
-        return with_check("there are no golden requests"), False
-    service = RankingService()
-    try:
+        raise SnapshotError(f"{snapshot.manifest.dense.path}: {error}") from error
+    return f"dense model: {dense.kind} is built from its {len(tensors)} tensors"
+
+
+def _golden_checks(snapshot: Snapshot, *, trust_exported: bool, progress: Progress) -> Iterator[str]:
+    """Load a version, score its golden requests, and yield what was compared. Raises as `load_served_model`."""
+    from serving.embedded import ModelSource, load_served_model
+    from serving.rank.service import RankingService
+
+    entry, outputs = snapshot.manifest.golden, snapshot.spec.dense_model.outputs
+    assert entry is not None
+    with contextlib.closing(RankingService()) as service:
         # In float32, so that what is measured is the rows' quantisation alone; a server checks its own dtype as well.
-        source = ModelSource(snapshot=folder, verify=False, dtype="float32", trust_exported=trust_exported)
-        served = load_served_model(source, service, progress)
-        try:
+        source = ModelSource(snapshot=snapshot.path, verify=False, dtype="float32", trust_exported=trust_exported)
+        with contextlib.closing(load_served_model(source, service, progress)) as served:
             differences = served.golden_differences(snapshot)
-        finally:
-            served.close()
-    except ShardrankError as error:
-        return refused(f"{error.kind}: {error}"), True
-    finally:
-        service.close()
     scored = f"golden requests: {entry.num_requests} with {entry.num_candidates} candidates"
-    scored += f" and outputs {list(described.outputs)}" if described.outputs else ""
-    report = with_check(f"{scored}, every score within {entry.tolerance:g}")
+    scored += f" and outputs {list(outputs)}" if outputs else ""
+    yield f"{scored}, every score within {entry.tolerance:g}"
     for number_format, difference in differences.items():
         serves = "" if difference <= entry.tolerance else ": a server falls back to a wider format"
-        report = with_check(f"dense model in {number_format}: golden scores differ by up to {difference:.3g}{serves}")
-    return report, True
+        yield f"dense model in {number_format}: golden scores differ by up to {difference:.3g}{serves}"

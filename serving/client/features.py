@@ -276,8 +276,6 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
         lengths = np.fromiter(map(len, value), "<i4", len(value))
     except TypeError:
         raise invalid_field(path, "a bag is an array without dimensions") from None
-    if kinds == {np.ndarray}:
-        return np.concatenate([bag for bag in value if len(bag)] or [np.empty(0, np.int64)]), lengths
     return list(chain.from_iterable(value)), lengths
 
 

@@ -189,8 +189,14 @@ class HttpTransport:
 
     async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> bytes:
         """Make one call. Raises ShardrankError."""
-        ends = time.monotonic() + timeout_s
-        message, parts, size = self._request(method, request, timeout_s, headers), [], 0
+        ends, parts, size = time.monotonic() + timeout_s, [], 0
+        verb, path, body = "GET", f"/v1/models/{quote(request.model, safe='')}", b""
+        fields = [*self._target.authorization(), *headers.items()]
+        if method != "GetModel":
+            verb, path, body = "POST", f"{path}:{method.lower()}", request.SerializeToString()
+            fields += [("content-type", _CONTENT_TYPE), ("accept", _CONTENT_TYPE)]
+        timeout = httpx.Timeout(timeout_s)
+        message = self._client.build_request(verb, path, content=body or None, headers=fields, timeout=timeout)
         try:
             async with asyncio.timeout(timeout_s) if self._on_loop else nullcontext():
                 answer = self._client.send(message, stream=True)
@@ -219,14 +225,6 @@ class HttpTransport:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose() if self._on_loop else self._client.close()
-
-    def _request(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> Any:
-        verb, path, body = "GET", f"/v1/models/{quote(request.model, safe='')}", None
-        fields = [*self._target.authorization(), *headers.items()]
-        if method != "GetModel":
-            verb, path, body = "POST", f"{path}:{method.lower()}", request.SerializeToString()
-            fields += [("content-type", _CONTENT_TYPE), ("accept", _CONTENT_TYPE)]
-        return self._client.build_request(verb, path, content=body, headers=fields, timeout=httpx.Timeout(timeout_s))
 
 
 async def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:

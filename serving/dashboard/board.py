@@ -1,4 +1,7 @@
-"""Read a fleet's state again and again, and send it as one document to each browser that watches."""
+"""The page: a fleet's state, read again and again and kept as one document, and the paths that show it.
+
+These are on the port for operators: the page's files, its document, and its one button.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,45 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Set
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Set
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from loader.errors import OverloadedError, RegistryError, RolloutError, UnavailableError
-from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
+from loader.errors import ConfigError, RegistryError, RolloutError
+from loader.registry.fleet import (
+    LATENCY_BOUNDS_MS,
+    FleetRegistry,
+    HotReport,
+    NodeRecord,
+    VersionReport,
+    VersionStats,
+    WantedModel,
+)
 from loader.registry.registry import Registry
+from loader.rollout.guards import percentile_ms
 from loader.rollout.plan import Rollout
 from loader.rollout.requests import FleetState, SeenRollout, read_fleet, roll_back
-from serving.dashboard.history import MAX_TEXT, Changes, History, recent_events
+from serving.api.bodies import read_json
+from serving.api.tokens import Tokens
+from serving.errors import InvalidRequestError, PermissionDeniedError
+from shard_node.wire.address import Address
 
 MAX_MODELS = 32
 MAX_NODES = 400
 MAX_VERSIONS = 12
 """Of a model; those in use come first, then the newest."""
 MAX_EVENTS = 60
+"""Of a rollout."""
+MAX_TEXT = 400
 Document = dict[str, Any]
 _Version: TypeAlias = tuple[str, int]
 _REPORTED: Any = {
@@ -36,47 +59,145 @@ _REPORTED: Any = {
 """Fields of a `VersionReport` that the page shows as they are."""
 logger = logging.getLogger(__name__)
 WATCHED_S = 0.5
-"""Between two looks while somebody watches."""
+"""Between two reads, at least."""
 UNWATCHED_S = 2.5
-"""Else: often enough that no slot of the history is missed."""
+"""While no page is open: often enough that no slot of the history is missed."""
 READ_TIMEOUT_S = 4.0
-MAX_WATCHERS = 16
-MAX_WAITING = 8
-"""Messages that a slow watcher may have waiting before it is ended."""
 _encode = msgspec.json.Encoder().encode
+MAX_ROLLBACK_BYTES = 4096
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/plot.js": ("plot.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    # Nothing from elsewhere, nothing inline, and in nobody's frame.
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+_DEFAULT_PORTS = (80, 443)
+_NO_TOKENS = "rolling back needs an admin token, and this process was started without --tokens"
+
+SLOT_S = 5.0
+NUM_SLOTS = 180
+"""A quarter of an hour."""
+MAX_TRACKS = 32
+"""Versions of models that are shown, those that answered last."""
+MAX_SOURCES = 4096
+"""Counters of processes that are remembered, those of processes that have ended too."""
+RECENT_S = 60.0
+QUANTILES = (0.5, 0.95, 0.99)
+
+_LATENCIES = 4  # before them requests, errors, lookups and hits
+_NONE = np.zeros(_LATENCIES + len(LATENCY_BOUNDS_MS) + 1, np.int64)
+Counts = npt.NDArray[np.int64]
+_Source: TypeAlias = tuple[str, int, str, int]
+"""One process's counters of a version: node, process, model, version; another process of the node counts anew."""
 
 
-class FleetSource:
-    """A fleet, by its registry, which `open_registry` opens and `close` closes. Belongs to one event loop.
+class History:
+    """Counts of requests, errors, latencies and hot rows by version, of the last `num_slots` times `slot_s` seconds.
 
-    Attributes:
-        name: for people, without secrets.
-        note: what the page must say of its numbers; "" for nothing.
-        fixed: why nothing can be changed, and no coordinator is missed; "" for a fleet that others belong to.
+    A slot in which nothing was observed, or which was not seen from its beginning, is unknown. `now` is in seconds, of
+    whatever clock; one that is set back adds to the last slot.
     """
 
-    def __init__(self, open_registry: Callable[[], Registry], note: str = "", fixed: str = "") -> None:
-        self._fleet = FleetRegistry(open_registry())
-        self.name, self.note, self.fixed = self._fleet.name, note, fixed
+    def __init__(self, num_slots: int = NUM_SLOTS, slot_s: float = SLOT_S) -> None:
+        self.slot_s, self.num_slots = slot_s, num_slots
+        # The newest last, which is not full yet: what was counted, by version, or None where that is unknown.
+        self._slots: deque[dict[_Version, Counts] | None] = deque([None] * num_slots, num_slots)
+        self._last: dict[_Source, Counts] = {}
+        self._slot = -1
+        self._observed_at = float("-inf")
 
-    async def read(self) -> FleetState:
-        """Read the state of the fleet. Raises RegistryError."""
-        return await read_fleet(self._fleet)
+    def observe(self, nodes: Iterable[NodeRecord], now: float) -> None:
+        """Add what nodes have counted since they were observed last."""
+        slot = max(self._slot, int(now // self.slot_s))
+        if slot > self._slot:
+            self._slots += [*[None] * min(slot - self._slot - 1, self.num_slots), {}]
+        # After a pause nobody knows when what was counted meanwhile happened.
+        if not 0 <= now - self._observed_at <= 2 * self.slot_s:
+            self._slots[-1] = None
+        for node in nodes:
+            for report in node.versions:
+                if report.stats is not None:
+                    source = node.node_id, node.process_id, report.model, report.version
+                    self._add(source, _counted(report.stats, report.hot))
+        while len(self._last) > MAX_SOURCES:
+            del self._last[next(iter(self._last))]
+        self._slot, self._observed_at = slot, now
 
-    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
-        if self.fixed:
-            raise RolloutError(f"{model}: {self.fixed}")
-        return await roll_back(self._fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
+    @property
+    def last_slot(self) -> int:
+        """The last full slot, which ended at `(last_slot + 1) * slot_s`."""
+        return self._slot - 1
 
-    async def close(self) -> None:
-        """End connections."""
-        await self._fleet.registry.close()
+    def document(self) -> dict[str, Any]:
+        """Return all full slots, the oldest first: a list for each number, None where it is unknown."""
+        full = list(self._slots)[:-1]
+        shown = dict.fromkeys(version for slot in reversed(self._slots) for version in slot or ())
+        tracks = []
+        for model, version in sorted(list(shown)[:MAX_TRACKS]):
+            numbers = [_UNKNOWN if slot is None else _numbers(slot.get((model, version))) for slot in full]
+            track = {name: [slot[name] for slot in numbers] for name in _UNKNOWN}
+            tracks.append({"model": model, "version": version, **track})
+        return {"slot": self.last_slot, "slot_s": self.slot_s, "num_slots": self.num_slots, "tracks": tracks}
+
+    def recent(self, model: str, version: int) -> dict[str, float | None] | None:
+        """Return rates (a second), shares and percentiles (ms) of the last minute; None if nothing is known of it."""
+        num_slots = min(int(RECENT_S / self.slot_s), self.num_slots - 1)
+        known = [slot for slot in list(self._slots)[-1 - num_slots : -1] if slot is not None]
+        if not known:
+            return None
+        numbers = _numbers(sum((slot.get((model, version), _NONE) for slot in known), _NONE))
+        requests, errors = numbers.pop("requests") or 0, numbers.pop("errors") or 0
+        rates = {"requests_per_s": requests / (len(known) * self.slot_s)}
+        return {**rates, "error_rate": errors / requests if requests else None, **numbers}
+
+    def _add(self, source: _Source, counts: Counts) -> None:
+        # Taken out and put in again, so that those that have ended are the first.
+        before = self._last.pop(source, None)
+        self._last[source] = counts
+        # What counts fewer than before was staged anew, and what was not there before has just begun.
+        news = counts if before is None or (counts < before).any() else counts - before
+        if (slot := self._slots[-1]) is not None and news.any():
+            slot[source[2:]] = slot.get(source[2:], _NONE) + news
 
 
-def state_document(state: FleetState, changes: Changes, history: History) -> Document:
-    """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
-    return _View(state, history).document(changes)
+def _counted(stats: VersionStats, hot: HotReport | None) -> Counts:
+    # One of another release may have other buckets: what it has beyond these would be shown as the last one.
+    latencies = stats.latency_counts[: _NONE.size - _LATENCIES]
+    lookups = (0, 0) if hot is None else (hot.lookups, hot.hits)
+    counts = _NONE.copy()
+    counts[: _LATENCIES + len(latencies)] = (stats.requests, stats.errors, *lookups, *latencies)
+    return counts
+
+
+def _numbers(counts: Counts | None) -> dict[str, float | None]:
+    requests, errors, lookups, hits, *latencies = (_NONE if counts is None else counts).tolist()
+    percentiles = {f"p{100 * quantile:g}": percentile_ms(latencies, quantile) for quantile in QUANTILES}
+    return {"requests": requests, "errors": errors, "hit_rate": hits / lookups if lookups else None, **percentiles}
+
+
+_UNKNOWN = dict.fromkeys(_numbers(None))
+
+
+def state_document(state: FleetState, history: History) -> Document:
+    """Return models with their versions and rollouts, and nodes, in the order in which they are shown."""
+    view, models = _View(state, history), state.models()
+    nodes = sorted(state.nodes, key=lambda node: (node.kind != "shard", node.shard_index or 0, node.node_id))
+    return {
+        "coordinator": state.coordinator,
+        "num_shards": None if state.division is None else state.division.num_shards,
+        "models": list(map(view.model, models[:MAX_MODELS])),
+        "more_models": max(0, len(models) - MAX_MODELS),
+        "nodes": list(map(view.node, nodes[:MAX_NODES])),
+        "more_nodes": max(0, len(nodes) - MAX_NODES),
+    }
 
 
 class _View:
@@ -92,26 +213,10 @@ class _View:
             if node.kind == "serving":
                 self.answering.update(node.live.items())
 
-    def document(self, changes: Changes) -> Document:
-        state, models = self.state, self.state.models()
-        nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
-        nodes += changes.gone.values()
-        nodes.sort(key=lambda row: (row[0].kind != "shard", row[0].shard_index or 0, row[0].node_id))
-        return {
-            "coordinator": state.coordinator,
-            "num_shards": None if state.division is None else state.division.num_shards,
-            "models": list(map(self.model, models[:MAX_MODELS])),
-            "more_models": max(0, len(models) - MAX_MODELS),
-            "nodes": [self.node(*row) for row in nodes[:MAX_NODES]],
-            "more_nodes": max(0, len(nodes) - MAX_NODES),
-            "events": recent_events(changes, state, MAX_EVENTS),
-        }
-
-    def node(self, node: NodeRecord, gone_at: float | None) -> Document:
+    def node(self, node: NodeRecord) -> Document:
         return node.model_dump(include={"node_id", "kind", "shard_index", "memory_available_bytes", "live"}) | {
             "address": node.address[:MAX_TEXT],
-            "state": "gone" if gone_at is not None else "ending" if node.draining else "up",
-            "gone_at": gone_at,
+            "state": "ending" if node.draining else "up",
             "versions": list(map(self.report, node.versions[-MAX_VERSIONS:])),
         }
 
@@ -176,7 +281,8 @@ def _role(desired: WantedModel | None, version: int, states: Set[str]) -> str:
 
 def _rollout(state: FleetState, rollout: Rollout) -> Document:
     status = state.status(rollout.model, with_nodes=False)
-    return status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"}) | {
+    return status.model_dump(mode="json", exclude={"nodes", "wanted", "model"}) | {
+        "events": [event.model_dump() | {"text": event.text[:MAX_TEXT]} for event in status.events[-MAX_EVENTS:]],
         "waiting_for": [text[:MAX_TEXT] for text in status.waiting_for[:8]],
         "more_waiting": max(0, len(status.waiting_for) - 8),
         "limits": rollout.guards.model_dump(),
@@ -200,157 +306,173 @@ def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Documen
     return {"to": to, "aborts": rollout is not None and rollout.active, "why_not": why}
 
 
-class Watcher:
-    """One page that is open: the messages that its stream of events has still to be sent, at most MAX_WAITING."""
-
-    def __init__(self) -> None:
-        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
-        self.is_closed = False
-
-    def send(self, message: bytes) -> None:
-        """Put a message in its queue; a watcher whose queue is full is ended."""
-        if self._waiting.qsize() >= MAX_WAITING:
-            self.end()
-        else:
-            self._waiting.put_nowait(message)
-
-    def end(self) -> None:
-        """End its stream, without what still waits."""
-        self.is_closed = True
-        self._waiting.put_nowait(b"")
-
-    async def messages(self) -> AsyncIterator[bytes]:
-        """Yield the messages until it is ended."""
-        while (message := await self._waiting.get()) and not self.is_closed:
-            yield message
-
-
 class Board:
-    """What the page shows of one source. Belongs to one event loop; `run_board` makes one that runs.
+    """What the page shows of a fleet. Belongs to one event loop; `run_board` makes one that runs.
 
-    `clock` gives seconds since the epoch.
+    Args:
+        open_registry: opens the fleet's registry, which `close` closes.
+        note: what the page must say of its numbers; "" for nothing.
+        fixed: why nothing can be changed, and no coordinator is missed; "" for a fleet that others belong to.
+        clock: gives seconds since the epoch.
     """
 
-    def __init__(self, source: FleetSource, clock: Callable[[], float] = time.time) -> None:
-        self.source = source
+    def __init__(
+        self,
+        open_registry: Callable[[], Registry],
+        note: str = "",
+        fixed: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.fleet = FleetRegistry(open_registry())
+        self.note, self.fixed = note, fixed
         self.history = History()
         self._clock = clock
-        self._changes = Changes()
         self._state = FleetState()
         self._read_at: float | None = None
         self._problem = "nothing was read yet"
-        self._last_state = b""
-        self._watchers: set[Watcher] = set()
-        self._is_closed = False
+        # As JSON, since it is requested again and again; None until then.
+        self._state_json: msgspec.Raw | None = None
         self._wake = asyncio.Event()
-        # What is kept is read and written by one thread at a time, beside the event loop.
+        # What is kept is read and written by one thread at a time, alongside the event loop.
         self._keeping = asyncio.Lock()
 
-    async def watch(self) -> Watcher:
-        """Begin to watch; `leave` ends it. Raises OverloadedError if too many watch, UnavailableError."""
-        watcher = Watcher()
+    async def document(self, slot: str) -> bytes:
+        """Return what is shown, as JSON; the history only if its last slot is another one than `slot`."""
         async with self._keeping:
-            if len(self._watchers) >= MAX_WATCHERS:
-                raise OverloadedError(f"{MAX_WATCHERS} pages are open already, which is the most: close one")
-            history = await asyncio.to_thread(lambda: _event("history", self.history.document()))
-            self._last_state = self._last_state or await asyncio.to_thread(self._state_event)
-            if self._is_closed:
-                raise UnavailableError("the process is shutting down", kind="shutting_down")
-            for message in (history, self._read_event(), self._last_state):
-                watcher.send(message)
-            self._watchers.add(watcher)
+            document = await asyncio.to_thread(self._encode, slot)
         self._wake.set()
-        return watcher
+        return document
 
-    def leave(self, watcher: Watcher) -> None:
-        """Forget a watcher."""
-        self._watchers.discard(watcher)
-        watcher.end()
-
-    def close(self) -> None:
-        """End all streams, and let nobody watch any more."""
-        self._is_closed = True
-        for watcher in list(self._watchers):
-            self.leave(watcher)
+    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
+        """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
+        if self.fixed:
+            raise RolloutError(f"{model}: {self.fixed}")
+        return await roll_back(self.fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Read until cancelled."""
         while True:
             await self.update()
+            await asyncio.sleep(WATCHED_S)
             try:
-                async with asyncio.timeout(WATCHED_S if self._watchers else UNWATCHED_S):
+                async with asyncio.timeout(UNWATCHED_S - WATCHED_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
 
     async def update(self) -> None:
-        """Look once, and tell what is new."""
+        """Read once."""
         state, problem = None, ""
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                state = await self.source.read()
+                state = await read_fleet(self.fleet)
         except TimeoutError:
-            problem = f"{self.source.name} has not answered within {READ_TIMEOUT_S:g} s"
+            problem = f"{self.fleet.name} has not answered within {READ_TIMEOUT_S:g} s"
         except RegistryError as error:
             problem = str(error)
         except Exception as error:
             # A defect must not end the page for good.
-            logger.exception("reading %s failed", self.source.name)
+            logger.exception("reading %s failed", self.fleet.name)
             problem = f"internal error: {type(error).__name__}"
         async with self._keeping:
-            messages = await asyncio.to_thread(self._keep, state, problem)
-            for watcher in list(self._watchers):
-                for message in messages:
-                    watcher.send(message)
-                if watcher.is_closed:
-                    logger.info("a page that took nothing was ended")
-                    self._watchers.discard(watcher)
+            await asyncio.to_thread(self._keep, state, problem)
 
-    def _keep(self, state: FleetState | None, problem: str) -> list[bytes]:
-        """Keep what a look found, or why it found nothing; returns what watchers are told."""
-        now, has_closed = self._clock(), False
-        if bool(problem) != bool(self._problem) and self._read_at is not None:
-            self._changes.add(now, "registry", problem or "the registry answers again")
-        self._problem = problem
+    def _keep(self, state: FleetState | None, problem: str) -> None:
+        """Keep what was read, or why nothing was."""
+        now, self._problem = self._clock(), problem
         if state is not None:
-            self._read_at, self._state = now, state
-            self._changes.update(state, now)
-            has_closed = self.history.observe(state.nodes, now)
-        if not self._watchers:
-            self._last_state = b""
-            return []
-        before, self._last_state = self._last_state, self._state_event()
-        slot = [_event("slot", self.history.document(last_only=True))] if has_closed else []
-        return [self._read_event(), *([] if self._last_state == before else [self._last_state]), *slot]
+            self._read_at, self._state, self._state_json = now, state, None
+            self.history.observe(state.nodes, now)
 
-    def _read_event(self) -> bytes:
-        # It changes each time, and all else seldom does.
-        return _event("read", {"read_at": self._read_at})
-
-    def _state_event(self) -> bytes:
-        source = {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed}
-        about = {"source": source, "problem": self._problem}
-        return _event("state", about | state_document(self._state, self._changes, self.history))
+    def _encode(self, slot: str) -> bytes:
+        if self._state_json is None:
+            self._state_json = msgspec.Raw(_encode(state_document(self._state, self.history)))
+        return _encode(
+            {
+                "read_at": self._read_at,
+                "problem": self._problem,
+                "source": {"name": self.fleet.name, "note": self.note, "fixed": self.fixed},
+                "state": self._state_json,
+                "history": None if slot == str(self.history.last_slot) else self.history.document(),
+            }
+        )
 
 
 @asynccontextmanager
-async def run_board(
-    open_source: Callable[[], FleetSource], clock: Callable[[], float] = time.time
-) -> AsyncIterator[Board]:
-    """Run a board while the block runs. Raises RegistryError if its source can't be opened."""
-    source = open_source()
-    board = Board(source, clock)
-    running = asyncio.create_task(board.run(), name="look at the fleet")
+async def run_board(open_board: Callable[[], Board]) -> AsyncIterator[Board]:
+    """Run a board while the block runs. Raises RegistryError if its registry can't be opened."""
+    board = open_board()
+    running = asyncio.create_task(board.run(), name="read the fleet")
     try:
         yield board
     finally:
-        board.close()
         running.cancel()
         await asyncio.wait([running])
-        await source.close()
+        await board.fleet.registry.close()
 
 
-def _event(name: str, document: dict[str, Any]) -> bytes:
-    """Write one event (https://html.spec.whatwg.org/multipage/server-sent-events.html); JSON has no line end."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(document))
+class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    rollout_id: str
+    is_active: bool
+    live: int | None
+
+
+async def check_host(request: Request) -> None:
+    """Raise InvalidRequestError if a request to a loopback port has another Host.
+
+    A page from elsewhere could have its own name resolved to this machine, and then read and ask as this port's page.
+    """
+    host, port = request.headers.get("host", "").lower(), request.scope["server"][1]
+    has_port = host.rpartition(":")[2].isdecimal() or port not in _DEFAULT_PORTS
+    try:
+        address = Address.parse(host if has_port else f"{host}:{port}")
+    except ConfigError:
+        address = Address()
+    if address.port != port or not address.is_loopback:
+        problem = f"Host: {host[:200]!r}; allowed are localhost:{port} and loopback addresses"
+        raise InvalidRequestError("", problem, kind="misdirected")
+
+
+def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
+    """Add the page and what it asks for. Its files say nothing of the fleet; all else needs what metrics need."""
+    folder = Path(__file__).parent
+
+    def check(request: Request) -> str:
+        return "" if tokens is None else tokens.check(request.headers.get("authorization"), "admin")
+
+    def file(name: str, content_type: str) -> Callable[[], Any]:
+        content = (folder / name).read_bytes()
+
+        async def answer() -> Response:
+            return Response(content, media_type=content_type, headers=HEADERS)
+
+        return answer
+
+    async def access() -> Response:
+        document = {"needs_token": tokens is not None, "fixed": board.fixed or ("" if tokens else _NO_TOKENS)}
+        return JSONResponse(document, headers=HEADERS)
+
+    async def status(request: Request) -> Response:
+        check(request)
+        document = await board.document(request.query_params.get("slot", ""))
+        return Response(document, media_type="application/json", headers=HEADERS)
+
+    async def rollback(request: Request) -> Response:
+        if tokens is None:
+            raise PermissionDeniedError(_NO_TOKENS)
+        who = check(request)
+        limit, form = ("MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES), "name model, rollout_id, is_active and live"
+        body = await read_json(request.receive, *limit, _Rollback, form)
+        seen = SeenRollout(body.rollout_id, body.is_active, body.live)
+        begun = await board.roll_back(body.model, seen)
+        to = begun.to_version if begun.state == "running" else begun.from_version
+        logger.warning("token %r rolls %s back to version %s", who, body.model, to)
+        return JSONResponse({"model": body.model, "to": to}, headers=HEADERS)
+
+    for path, (name, content_type) in _FILES.items():
+        app.add_api_route(path, file(name, content_type), methods=["GET"], include_in_schema=False)
+    app.add_api_route("/status/access", access, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/status", status, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/status/rollback", rollback, methods=["POST"], include_in_schema=False)

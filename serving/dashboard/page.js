@@ -1,15 +1,15 @@
-// Shows what the server's stream of events tells. All text gets in by textContent: names come from a registry.
+// Shows the server's document, which it requests again and again. All text gets in by textContent: names come from a registry.
 import { clock, draw } from "./plot.js";
 
-const STALE_MS = 12000, RETRY_MS = 1000, SERIES = 6;
+const STALE_MS = 12000, PAUSE_MS = 500, SERIES = 6;
 const STEPS = {
   stage_shards: "load on shards", stage_serving: "load on serving", replay: "catch up", canary: "canary", flip: "flip",
   bake: "bake", unflip: "flip back", retire_serving: "retire on serving", retire_shards: "retire on shards",
 };
 const TIERS = { ram: "RAM", mapped: "SSD", card: "card", hot: "hot copies", pinned: "pinned" };
-const STATES = { ready: "good", up: "good", live: "good", refused: "bad", gone: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
+const STATES = { ready: "good", up: "good", live: "good", refused: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
 const $ = (id) => document.getElementById(id);
-let token = "", state = null, history = null, access = { needs_token: false, fixed: "" }, heard = 0, readAt = null, colours = new Map();
+let token = "", state = null, history = null, access = { needs_token: false, fixed: "" }, readAt = null, shown = "", colours = new Map();
 const sections = new Map();
 
 // Elements and numbers.
@@ -179,24 +179,10 @@ function showPlots() {
   }
 }
 
-function takeSlot(told) {
-  if (!history || told.slot !== history.slot + 1) return false;
-  const before = new Map(history.tracks.map((one) => [`${one.model} ${one.version}`, one]));
-  const unknown = Array(history.num_slots).fill(null);
-  for (const track of told.tracks) {
-    const old = before.get(`${track.model} ${track.version}`) ?? {};
-    for (const name of Object.keys(track)) {
-      if (Array.isArray(track[name])) track[name] = [...(old[name] ?? unknown), ...track[name]].slice(-history.num_slots);
-    }
-  }
-  history = { ...told, num_slots: history.num_slots };
-  return true;
-}
-
 // Nodes and events.
 
 function stateOf(node, version) {
-  if (node.state !== "up") return tag(node.state === "gone" ? `gone since ${clock(node.gone_at)}` : node.state, node.state);
+  if (node.state !== "up") return tag(node.state, node.state);
   if (!version) return tag("holds nothing", "");
   return tag(version.state === "staging" ? `staging, ${percent(version.progress, 0)}` : version.state, version.state);
 }
@@ -207,7 +193,7 @@ function perVersion(kind, shared, cells) {
     const versions = node.versions.length ? node.versions : [null];
     return versions.map((version, place) => ({
       cells: cells(node, version).map((cell, index) => (place && shared.includes(index) ? undefined : cell)),
-      classes: node.state === "gone" ? "gone" : "", head: shared[0], tall: versions.length, shared,
+      head: shared[0], tall: versions.length, shared,
     }));
   });
 }
@@ -223,6 +209,12 @@ function lagOf(version) {
   return element("span", { text: `${version.lag} behind${age}`, classes: "warn" });
 }
 
+// Of all rollouts, the newest first.
+function eventsOf(told) {
+  return told.models.flatMap(({ model, rollout }) => (rollout?.events ?? []).map((one) => ({ ...one, model, text: `version ${rollout.to_version}: ${one.text}` })))
+    .sort((one, other) => other.at - one.at);
+}
+
 function showNodes() {
   fill($("shards"), ["node", "#shard", "address", "#memory free", "version", "state", "rows by tier", "#updates", "#lag", "#leases", "remarks"],
     perVersion("shard", [0, 1, 2, 3], (node, version) => [
@@ -232,17 +224,17 @@ function showNodes() {
   fill($("serving"), ["node", "address", "#memory free", "version", "state", "answers", "rows by tier", "#hot rows", "#updates", "#lag", "#leases", "#dense step", "#golden off by", "remarks"],
     perVersion("serving", [0, 1, 2], (node, version) => [
       node.node_id, node.address || "–", bytes(node.memory_available_bytes), named(version), stateOf(node, version),
-      version && node.state !== "gone" && node.live[version.model] === version.version ? "✓ live" : "–", tiers(version),
+      version && node.live[version.model] === version.version ? "✓ live" : "–", tiers(version),
       version?.hot ? `${version.hot.rows} (${bytes(version.hot.size_bytes)})` : "–", counted(version?.delta_sequence), lagOf(version), counted(version?.leases),
       counted(version?.dense_step), typeof version?.golden_difference === "number" ? version.golden_difference.toExponential(1) : "–", version?.reason ?? ""]),
     "No serving process is announced.");
   fill($("events"), ["time", "what", "of", "details"],
-    state.events.map((one) => ({ cells: [clock(one.at), STEPS[one.kind] ?? one.kind, one.node || one.model || "–", one.text] })), "Nothing has changed since this page's server began to look.");
+    eventsOf(state).map((one) => ({ cells: [clock(one.at), STEPS[one.step] ?? one.step, one.model, one.text] })), "No rollout is on record.");
 }
 
 function showState(told) {
-  const newest = told.events[0];
-  if (state && newest && newest.at !== state.events[0]?.at) $("news").textContent = `${newest.node || newest.model} ${newest.text}`;
+  const newest = eventsOf(told)[0];
+  if (state && newest && newest.at !== eventsOf(state)[0]?.at) $("news").textContent = `${newest.model} ${newest.text}`;
   state = told;
   $("source").textContent = told.source.name;
   $("coordinator").textContent = told.source.fixed ? "" : told.coordinator ? `coordinator: ${told.coordinator}` : "no coordinator is running";
@@ -258,7 +250,7 @@ function showState(told) {
   showNodes();
 }
 
-// The stream. Not EventSource, which sends no headers, and so no token.
+// The connection.
 
 function connection(kind, text) {
   if ($("connection").dataset.state !== kind || $("connection").textContent !== text) {
@@ -271,46 +263,29 @@ function lost(error) {
   connection("lost", `not connected: ${/^(Abort|Timeout)Error$/.test(error.name) ? "the server is silent" : error.message}`);
 }
 
-const pause = () => new Promise((wake) => setTimeout(wake, RETRY_MS));
+const pause = () => new Promise((wake) => setTimeout(wake, PAUSE_MS));
 
-function take(name, told) {
-  heard = Date.now();
-  if (name === "history") history = told;
-  else if (name === "state") showState(told);
-  else if (name === "read") readAt = told.read_at;
-  else if (name === "slot" && !takeSlot(told)) throw new Error("a slot is missing");
+function take(told) {
+  readAt = told.read_at;
+  if (told.history) history = told.history;
+  // What is as before is left alone: somebody may be reading or selecting it.
+  const text = JSON.stringify([told.state, told.problem]);
+  if (text !== shown) showState({ ...told.state, problem: told.problem, source: told.source });
+  shown = text;
   if (readAt) connection("live", `live, read ${clock(readAt)}`);
-  if (name !== "read" && name !== "state" || (name === "state" && state.models.some((one) => !sections.get(one.model).figures.size))) showPlots();
+  if (told.history || state.models.some((one) => !sections.get(one.model).figures.size)) showPlots();
 }
 
-async function follow() {
-  const leaving = new AbortController();
-  const watchdog = setInterval(() => { if (Date.now() - heard > STALE_MS) leaving.abort(); }, 1000);
-  heard = Date.now();
-  try {
-    const answer = await fetch("status/events", { headers: token ? { authorization: `Bearer ${token}` } : {}, signal: leaving.signal, cache: "no-store" });
-    if (answer.status === 401 || answer.status === 403) return await refused(answer);
-    if (!answer.ok) throw new Error(await reasonOf(answer));
-    $("sign-in").hidden = true;
-    $("main").hidden = false;
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (let held = ""; ;) {
-      const { value, done } = await reader.read();
-      if (done) throw new Error("the server has ended the stream");
-      const events = (held + value).split("\n\n");
-      held = events.pop();
-      for (const one of events) {
-        const [name, data] = one.split("\n");
-        take(name.slice("event: ".length), JSON.parse(data.slice("data: ".length)));
-      }
-    }
-  } catch (error) {
-    lost(error);
-    return true;
-  } finally {
-    clearInterval(watchdog);
-    leaving.abort();
-  }
+// Whether to go on: without a right token nothing more is requested.
+async function read() {
+  const headers = token ? { authorization: `Bearer ${token}` } : {};
+  const answer = await fetch(`status?slot=${history?.slot ?? ""}`, { headers, cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
+  if (answer.status === 401 || answer.status === 403) return await refused(answer);
+  if (!answer.ok) throw new Error(await reasonOf(answer));
+  $("sign-in").hidden = true;
+  $("main").hidden = false;
+  take(await answer.json());
+  return true;
 }
 
 async function reasonOf(answer) {
@@ -334,7 +309,14 @@ function askToken(why) {
 }
 
 async function run() {
-  while (await follow()) await pause();
+  for (;;) {
+    try {
+      if (!await read()) return;
+    } catch (error) {
+      lost(error);
+    }
+    await pause();
+  }
 }
 
 $("sign-in").onsubmit = (event) => {

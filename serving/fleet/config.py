@@ -26,12 +26,6 @@ from serving.settings import Settings, seconds, setting
 class CoordinatorSettings(CoordinatorConfig, StoreSettings):
     """What `shardrank coordinator` runs by."""
 
-    stage_timeout_s: float = setting(3600.0, "--stage-timeout TIME", gt=0)
-    """How long staging may take before a rollout is rolled back."""
-    step_timeout_s: float = setting(120.0, "--step-timeout TIME", gt=0)
-    """How long every other step may take."""
-    step_delay_s: float = setting(0.0, "--step-delay TIME", file_only=True, ge=0, le=60)
-    """Pause before each step, for drills."""
     owner: str | None = setting(None, file_only=True)
     """In whose name the lock is acquired. Default: of this process."""
 

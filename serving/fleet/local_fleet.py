@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.stores import open_store
 from router.errors import PlanError
-from router.plan import REPLICATED, Plan
+from router.plan import Plan
 from router.plan_file import PlanFile
 from serving.errors import FleetError
 from serving.fleet.config import FleetConfig
@@ -51,7 +50,6 @@ COORDINATOR = "coordinator"
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
 _POLL_S = 0.1
-QUOTED_TABLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +60,6 @@ class Beginning:
     version: int
     plan: Plan
     latest: int
-
-
-def placement_line(plan: Plan) -> str:
-    """Say which tables every shard holds: `on every shard: genre, city; split over 2 shards: user, film`."""
-    if plan.num_shards == 1:
-        return f"one shard holds every table: {_quoted([table.name for table in plan.layout.tables])}"
-    whole: list[str] = []
-    rest: list[str] = []
-    for table, owners in zip(plan.layout.tables, plan.shard_of_bucket, strict=True):
-        (whole if owners[0] == REPLICATED else rest).append(table.name)
-    if plan.file is not None:
-        kinds = Counter(table.sharding_type for table in plan.file.tables)
-        told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        return f"by plan {plan.digest[:12]} over {plan.num_shards} shards: {told}"
-    how = "whole on one shard each" if plan.sharding == "table" else f"split over {plan.num_shards} shards"
-    return f"on every shard: {_quoted(whole)}; {how}: {_quoted(rest)}"
-
-
-def _quoted(names: list[str]) -> str:
-    shown = ", ".join(names[:QUOTED_TABLES]) or "none"
-    return f"{shown} and {len(names) - QUOTED_TABLES} more" if len(names) > QUOTED_TABLES else shown
 
 
 class _OccupiedError(FleetError):

@@ -25,11 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pydantic import Field
-
 from loader.errors import RegistryError
 from loader.progress import all_or_first_error
-from loader.snapshot.tables import Frozen
 from serving.errors import FleetError
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, describe_exit, shardrank_command
 from serving.settings import write_private
@@ -52,22 +49,6 @@ _LOOK_S = 0.2
 _CALL_TIMEOUT_S = 10.0
 
 
-class RayConfig(Frozen):
-    """Where and how Ray runs a fleet.
-
-    Attributes:
-        address: `host:port` of the cluster; None for that of RAY_ADDRESS, or the one that runs on this machine.
-        cpus, gpus, memory_bytes: what Ray sets aside for each process, each shard node, and each shard node's rows.
-        detached: the fleet stays when this process ends.
-    """
-
-    address: str | None = None
-    cpus: float = Field(default=1.0, ge=0, le=1024)
-    gpus: int = Field(default=0, ge=0, le=64)
-    memory_bytes: int | None = Field(default=None, ge=1)
-    detached: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class PlacedProcess:
     """One process: the command of `shardrank`, its settings as TOML, in which HOST may stand, and its claims."""
@@ -82,11 +63,14 @@ Groups: TypeAlias = Mapping[str, Sequence[PlacedProcess]]
 """Processes by group, such as the replicas of a shard; those of one group need a host each."""
 
 
-def groups_of(config: FleetConfig, ray: RayConfig) -> Groups:
+def groups_of(config: FleetConfig) -> Groups:
     """Return what runs: a coordinator, a group for each shard, and one of the serving processes."""
-    any_host = {"CPU": ray.cpus}
-    node = any_host | ({"GPU": float(ray.gpus)} if ray.gpus else {})
-    node |= {} if ray.memory_bytes is None else {"memory": float(ray.memory_bytes)}
+    from shard_node.cuda.card_set import DeviceChoice
+
+    # Ray shows an actor the GPUs that were set aside for it, and no others.
+    device, any_host = DeviceChoice.parse(config.device), {"CPU": config.cpus}
+    node = any_host | ({"GPU": float(len(device.devices) or config.cards)} if device.kind == "cuda" else {})
+    node |= {} if config.max_memory_gb is None else {"memory": config.max_memory_gb * 1e9}
     coordinator = config.coordinator_config("coordinator-on-ray")
     groups: dict[str, list[PlacedProcess]] = {
         "coordinator": [PlacedProcess("coordinator-0", "coordinator", coordinator.to_toml(), any_host)]
@@ -201,27 +185,28 @@ def _imported(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
+def connected(address: str | None, registry_name: str, *, detached: bool = False) -> Iterator[RayCluster]:
     """Connect to a Ray cluster while the block runs. A fleet's actors have the namespace `shardrank <its registry>`.
 
-    Raises FleetError if Ray is not installed, or no cluster answers.
+    `address` is None for that of RAY_ADDRESS, or the one that runs on this machine. What is started is ended with the
+    block, unless it is `detached`. Raises FleetError if Ray is not installed, or no cluster answers.
     """
     # Nothing is told to the makers of Ray.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = _imported("ray")
     namespace, on_sigterm = f"shardrank {registry_name}", signal.getsignal(signal.SIGTERM)
-    where = config.address or "RAY_ADDRESS, nor on this machine"
-    if config.address is not None:
+    where = address or "RAY_ADDRESS, nor on this machine"
+    if address is not None:
         # Where nothing listens Ray would try for minutes.
-        host, _, port = config.address.rpartition(":")
+        host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            raise FleetError(f"address {config.address!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
+            raise FleetError(f"address {address!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
         try:
             socket.create_connection((host.strip("[]"), int(port)), _CALL_TIMEOUT_S).close()
         except (OSError, OverflowError) as error:
-            raise FleetError(f"no Ray cluster answers at {config.address}: {error}") from error
+            raise FleetError(f"no Ray cluster answers at {address}: {error}") from error
     try:
-        ray.init(config.address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
+        ray.init(address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
     # RuntimeError: its Python or Ray is of another version.
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise FleetError(f"no Ray cluster can be used at {where}: {error}") from error
@@ -229,7 +214,7 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
         # Ray's would exit, and leave a fleet that is not detached to be killed.
         signal.signal(signal.SIGTERM, on_sigterm)
     try:
-        yield RayCluster(config)
+        yield RayCluster(detached)
     finally:
         ray.shutdown()
 
@@ -237,9 +222,9 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
 class RayCluster:
     """A cluster that this process is connected to, and what of one fleet runs there; `connected` makes one."""
 
-    def __init__(self, config: RayConfig) -> None:
+    def __init__(self, detached: bool) -> None:
         self._ray = _imported("ray")
-        self._config = config
+        self._lifetime = "detached" if detached else None
         # An actor that is not detached ends with the last reference to it.
         self._actors: list[Any] = []
 
@@ -253,14 +238,13 @@ class RayCluster:
 
     def start(self, group: str, processes: Sequence[PlacedProcess], log_level: str) -> None:
         """Have a group started; that its hosts are found, and its processes run, is not waited for."""
-        lifetime = "detached" if self._config.detached else None
         bundles = [dict(process.claims) for process in processes]
-        placement = self._ray.util.placement_group(bundles, "STRICT_SPREAD", name=group, lifetime=lifetime)
+        placement = self._ray.util.placement_group(bundles, "STRICT_SPREAD", name=group, lifetime=self._lifetime)
         actor = self._ray.remote(RayProcess)
         for index, process in enumerate(processes):
             options = actor.options(
                 name=process.name,
-                lifetime=lifetime,
+                lifetime=self._lifetime,
                 num_cpus=process.claims["CPU"],
                 num_gpus=process.claims.get("GPU", 0),
                 memory=process.claims.get("memory"),
@@ -324,7 +308,6 @@ class RayFleet:
 @contextlib.asynccontextmanager
 async def fleet_on_ray(
     config: FleetConfig,
-    ray: RayConfig,
     on_ready: Callable[[str], None] = lambda name: None,
     on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
 ) -> AsyncIterator[RayFleet]:
@@ -348,14 +331,14 @@ async def fleet_on_ray(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
-        cluster = stack.enter_context(connected(ray, fleet.name))
+        cluster = stack.enter_context(connected(config.address, fleet.name, detached=config.detached))
         running = set(cluster.names())
-        groups = groups_of(config, ray)
+        groups = groups_of(config)
         check_hosts(groups, cluster.hosts())
         missing = missing_of(groups, running)
         if not running:
             on_begin(await begin(fleet, config))
-        elif not ray.detached:
+        elif not config.detached:
             raise FleetError(f"the fleet of {fleet.name} runs already; --detach adds to it what is missing")
         else:
             await _divide_anew(fleet, config)
@@ -381,7 +364,7 @@ async def fleet_on_ray(
                 {model: number for model, number in live.items() if number != config.shards},
             )
         finally:
-            if not ray.detached:
+            if not config.detached:
                 await end_in_order(cluster, cluster.names())
 
 

@@ -31,9 +31,20 @@ from serving.errors import (
     missing_feature,
 )
 from serving.formats import protobuf
-from serving.formats.bags import RAGGED, FeatureCounts, array_of, text_of
 from serving.formats.json_reader import count_above
-from serving.formats.requests import Buffer, Codec, Encoded, RankRequest, RankResponse, Response, check_options
+from serving.formats.requests import (
+    RAGGED,
+    Buffer,
+    Codec,
+    Encoded,
+    FeatureCounts,
+    RankRequest,
+    RankResponse,
+    Response,
+    array_of,
+    check_options,
+    text_of,
+)
 from serving.formats.schema import (
     CANDIDATE_DENSE,
     CONTEXT_DENSE,

@@ -30,11 +30,12 @@ from serving.errors import (
     malformed,
     missing_feature,
 )
-from serving.formats.bags import RAGGED, FeatureCounts
 from serving.formats.requests import (
+    RAGGED,
     Buffer,
     Codec,
     Encoded,
+    FeatureCounts,
     LookupResponse,
     Method,
     RankResponse,

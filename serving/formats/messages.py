@@ -14,19 +14,22 @@ import numpy as np
 
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, malformed
-from serving.formats.bags import RAGGED, FeatureCounts, array_of, text_of
 from serving.formats.protobuf import ProtobufMessage, encode_array, encode_field, signed, tags_of
 from serving.formats.requests import (
+    RAGGED,
     Buffer,
     Codec,
     Encoded,
+    FeatureCounts,
     LookupResponse,
     Method,
     RankRequest,
     RankResponse,
     Request,
     Response,
+    array_of,
     check_options,
+    text_of,
 )
 from serving.formats.schema import PARTS, Part, RequestSchema, part_path
 from serving.limits import RequestLimits

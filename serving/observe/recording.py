@@ -132,24 +132,13 @@ class Recorded:
     scores: Float32Array
 
 
-class RecordingConfig(Frozen):
-    """What is recorded, and where.
-
-    Attributes:
-        folder: of this process alone; made if it is not there.
-        share: of the rank requests that are answered; each is chosen at random.
-        max_bytes: of all files together.
-    """
-
-    folder: Path
-    share: float = Field(default=0.01, gt=0, le=1)
-    max_bytes: int = Field(default=256_000_000, ge=1_000_000, le=10**13)
-
-
 class RequestRecorder:
     """Records a share of what is answered, on a thread of its own, until `close`.
 
     Args:
+        folder: of this process alone; made if it is not there.
+        share: of the rank requests that are answered; each is chosen at random.
+        max_bytes: of all files together.
         on_counted: called from any thread with an outcome (`written`, `dropped`), requests, and their bytes on disk.
         draw: returns a number in [0, 1) for each request.
         clock: that calls are timed by, monotonic seconds.
@@ -161,16 +150,18 @@ class RequestRecorder:
 
     def __init__(
         self,
-        config: RecordingConfig,
+        folder: Path,
+        share: float = 0.01,
+        max_bytes: int = 256_000_000,
         on_counted: Callable[[str, int, int], None] = lambda outcome, requests, size: None,
         draw: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._share, self._draw, self._count = config.share, draw, on_counted
-        self._folder, self._max_bytes, self._file_bytes = config.folder, config.max_bytes, config.max_bytes // FILES
+        self._share, self._draw, self._count = share, draw, on_counted
+        self._folder, self._max_bytes, self._file_bytes = folder, max_bytes, max_bytes // FILES
         self._clock, self._wall_clock = clock, wall_clock
-        self._folder_lock = _locked(config.folder)
+        self._folder_lock = _locked(folder)
         # The file that is written, unbuffered; its bytes, when it was begun, and the number of each schema in it.
         self._file: FileIO | None = None
         self._size, self._started_at = 0, 0.0

@@ -23,8 +23,14 @@ from router.id_mapping import RejectedIds
 from router.router import Embeddings, Router
 from router.shard import ReplicatedShard
 from serving.errors import InternalError, InvalidRequestError
-from serving.formats.bags import value_path
-from serving.formats.requests import FeatureEmbeddings, LookupRequest, LookupResponse, RankRequest, RankResponse
+from serving.formats.requests import (
+    FeatureEmbeddings,
+    LookupRequest,
+    LookupResponse,
+    RankRequest,
+    RankResponse,
+    value_path,
+)
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
 from serving.models.layers import CPU, NumberFormat

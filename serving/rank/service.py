@@ -253,7 +253,7 @@ class Caller(Protocol):
     def watch(self, callback: Callable[[], None]) -> None:
         """Call `callback` when it leaves: at once, if it has left already."""
 
-    def when_taken(self, callback: Callable[[], None]) -> None:
+    def once_sent(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the next answer is sent, or given up."""
 
 
@@ -314,7 +314,7 @@ async def _looked_up(service: RankingService, codec: Codec, call: Call, client: 
         answered = await service.wait(call, client.watch)
         call.answered_at = service.clock()
         encoded = await untaken.write(codec.encode(answered))
-        client.when_taken(give)
+        client.once_sent(give)
     except BaseException:
         give()
         raise

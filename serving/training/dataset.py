@@ -285,11 +285,6 @@ class FilmsOptions(Frozen):
     tables: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
-def films_spec(interactions: Interactions, options: FilmsOptions | None = None) -> ModelSpec:
-    """Describe a model for these users and films, as it is stored. Raises as `films_description`; ExportError."""
-    return films_description(interactions, options).compiled()
-
-
 def films_description(interactions: Interactions, options: FilmsOptions | None = None) -> ModelDescription:
     """Describe a model for these users and films.
 

@@ -6,7 +6,7 @@ The scores of a trained model in this process are the answer that served scores 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from loader.divided_rows import Counts, PrunedRow, classes_by_counts, divide_row
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping, schema_errors
 from loader.snapshot.writer import export_snapshot
 from loader.traces import count_values
@@ -70,7 +70,7 @@ def train(
     epochs: int = DEFAULT_EPOCHS,
     progress: Progress = no_progress,
 ) -> TrainedModel:
-    """Train a model that `films_spec` describes on the dataset's training part, which is seen `epochs` times.
+    """Train a model of `films_description`, compiled, on the dataset's training part, which is seen `epochs` times.
 
     The seed is that of the rows and weights at the beginning, the order of batches, and dropout. A model whose tables
     are divided by popularity needs their `row_classes`. Raises RankingModelError if the dense model is not valid.
@@ -214,7 +214,7 @@ def train_described(
 
 def divided(trained: TrainedModel, spec: ModelSpec, counts: Counts, pruned_row: PrunedRow = "mean") -> TrainedModel:
     """Cut what is to be stored, as `spec` says, out of what was trained. Raises ExportError as `divide`."""
-    sources = {name: rows_of(rows) for name, rows in trained.tables.items()}
+    sources = {name: ArrayRows(rows) for name, rows in trained.tables.items()}
     made = divide_rows(spec, sources, counts, row_classes=trained.row_classes, pruned_row=pruned_row)
     tables = {name: np.concatenate(list(rows.blocks(0, rows.num_embeddings))) for name, rows in made.rows.items()}
     return replace(trained, spec=spec, tables=tables, row_classes=made.row_classes, access_counts=made.access_counts)
@@ -253,13 +253,12 @@ def train_version(
     options: FilmsOptions | None = None,
     pruning: Pruning | None = None,
     bucketing: Bucketing = "mixed",
-    on_stage: Callable[[str], None] = lambda stage: None,
     progress: Progress = no_progress,
 ) -> TrainedVersion:
     """Train a model and write it as the next version into a store.
 
-    `seed` is that of the split and the training, `bucketing` how rows are stored in their files; `on_stage` is called
-    after the stages `train` and `export`. Raises TrainingError and ExportError.
+    `seed` is that of the split and the training, `bucketing` how rows are stored in their files. Raises TrainingError
+    and ExportError.
     """
     dataset = FilmsDataset.split(interactions, seed=seed)
     trained = train_described(
@@ -271,10 +270,8 @@ def train_version(
         epochs=epochs or DEFAULT_EPOCHS,
         progress=progress,
     )
-    on_stage("train")
     metadata = {"source": interactions.source, "seed": str(seed)}
     folder = export_trained(trained, dataset, store, metadata=metadata, progress=progress)
-    on_stage("export")
     return TrainedVersion(dataset, trained, folder)
 
 
@@ -295,7 +292,7 @@ def export_trained(
     return export_snapshot(
         store,
         trained.spec,
-        rows={name: rows_of(rows) for name, rows in trained.tables.items()},
+        rows={name: ArrayRows(rows) for name, rows in trained.tables.items()},
         dense=trained.dense,
         vocabularies=trained.vocabularies,
         access_counts=trained.access_counts,

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -26,10 +26,27 @@ from shard_node.generation import Generations
 
 logger = logging.getLogger(__name__)
 
-POLL_S: Final = 0.25
-"""Between two polls for new steps; each is up to a quarter earlier or later."""
+DENSE_POLL_S: Final = 0.25
+"""Between two polls for new steps."""
 READ_FOR_S: Final = 30.0
 """A step whose file can't be read is tried for so long: a shared file system may show it later."""
+
+
+async def poll(work: Callable[[], Awaitable[object]], period_s: float, meanwhile: str) -> None:
+    """Do something again and again, until cancelled; each pause is up to a quarter shorter or longer than `period_s`.
+
+    What fails is logged, with what holds `meanwhile`, once until it passes: a bug must not end the following for good.
+    """
+    is_silent = False
+    while True:
+        try:
+            await work()
+            is_silent = False
+        except Exception as error:
+            if not is_silent:
+                logger.warning("%s: %s", meanwhile, error, exc_info=not isinstance(error, RegistryError))
+            is_silent = True
+        await asyncio.sleep(period_s * random.uniform(0.75, 1.25))
 
 
 class DenseSteps:
@@ -109,30 +126,20 @@ class DenseSteps:
         logger.info("dense step %d of %s %d is offered, rows from delta %d on", record.step, *key, record.sequence)
         return True
 
-    async def run(self, generations: Generations[LoadedVersion]) -> None:
-        """Look for new steps of what is served, until cancelled."""
-        is_silent = False
-        while True:
-            try:
-                # Nothing here keeps versions that are retired while another one is looked at.
-                served = [generation for generation in generations.all() if generation.state != "draining"]
-                steps = {(generation.model, generation.version): generation.payload.dense_step for generation in served}
-                del served
-                for known in (self.refused, self._unread):
-                    for gone in known.keys() - steps.keys():
-                        del known[gone]
-                for key, step in steps.items():
-                    if await self._newer(*key, step) is not None:
-                        # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
-                        with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
-                            await self.update(lease.payload)
-                is_silent = False
-            except Exception as error:  # a fault of ours must not end the following for good
-                if not is_silent:
-                    trace = not isinstance(error, RegistryError)
-                    logger.warning("dense weights are those that answer: %s", error, exc_info=trace)
-                is_silent = True
-            await asyncio.sleep(POLL_S * random.uniform(0.75, 1.25))
+    async def follow(self, generations: Generations[LoadedVersion]) -> None:
+        """Update what is served to new steps. Raises RegistryError."""
+        # Nothing here keeps versions that are retired while another one is looked at.
+        served = [generation for generation in generations.all() if generation.state != "draining"]
+        steps = {(generation.model, generation.version): generation.payload.dense_step for generation in served}
+        del served
+        for known in (self.refused, self._unread):
+            for gone in known.keys() - steps.keys():
+                del known[gone]
+        for key, step in steps.items():
+            if await self._newer(*key, step) is not None:
+                # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
+                with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
+                    await self.update(lease.payload)
 
     def _change(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> None:
         torch.set_num_threads(1)

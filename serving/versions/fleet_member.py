@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from loader.errors import RegistryError, SnapshotCorruptError, UnavailableError
-from loader.progress import CancelToken, Progress, Throttle, ended, in_background
+from loader.errors import SnapshotCorruptError, UnavailableError
+from loader.progress import CancelToken, Progress, ended, in_background, throttled
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -46,15 +46,15 @@ from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
 from router.shard import ReplicaSource, ReplicatedShard
 from router.shard_client import ShardClient
+from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
-from serving.versions.dense_steps import DenseSteps
-from serving.versions.fixed_shards import FixedShards
+from serving.versions.dense_steps import DENSE_POLL_S, DenseSteps, poll
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
-from serving.versions.loading import local_shards
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
-from shard_node.node import ShardNode
+from shard_node.node import LocalShard, NodeInfo, ShardNode
+from shard_node.wire.address import Address
 from shard_node.wire.tls import client_context
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,11 @@ MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
 LIVE_POLL_S = 0.05
 POLL_S = 0.2
-"""Between two polls of the nodes; each is up to a quarter earlier or later."""
+"""Between two polls of the nodes."""
 OPENED = 0.5
+ANNOUNCE_S = 1.0
+TTL_S = 60.0
+"""Of what `FixedShards` announces."""
 
 
 class ServingConfig(LoadOptions):
@@ -82,6 +85,57 @@ class LocalRows:
     node: ShardNode
     actions: NodeActions
     plan_of: Callable[[Snapshot], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedShards:
+    """The shard nodes of `--shard`: each shard's replicas, how they divide rows, and the version that they are to have.
+
+    The one process that uses them announces them, in its private registry, for good.
+    """
+
+    shards: Sequence[Sequence[Address]]
+    division: FleetRecord
+    version: PublishedVersion
+
+    async def announce(self, fleet: FleetRegistry, readiness: Readiness) -> None:
+        """Announce all of them, with what `readiness` last heard of them, until cancelled.
+
+        Each is said to have the version ready: whether it does is checked before it is used, as with all replicas.
+        """
+        await fleet.join_fleet(self.division)
+        while True:
+            reported = {address: info for _, address, info in readiness.nodes()}
+            for index, replicas in enumerate(self.shards):
+                for number, address in enumerate(map(str, replicas)):
+                    record = NodeRecord(
+                        node_id=f"shard-{index}-{number}",
+                        kind="shard",
+                        process_id=0,
+                        address=address,
+                        shard_index=index,
+                        versions=(self._report(reported.get(address)),),
+                        **self.division.model_dump(),
+                    )
+                    await fleet.announce_node(record, TTL_S)
+            await asyncio.sleep(ANNOUNCE_S)
+
+    def _report(self, info: NodeInfo | None) -> VersionReport:
+        key, tiers, served = (self.version.model, self.version.version), Counter[str](), None
+        if info is not None:
+            served = next((served for served in info.versions if (served.model, served.version) == key), None)
+            for use in info.memory:
+                if (use.model, use.version) == key:
+                    tiers[use.tier] += use.size_bytes
+        return VersionReport(
+            model=key[0],
+            version=key[1],
+            state="ready",
+            identity=self.version.identity,
+            memory_tiers=dict(tiers),
+            plan_digest="" if served is None else served.plan_digest,
+            delta_sequence=0 if served is None else served.delta_sequence,
+        )
 
 
 class FleetMember:
@@ -126,9 +180,10 @@ class FleetMember:
 
         Raises the error of a version that is refused, if `StagingConfig.must_serve` says so.
         """
-        running = [self.agent.run(), self._dense.run(self._service.generations)]
+        follow = partial(self._dense.follow, self._service.generations)
+        running = [self.agent.run(), poll(follow, DENSE_POLL_S, "dense weights are those that answer")]
         if self._local is None:
-            running.append(self._watch_nodes())
+            running.append(poll(self._watch_nodes, POLL_S, "nodes are those that are known"))
         if self._fixed is not None:
             running.append(self._fixed.announce(self.fleet, self._service.watch))
         self._tasks = [asyncio.create_task(work) for work in running]
@@ -281,7 +336,7 @@ class FleetMember:
             # OpenMP would give this thread helpers of its own.
             torch.set_num_threads(1)
             progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
-            paced = Throttle(self._config.stage_cpu_share, sleep=wish.rest).over(progress)
+            paced = throttled(progress, self._config.stage_cpu_share, wish.rest)
             with ExitStack() as closing:
                 snapshot = self._open(published, keep, paced, closing)
                 wish.check()
@@ -323,9 +378,8 @@ class FleetMember:
         hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
         files = closing.enter_context(hold(verify=verify, keep=keep, progress=progress))
         with_rows = isinstance(self._config.store, Path)
-        snapshot = Snapshot.open(files.path, verify=verify, files="other", rows_here=with_rows, progress=progress)
-        _check_identity(snapshot, published.identity, "was published")
-        return snapshot
+        checked = partial(Snapshot.open, files.path, published.identity, verify=verify, files="other")
+        return checked(rows_here=with_rows, progress=progress)
 
     def _connect(
         self, snapshot: Snapshot, topology: FleetRecord | None, closing: ExitStack
@@ -334,9 +388,14 @@ class FleetMember:
         model, version, clock, config = snapshot.spec.model, snapshot.version, self._service.clock, self._config
         if self._local is not None:
             with self._local.node.generations.lease(model, version) as lease:
-                rows = f"is of the rows of version {version} of model {model!r} that are in this process"
-                _check_identity(snapshot, lease.payload.manifest_identity, rows)
-            return self._local.plan_of(snapshot), local_shards([self._local.node]), None
+                if snapshot.identity != lease.payload.manifest_identity:
+                    problem = (
+                        f"its manifest has SHA-256 {snapshot.identity}, but {lease.payload.manifest_identity} is of"
+                    )
+                    where = f"the rows of version {version} of model {model!r} that are in this process"
+                    raise SnapshotCorruptError(f"{snapshot.path}: {problem} {where}")
+            shard = LocalShard(self._local.node)
+            return self._local.plan_of(snapshot), lambda events: [shard], None
         assert topology is not None
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
         plan = Plan.of_snapshot(snapshot, *division, config.plan)
@@ -393,20 +452,4 @@ class FleetMember:
         return self._service.generations.live_versions().keys() >= set(expected)
 
     async def _watch_nodes(self) -> None:
-        is_silent = False
-        while True:
-            try:
-                self.directory.update(await self.fleet.nodes())
-                is_silent = False
-            except Exception as error:  # a fault of ours must not leave this process with the nodes of today for good
-                if not is_silent:
-                    trace = not isinstance(error, RegistryError)
-                    logger.warning("nodes are those that are known: %s", error, exc_info=trace)
-                is_silent = True
-            await asyncio.sleep(POLL_S * random.uniform(0.75, 1.25))
-
-
-def _check_identity(snapshot: Snapshot, identity: str, what: str) -> None:
-    if snapshot.identity != identity:
-        problem = f"its manifest has SHA-256 {snapshot.identity}, but {identity} {what}"
-        raise SnapshotCorruptError(f"{snapshot.path}: {problem}")
+        self.directory.update(await self.fleet.nodes())

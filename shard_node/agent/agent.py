@@ -214,7 +214,6 @@ class Agent:
             fleet,
             actions.stage,
             lambda: bool(self._going),
-            f"{record.node_id}:{record.process_id}",
             self._config.staging,
             clock,
             sleep,

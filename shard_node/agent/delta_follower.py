@@ -29,7 +29,6 @@ RETRY_S: Final = 10.0
 """After a follower that could not go on; its stream may be whole again."""
 CATCH_UP_LIMIT_S: Final = 60.0
 """How long a version that is staged while it is followed may take to catch up before it is asked for as it is."""
-_POLL_S: Final = 0.02
 
 
 class FollowerConfig(Frozen):
@@ -91,16 +90,16 @@ class DeltaFollower:
         self._stopping = False
         self._silent = False
 
-    async def run(self) -> None:
+    async def run(self, until: int | None = None) -> None:
         """Follow the stream until cancelled; nothing writes rows any more when it ends.
 
-        Raises DeltaError if the stream does not have what comes next any more: the version must be staged anew, from
-        a snapshot that contains more.
+        With `until` it ends once that delta is applied, or one was refused. Raises DeltaError if the stream does not
+        have what comes next any more: the version must be staged anew, from a snapshot that contains more.
         """
         self._stopping = False
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"deltas-{self._model}")
         try:
-            while True:
+            while until is None or (self._position.sequence < until and not self._position.snapshot().reason):
                 await self._sleep(await self._round(executor))
         finally:
             # Waits for nothing: what was handed to it has ended.
@@ -208,33 +207,20 @@ async def catch_up(registry: Registry, model: str, version: int, tables: LoadedT
     What can't be applied, or not within `CATCH_UP_LIMIT_S`, is logged and left to whoever follows the stream from then
     on: old rows are better than none.
     """
-    deltas = tables.deltas
+    deltas, reason = tables.deltas, ""
     try:
         until = (await registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
     except RegistryError as error:
         logger.warning("version %d of %s is staged without a look at its deltas: %s", version, model, error)
         return
-    if until <= deltas.sequence:
-        return
-    follower = DeltaFollower(registry, model, version, tables)
-    following = asyncio.create_task(follower.run(), name=f"catch up {model} {version}")
-    reason = ""
     try:
         async with asyncio.timeout(CATCH_UP_LIMIT_S):
-            while deltas.sequence < until and not following.done() and not deltas.snapshot().reason:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
+            await DeltaFollower(registry, model, version, tables).run(until)
     except TimeoutError:
         reason = f"not applied within {CATCH_UP_LIMIT_S:g} s"
-    finally:
-        following.cancel()
-        await ended(following)
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        # It was called off while it waited for the follower to end.
-        raise asyncio.CancelledError
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
     if (applied := deltas.sequence) < until:
-        if not following.cancelled() and (failure := following.exception()) is not None:
-            reason = f"{type(failure).__name__}: {failure}"
         reason = reason or deltas.snapshot().reason
         logger.error(
             "version %d of %s is staged without deltas %d to %d: %s", version, model, applied + 1, until, reason

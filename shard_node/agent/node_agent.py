@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from loader.errors import RolloutError, SnapshotCorruptError, SnapshotNotFoundError
-from loader.progress import CancelToken, Progress, Throttle, in_background, no_progress
+from loader.errors import RolloutError, SnapshotNotFoundError
+from loader.progress import CancelToken, Progress, in_background, no_progress, throttled
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -65,7 +65,6 @@ def stage_tables(
     card_set: CardSet | None = None,
     observed: ObservedCounts | None = None,
     verify: bool = True,
-    pace: Throttle | None = None,
     progress: Progress = no_progress,
 ) -> LoadedTables:
     """Load what a shard holds of a version. Blocks for long; allocates only what `memory` and the cards grant.
@@ -77,12 +76,7 @@ def stage_tables(
     Raises MemoryBudgetError, with the numbers; SnapshotError as `Snapshot.open`, and for a version of another identity,
     or with a row that is not finite; PlanError as `plan_of`.
     """
-    paced = (pace or Throttle()).over(progress)
-    snapshot = Snapshot.open(folder, verify=False, files="rows")
-    if snapshot.identity != published.identity:
-        raise SnapshotCorruptError(
-            f"{folder}: identity (SHA-256 of its manifest) is {snapshot.identity}, published was {published.identity}"
-        )
+    snapshot = Snapshot.open(folder, published.identity, verify=False, files="rows")
     partition, plan_digest = plan_of(snapshot)
     load = prepare_load(
         snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set, observed=observed
@@ -91,12 +85,12 @@ def stage_tables(
     try:
         # One thread: it is background work, and shares a budget.
         if verify:
-            snapshot.check_content("rows", threads=1, progress=paced)
+            snapshot.check_content("rows", threads=1, progress=progress)
     except BaseException:
         for claim in claims:
             claim.give_back()
         raise
-    return load.run(claims, paced)
+    return load.run(claims, progress)
 
 
 def share_of(tell: Callable[[float], None]) -> Progress:
@@ -126,7 +120,6 @@ class NodeConfig(Frozen):
     memory_cap_bytes: int | None = Field(default=None, ge=0)
     memory_budget_bytes: int | None = Field(default=None, ge=0)
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
-    stage_bytes_per_s: float | None = Field(default=None, gt=0)
 
 
 async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
@@ -188,14 +181,13 @@ class NodeActions:
 
         def work(wish: CancelToken) -> tuple[LoadedTables, HeldSnapshot]:
             progress = wish.over(share_of(tell))
-            pace = Throttle(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest)
             files = self._store.hold(
                 model,
                 version,
                 identity=published.identity,
                 verify=config.verify,
                 keep=keep,
-                progress=pace.over(progress),
+                progress=throttled(progress, config.stage_cpu_share, wish.rest),
             )
             try:
                 tables = stage_tables(
@@ -207,8 +199,7 @@ class NodeActions:
                     card_set=self._card_set,
                     observed=self._observed(model),
                     verify=config.verify and not files.is_checked,
-                    pace=pace,
-                    progress=progress,
+                    progress=throttled(progress, config.stage_cpu_share, wish.rest),
                 )
             except BaseException:
                 files.close()

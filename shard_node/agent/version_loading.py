@@ -1,19 +1,17 @@
-"""Versions that come: one at a time for each model, a bounded number over the fleet, tried again or refused."""
+"""Versions that come: one at a time for each model, tried again or refused."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field
 
-from loader.errors import RegistryError, UnavailableError
-from loader.registry.fleet import STAGING_LOCKS, FleetRegistry, VersionReport, WantedModel, cut_reason
+from loader.registry.fleet import FleetRegistry, VersionReport, WantedModel, cut_reason
 from loader.snapshot.tables import Frozen
 
 logger = logging.getLogger(__name__)
@@ -26,15 +24,12 @@ NO_ROOM = 507
 class StagingConfig(Frozen):
     """How versions are staged.
 
-    Each begins up to `jitter_s` later, so that a fleet does not pull a version in one moment; `fleet_limit` processes
-    stage at a time, for each model one. What passes by itself is tried again after `retry_first_s`, doubled each time,
-    and a live version that was refused after `live_retry_s`. A process that `must_serve` has nothing else to do: a
-    version that is refused ends its agent.
+    Each begins up to `jitter_s` later, so that a fleet does not pull a version in one moment. What passes by itself is
+    tried again after `retry_first_s`, doubled each time, and a live version that was refused after `live_retry_s`. A
+    process that `must_serve` has nothing else to do: a version that is refused ends its agent.
     """
 
     jitter_s: float = Field(default=0.3, ge=0, le=600)
-    fleet_limit: int = Field(default=16, ge=1, le=1024)
-    lock_ttl_s: float = Field(default=10.0, gt=0, le=600)
     retry_first_s: float = Field(default=0.2, gt=0, le=60)
     retry_max_s: float = Field(default=2.0, gt=0, le=600)
     live_retry_s: float = Field(default=30.0, gt=0, le=3600)
@@ -56,7 +51,7 @@ class _Attempt:
 class Stagings:
     """What is being staged, waits for that, or was refused; `refusal` is the error of the version refused last.
 
-    `is_room_coming` returns whether memory is being freed, so that a lack of it passes by itself; `owner` is for locks.
+    `is_room_coming` returns whether memory is being freed, so that a lack of it passes by itself.
     """
 
     def __init__(
@@ -64,7 +59,6 @@ class Stagings:
         fleet: FleetRegistry,
         stage: Stage,
         is_room_coming: Callable[[], bool],
-        owner: str,
         config: StagingConfig,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
@@ -73,7 +67,6 @@ class Stagings:
         self._fleet = fleet
         self._stage = stage
         self._is_room_coming = is_room_coming
-        self._owner = owner
         self._config = config
         self._clock = clock
         self._sleep = sleep
@@ -145,10 +138,9 @@ class Stagings:
         try:
             if not attempt.failures:
                 await self._sleep(self._random.uniform(0, self._config.jitter_s))
-            async with self._permit(model):
-                attempt.identity = await self._identity(model, version)
-                attempt.state, attempt.progress, attempt.reason = "staging", 0.0, ""
-                await self._stage(model, version, desired, lambda share: setattr(attempt, "progress", share))
+            attempt.identity = await self._identity(model, version)
+            attempt.state, attempt.progress, attempt.reason = "staging", 0.0, ""
+            await self._stage(model, version, desired, lambda share: setattr(attempt, "progress", share))
         except asyncio.CancelledError:
             logger.info("staging version %d of %s was called off", version, model)
             self._attempts[model].pop(version, None)
@@ -179,36 +171,3 @@ class Stagings:
     async def _identity(self, model: str, version: int) -> str:
         published = await self._fleet.version(model, version)
         return "" if published is None else published.identity
-
-    @contextlib.asynccontextmanager
-    async def _permit(self, model: str) -> AsyncIterator[None]:
-        """Keep one of the fleet's places until the block ends. Raises UnavailableError if all are taken."""
-        registry, ttl_s = self._fleet.registry, self._config.lock_ttl_s
-        owner = f"{self._owner}:{model}"
-        numbers = list(range(self._config.fleet_limit))
-        self._random.shuffle(numbers)
-        for number in numbers:
-            if await registry.acquire(key := f"{STAGING_LOCKS}{number}", owner, ttl_s):
-                break
-        else:
-            raise UnavailableError(f"{len(numbers)} stagings run in the fleet, which is its limit", kind="staging_busy")
-        renewing = asyncio.create_task(self._renew(key, owner), name=f"renew {key}")
-        try:
-            yield
-        finally:
-            renewing.cancel()
-            try:
-                await registry.release(key, owner)
-            except RegistryError as error:
-                logger.warning("%s expires by itself: %s", key, error)
-
-    async def _renew(self, key: str, owner: str) -> None:
-        while True:
-            await self._sleep(self._config.lock_ttl_s / 3)
-            try:
-                if not await self._fleet.registry.acquire(key, owner, self._config.lock_ttl_s):
-                    logger.warning("%s was lost to another process; staging goes on beside it", key)
-                    return
-            except RegistryError as error:
-                # A place too many is no harm; a staging that was begun is brought to its end.
-                logger.warning("%s could not be renewed: %s", key, error)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.access_counts import AccessCounts
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
@@ -34,17 +35,8 @@ _HEAD_EDGES_PER_DOUBLING = 64
 _EXACT_RANKS = 1 << 12
 
 
-class RowCounts(Protocol):
-    """How often each row of a table was looked up: an array uint32 [num_embeddings], or what is read like one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return (num_embeddings,)."""
-
-    def __getitem__(self, rows: slice, /) -> UInt32Array:
-        """Return uint32 [n], of a slice with step 1."""
-
-
+RowCounts: TypeAlias = UInt32Array | AccessCounts
+"""How often each row of a table was looked up: uint32 [num_embeddings], or what is read like it."""
 ObservedCounts: TypeAlias = Mapping[str, RowCounts]
 """By table, uint32 [num_embeddings]: how often each row was seen to be looked up."""
 

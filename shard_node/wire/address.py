@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import os
 import re
 import socket
 import stat
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from loader.errors import ConfigError
-from shard_node.wire.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Handshake, TlsContext, handshake
-
-logger = logging.getLogger(__name__)
 
 MAX_PORT = 65_535
 # Linux's sun_path holds 108 bytes, the last of them a zero.
 MAX_UNIX_PATH_BYTES = 107
 BACKLOG = 1024
 UNIX_SOCKET_MODE = 0o600
-MAX_HANDSHAKES = 256
-NO_DESCRIPTORS_PAUSE_S = 1.0
 
 _TCP = re.compile(r"^(?:tcp://)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:/\[\]@?#]+)):(?P<port>[0-9]{1,5})$")
 
@@ -82,98 +75,14 @@ class Address:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
-class Listener:
-    """Accepts connections on listening sockets, its own from now on, under asyncio or uvloop.
-
-    At most 256 TLS handshakes are under way; one more ends the oldest: honest ones take milliseconds. `protocol` makes
-    the protocol of each connection, which is told of it after its handshake. The file of a Unix socket is removed at
-    the end if it is still ours. `addresses` is what is bound, one for each socket, with real ports.
-    """
-
-    def __init__(
-        self,
-        sockets: Sequence[socket.socket],
-        address: Address,
-        protocol: Callable[[], asyncio.BaseProtocol],
-        tls: TlsContext | None,
-    ) -> None:
-        self._sockets = sockets
-        self._protocol = protocol
-        self._tls = tls
-        self._loop = asyncio.get_running_loop()
-        self._connecting: dict[asyncio.Task[None], None] = {}
-        self._unix_inode = os.stat(address.path).st_ino if address.is_unix else None
-        names = [sock.getsockname() for sock in sockets]
-        self.addresses = (address,) if address.is_unix else tuple(Address(name[0], name[1]) for name in names)
-        for sock in sockets:
-            sock.setblocking(False)
-            self._watch(sock)
-
-    def close(self) -> None:
-        """Stop accepting, end handshakes, and remove the socket's file. Connections stay. Idempotent."""
-        sockets, self._sockets = self._sockets, ()
-        for sock in sockets:
-            self._loop.remove_reader(sock)
-            sock.close()
-        for task in self._connecting:
-            task.cancel()
-        if sockets and self._unix_inode is not None:
-            path = self.addresses[0].path
-            try:
-                if os.lstat(path).st_ino == self._unix_inode:
-                    os.unlink(path)
-            except FileNotFoundError:
-                return
-
-    def _watch(self, listener: socket.socket) -> None:
-        if listener in self._sockets:
-            self._loop.add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, peer = listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError as error:
-            logger.warning("can't accept connections on %s: %s", listener.getsockname(), error)
-            self._loop.remove_reader(listener)
-            self._loop.call_later(NO_DESCRIPTORS_PAUSE_S, self._watch, listener)
-            return
-        sock.setblocking(False)
-        if self._tls is not None and len(self._connecting) >= MAX_HANDSHAKES:
-            oldest = next(iter(self._connecting))
-            del self._connecting[oldest]
-            oldest.cancel()
-        task = self._loop.create_task(self._connect(sock, peer[0] if peer else ""))
-        self._connecting[task] = None
-        task.add_done_callback(lambda done: self._connecting.pop(done, None))
-
-    async def _connect(self, sock: socket.socket, host: str) -> None:
-        is_tls = self._tls is not None
-        handshake.set(Handshake(host))
-        try:
-            await self._loop.connect_accepted_socket(
-                self._protocol,
-                sock,
-                ssl=self._tls,
-                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if is_tls else None,
-                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if is_tls else None,
-            )
-        except OSError:
-            # The context has counted a refusal; a peer that just leaves is no concern.
-            return
-
-
-async def listen(
-    address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: TlsContext | None = None
-) -> Listener:
-    """Listen on an address, port 0 for any free one; TCP connections must speak `tls`, if given.
+async def bind(address: Address) -> list[socket.socket]:
+    """Return sockets that listen on an address, port 0 for any free one; several for a name with several addresses.
 
     Raises ConfigError if it can't be bound, naming the address and the reason.
     """
     try:
         if address.is_unix:
-            return Listener([_bind_unix(address)], address, protocol, None)
+            return [_bind_unix(address)]
         loop = asyncio.get_running_loop()
         resolved = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         with ExitStack() as undo:
@@ -182,14 +91,26 @@ async def listen(
                 undo.enter_context(socket.create_server(name, family=family, backlog=BACKLOG)) for family, name in names
             ]
             undo.pop_all()
-        return Listener(sockets, address, protocol, tls)
+        return sockets
     except OSError as error:
         raise ConfigError(f"can't listen on {address}: {error}") from error
 
 
 def _bind_unix(address: Address) -> socket.socket:
-    # The file may be what a process that died has left.
-    _remove_stale(address)
+    try:
+        if not stat.S_ISSOCK(os.lstat(address.path).st_mode):
+            raise ConfigError(f"can't listen on {address}: there is a file that is not a socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            # One whose queue of connections is full is a BlockingIOError: it listens, and is busy.
+            with suppress(BlockingIOError):
+                probe.connect(address.path)
+        raise ConfigError(f"can't listen on {address}: another process listens there")
+    except ConnectionRefusedError:
+        # It is what a process that died has left.
+        os.unlink(address.path)
+    except FileNotFoundError:
+        pass
     with ExitStack() as undo:
         sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.bind(address.path)
@@ -198,23 +119,3 @@ def _bind_unix(address: Address) -> socket.socket:
         sock.listen(BACKLOG)
         undo.pop_all()
     return sock
-
-
-def _remove_stale(address: Address) -> None:
-    try:
-        mode = os.lstat(address.path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"can't listen on {address}: there is a file that is not a socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(address.path)
-        except ConnectionRefusedError:
-            os.unlink(address.path)
-            return
-        except BlockingIOError:
-            # Its queue of connections is full: somebody listens, and is busy.
-            pass
-    raise ConfigError(f"can't listen on {address}: another process listens there")

@@ -36,7 +36,8 @@ from shard_node.wire.tls import CLIENTS, SCHEME, Role
 logger = logging.getLogger(__name__)
 
 Answer = list[Buffer]
-# Of the event loop's time, for requests that a thread could pool as well; and what it may take at once after a pause.
+# Of the event loop's time, for requests that a thread could pool as well, since handing work to a thread and back takes
+# longer than a small batch's rows; and what it may take at once after a pause.
 SPARE_SHARE = 0.5
 SPARE_SAVED_S = 0.005
 
@@ -80,28 +81,6 @@ class ServerLimits(Frozen):
         return self
 
 
-class SpareTime:
-    """A share of the event loop's time, for pooling that a thread could do as well.
-
-    Handing work to a thread and back takes longer than a small batch's rows; under a load that would take more than
-    `SPARE_SHARE` of the loop's time, work goes to the threads. At most `SPARE_SAVED_S` is saved up for after a pause.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._saved_s = SPARE_SAVED_S
-        self._as_of = now
-
-    def is_left(self, now: float) -> bool:
-        """Whether any is left at this time, in monotonic seconds."""
-        self._saved_s = min(SPARE_SAVED_S, self._saved_s + (now - self._as_of) * SPARE_SHARE)
-        self._as_of = now
-        return self._saved_s > 0
-
-    def spend(self, seconds: float) -> None:
-        """Count what work took. It may be more than was left: then the next has to wait for longer."""
-        self._saved_s -= seconds
-
-
 class RequestWatch(Protocol):
     """Notified of what becomes of requests, from any thread; it must return at once."""
 
@@ -143,7 +122,8 @@ class RequestHandler:
         self._watch = watch
         self._executor = ThreadPoolExecutor(limits.threads, thread_name_prefix="pool")
         self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
-        self._spare_time = SpareTime(clock())
+        # What is left of the loop's time for such requests, in seconds, and when it was counted.
+        self._spare_s, self._spare_counted_at = SPARE_SAVED_S, clock()
         self.in_flight = 0
         self._busy_peers: set[Peer] = set()
 
@@ -198,8 +178,13 @@ class RequestHandler:
                 f"a request may have at most {self._limits.max_values_per_request}"
             )
         layout = self._node.generations.payload(request.model, request.version).engine.layout
-        if self._watch is not None:
-            answer = partial(self._answer_watched, self._watch, answer, request.model, begun)
+        watch = self._watch
+
+        def answer_watched(frame: Answer) -> None:
+            answer(frame)
+            if watch is not None:
+                watch.answered(request.model, self._clock() - begun)
+
         answer_bytes = (
             HEADER.size
             + array_section_bytes(2 * len(layout.groups))
@@ -208,19 +193,15 @@ class RequestHandler:
         self._refuse_large_answer(answer_bytes)
         work = partial(self._pool, request_id, request, deadline, peer.is_wanted, begun)
         longest = max(frame.body.size, answer_bytes)
+        self._spare_s = min(SPARE_SAVED_S, self._spare_s + (begun - self._spare_counted_at) * SPARE_SHARE)
+        self._spare_counted_at = begun
         if longest <= self._limits.max_inline_bytes:
-            answer(work())
-        elif longest <= self._spare_inline_bytes and self._spare_time.is_left(begun):
-            answer(work())
-            self._spare_time.spend(self._clock() - begun)
+            answer_watched(work())
+        elif longest <= self._spare_inline_bytes and self._spare_s > 0:
+            answer_watched(work())
+            self._spare_s -= self._clock() - begun
         else:
-            self._in_thread(request_id, work, answer_bytes, answer, peer)
-
-    def _answer_watched(
-        self, watch: RequestWatch, answer: Callable[[Answer], None], model: str, begun: float, frame: Answer
-    ) -> None:
-        answer(frame)
-        watch.answered(model, self._clock() - begun)
+            self._in_thread(request_id, work, answer_bytes, answer_watched, peer)
 
     def _in_thread(
         self,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import cast
 
@@ -14,11 +16,12 @@ from loader.errors import OverloadedError
 from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import CertificateRoleError, WireError
 from shard_node.node import ShardNode
-from shard_node.wire.address import Address, Listener, listen
+from shard_node.wire.address import Address, bind
 from shard_node.wire.frame import HEADER, Frame, FrameConnection
+from shard_node.wire.listening import Accepted, ConnectionListener
 from shard_node.wire.messages import encode_goaway
 from shard_node.wire.requests import Answer, Peer, RequestHandler, RequestWatch, ServerLimits
-from shard_node.wire.tls import CLIENTS, TlsContext
+from shard_node.wire.tls import CLIENTS, HANDSHAKE_TIMEOUT_S, TlsContext
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +30,22 @@ logger = logging.getLogger(__name__)
 UNIX_SEND_BUFFER_BYTES = 1 << 20
 
 
-class ServerConnection(FrameConnection):
+class ServerConnection(FrameConnection, Accepted):
     """Serves one peer. A bad request is answered with an ERROR frame; only a broken stream ends the connection.
 
     While the peer leaves more than `max_unsent_bytes` of answers unread, no more of its requests are read.
     """
 
     def __init__(
-        self, server: NodeServer, handler: RequestHandler, limits: ServerLimits, clock: Callable[[], float]
+        self,
+        server: NodeServer,
+        handler: RequestHandler,
+        limits: ServerLimits,
+        clock: Callable[[], float],
+        address: str,
     ) -> None:
         super().__init__(limits.max_frame_bytes, limits.max_unsent_bytes)
+        self.address = address
         self._server = server
         self._handler = handler
         self._limits = limits
@@ -50,6 +59,10 @@ class ServerConnection(FrameConnection):
         self._untaken = self._unsent = 0
         self.peer_load = Peer(ByteAccount(server.buffers, self._give_way), lambda: not self.closed.done())
 
+    def end(self) -> None:
+        """See `Accepted`."""
+        self.close()
+
     def go_away(self) -> None:
         """Asks the peer to send no more requests; it closes the connection when it has its answers."""
         self.send(encode_goaway())
@@ -57,6 +70,7 @@ class ServerConnection(FrameConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Announces itself to the server, which may refuse it."""
         super().connection_made(transport)
+        self.has_connected = True
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BUFFER_BYTES)
@@ -122,7 +136,7 @@ class ServerConnection(FrameConnection):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self.peer_load.account.close()
-        self._server.ended(self)
+        self._server.leave(self)
 
     def _send_answer(self, frame_bytes: int, buffers: Answer) -> None:
         # False means that the peer has gone: nobody is left to be told.
@@ -184,11 +198,12 @@ class ServerConnection(FrameConnection):
             self._send_timer.cancel()
 
 
-class NodeServer:
+class NodeServer(ConnectionListener[ServerConnection]):
     """Serves a shard node over the wire protocol on the running event loop, asyncio's or uvloop's.
 
     The node stays open when the server closes. `tls` is what TCP connections must speak, None for plain text; Unix
-    sockets never speak it. `watch` is told of every request, if there is one.
+    sockets never speak it. `watch` is told of every request, if there is one. `addresses` is what is bound, with real
+    ports; a host name that has several addresses gives one each.
     """
 
     def __init__(
@@ -201,17 +216,13 @@ class NodeServer:
         self._limits = limits or ServerLimits()
         self._tls = tls
         self._handler = RequestHandler(node, self._limits, time.monotonic, watch)
-        note = (lambda cause: None) if watch is None else watch.buffer_refused
-        self.buffers = ByteBudget(self._limits.max_buffered_bytes, note)
-        self._listeners: list[Listener] = []
-        self._connections: set[ServerConnection] = set()
+        count = (lambda cause: None) if watch is None else watch.buffer_refused
+        buffers = ByteBudget(self._limits.max_buffered_bytes, count)
+        super().__init__(buffers, self._limits.max_connections, HANDSHAKE_TIMEOUT_S, tls)
+        self.new_connection = partial(ServerConnection, self, self._handler, self._limits, time.monotonic)
+        self.addresses: tuple[Address, ...] = ()
+        self._bound = ExitStack()
         self._is_draining = False
-        self._all_ended = asyncio.Event()
-
-    @property
-    def addresses(self) -> tuple[Address, ...]:
-        """What is bound, with real ports; a host name that has several addresses gives one each."""
-        return tuple(address for listener in self._listeners for address in listener.addresses)
 
     @property
     def in_flight(self) -> int:
@@ -220,18 +231,36 @@ class NodeServer:
 
     @property
     def num_connections(self) -> int:
-        """Open connections."""
-        return len(self._connections)
+        """Open connections, after their handshakes."""
+        return sum(connection.has_connected for connection in self.open)
+
+    def idle_connections(self) -> Iterable[ServerConnection]:
+        """Return none: one too many is refused."""
+        return ()
+
+    def refusal(self) -> None:
+        """Return None: a connection is refused in a frame, once it is there."""
+
+    def note(self, kind: str) -> None:
+        """See `ConnectionListener`; the TLS context counts refusals."""
+        if kind == "exhausted":
+            logger.warning("can't accept connections on %s", ", ".join(map(str, self.addresses)))
 
     async def start(self, addresses: Sequence[Address]) -> None:
         """Listen on every address, or on none. Raises ConfigError."""
-        try:
+        bound: list[tuple[socket.socket, Address]] = []
+        with ExitStack() as undo:
             for address in addresses:
-                connection = partial(ServerConnection, self, self._handler, self._limits, time.monotonic)
-                self._listeners.append(await listen(address, connection, tls=self._tls))
-        except BaseException:
-            self._stop_listening()
-            raise
+                for listener in map(undo.enter_context, await bind(address)):
+                    if address.is_unix:
+                        undo.callback(_remove_file, address.path, os.stat(address.path).st_ino)
+                        bound.append((listener, address))
+                    else:
+                        bound.append((listener, Address(*listener.getsockname()[:2])))
+            self._bound = undo.pop_all()
+        self.addresses = tuple(address for _, address in bound)
+        for listener, _ in bound:
+            self.accept_on(listener)
 
     async def drain(self, timeout_s: float) -> bool:
         """Stop accepting, ask every peer to go elsewhere, and wait until all have their answers and are gone.
@@ -240,27 +269,21 @@ class NodeServer:
         within the time; `close` ends the others.
         """
         self._is_draining = True
-        self._stop_listening()
-        for connection in tuple(self._connections):
+        await self._stop_listening(timeout_s)
+        for connection in tuple(self.open):
             connection.go_away()
-        if not self._connections:
-            return True
-        self._all_ended.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._all_ended.wait()
-        except TimeoutError:
+        await self.all_closed(timeout_s)
+        if self.open:
             left = self.num_connections, self.in_flight, timeout_s
             logger.warning("drain: %d connections and %d requests left after %.1f s", *left)
-            return False
-        return True
+        return not self.open
 
     async def close(self) -> None:
         """Stop at once: connections are cut, what is being pooled is waited for and dropped. Idempotent."""
         self._is_draining = True
-        self._stop_listening()
-        ended = [connection.closed for connection in self._connections]
-        for connection in tuple(self._connections):
+        await self._stop_listening(0)
+        ended = [connection.closed for connection in self.open]
+        for connection in tuple(self.open):
             connection.abort()
         await self._handler.close()
         if ended:
@@ -268,8 +291,7 @@ class NodeServer:
 
     def opened(self, connection: ServerConnection) -> None:
         """Take in a connection, or refuse it (called by it)."""
-        self._connections.add(connection)
-        if len(self._connections) > self._limits.max_connections:
+        if self.num_connections > self._limits.max_connections:
             error = OverloadedError(
                 f"at most {self._limits.max_connections} connections are taken", kind="node_overloaded"
             )
@@ -277,22 +299,22 @@ class NodeServer:
             connection.refuse(self._handler.failure(0, error))
             return
         if self._tls is not None and connection.certificate:
-            host = connection.peer.rpartition(":")[0]
             try:
-                connection.peer_load.roles = self._tls.peers.roles(connection.certificate, host, CLIENTS)
+                connection.peer_load.roles = self._tls.peers.roles(connection.certificate, connection.address, CLIENTS)
             except CertificateRoleError as error:
-                self._tls.peers.refuse(host, error)
+                self._tls.peers.refuse(connection.address, error)
                 connection.refuse(self._handler.failure(0, error))
                 return
         if self._is_draining:
             connection.go_away()
 
-    def ended(self, connection: ServerConnection) -> None:
-        """Forgets a connection that is gone (called by it)."""
-        self._connections.discard(connection)
-        if not self._connections:
-            self._all_ended.set()
+    async def _stop_listening(self, timeout_s: float) -> None:
+        await self.stop_listening(timeout_s)
+        self._bound.close()
 
-    def _stop_listening(self) -> None:
-        for listener in self._listeners:
-            listener.close()
+
+def _remove_file(path: str, inode: int) -> None:
+    """Remove the file of a Unix socket, if it is still ours."""
+    with suppress(FileNotFoundError):
+        if os.lstat(path).st_ino == inode:
+            os.unlink(path)

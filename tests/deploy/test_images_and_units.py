@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from loader.registry.redis_registry import parse_redis_url
-from serving.server import ServerConfig
+from serving.server import DRAIN_TIMEOUT_S
 from shardrank_testing.command_line import parse_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_every_service_of_the_compose_file_is_a_command_of_this_release():
             assert one["advertise"] == f"{services[name]['hostname']}:7000"
         if name.startswith("serve-"):
             grace_s = int(services[name]["stop_grace_period"].removesuffix("s"))
-            assert one["shutdown_delay_s"] + ServerConfig().drain_timeout_s < grace_s
+            assert one["shutdown_delay_s"] + DRAIN_TIMEOUT_S < grace_s
 
 
 def test_the_compose_file_keeps_ports_and_the_password_of_redis_in(tmp_path):

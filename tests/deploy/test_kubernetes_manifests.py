@@ -19,7 +19,7 @@ import yaml
 
 from serving.observe.calls import BatchTimes, Call
 from serving.observe.metrics import ServingMetrics
-from serving.server import ServerConfig
+from serving.server import DRAIN_TIMEOUT_S
 from shardrank_testing.command_line import parse_command_line
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -197,7 +197,7 @@ def test_the_grace_of_a_serving_pod_covers_all_that_happens_at_its_end():
     container = container_of("serving")
     pre_stop_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     delay_s = parse_command_line(container["args"])["shutdown_delay_s"]
-    assert pre_stop_s + delay_s + ServerConfig().drain_timeout_s < container["grace_s"]
+    assert pre_stop_s + delay_s + DRAIN_TIMEOUT_S < container["grace_s"]
 
 
 def test_no_pod_runs_as_root_or_may_write_its_own_image():
@@ -288,5 +288,5 @@ def test_its_pod_runs_a_command_of_this_release_at_the_ports_that_kserve_leads_t
         assert container[probe]["httpGet"]["port"] == command["http_port"]
     assert RUNTIME["spec"]["annotations"]["prometheus.kserve.io/port"] == str(command["http_port"])
     pre_stop_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    needed_s = pre_stop_s + command["shutdown_delay_s"] + ServerConfig().drain_timeout_s
+    needed_s = pre_stop_s + command["shutdown_delay_s"] + DRAIN_TIMEOUT_S
     assert needed_s < pod["terminationGracePeriodSeconds"]

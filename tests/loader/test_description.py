@@ -18,7 +18,7 @@ from loader.divided_rows import divide_rows, kept_rows
 from loader.errors import ExportError
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.row_source import RowSource, rows_of
+from loader.snapshot.row_source import ArrayRows, RowSource
 from loader.snapshot.tables import DividedTable
 
 ROWS = 100
@@ -167,7 +167,7 @@ def test_parts_have_the_rows_of_their_class_and_a_default(data, size, given_as, 
     spec = spec_of(kept, num_embeddings=size, blocks=[{"share": 0.2}, {"share": 0.3}, {"dtype": "fp16"}])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(divided_rows, "_CHUNK_ROWS", data.draw(st.sampled_from([1, 7, 64, 1 << 16])))
-        division = divide_rows(spec, {"item": rows_of(given_as(rows))}, {"item": counts}, pruned_row=pruned_row)
+        division = divide_rows(spec, {"item": ArrayRows(given_as(rows))}, {"item": counts}, pruned_row=pruned_row)
         step = data.draw(st.sampled_from([1, 5, 33, 1000]))
         made = [read(division.rows[part.name], step) for part in spec.tables]
     pruned = size - kept
@@ -194,9 +194,9 @@ def test_a_part_that_was_trained_as_such_is_taken_as_it_is():
     parts = {one.name: rng.standard_normal((one.num_embeddings, one.embedding_dim)) for one in spec.tables}
     classes = RowClasses.of((np.arange(ROWS) % 10 // 6 * 3).astype(np.uint8), 4)  # of another training
     with pytest.raises(ExportError, match=r"classes of \(60, 0, 0, 40\) rows; its parts have \(3, 15, 42, 40\)"):
-        divide_rows(spec, {name: rows_of(rows) for name, rows in parts.items()}, {}, row_classes={"item": classes})
-    made = divide_rows(spec, {name: rows_of(rows) for name, rows in parts.items()}, {"item": counts})
-    again = divide_rows(spec, {k: rows_of(v) for k, v in parts.items()}, {}, row_classes=made.row_classes)
+        divide_rows(spec, {name: ArrayRows(rows) for name, rows in parts.items()}, {}, row_classes={"item": classes})
+    made = divide_rows(spec, {name: ArrayRows(rows) for name, rows in parts.items()}, {"item": counts})
+    again = divide_rows(spec, {k: ArrayRows(v) for k, v in parts.items()}, {}, row_classes=made.row_classes)
     for name, rows in parts.items():
         np.testing.assert_array_equal(read(again.rows[name], 9), rows.astype(np.float32))
     assert again.access_counts == {}
@@ -225,7 +225,7 @@ def test_what_does_not_fit_the_model_is_refused_by_name(rows, counts, classes, m
     with pytest.raises(ExportError, match=message):
         divide_rows(
             spec,
-            {name: rows_of(np.zeros(shape, np.float32)) for name, shape in rows.items()},
+            {name: ArrayRows(np.zeros(shape, np.float32)) for name, shape in rows.items()},
             {name: np.arange(size) for name, size in counts.items()},
             row_classes={name: RowClasses.of(np.arange(size) % 2, 2) for name, size in classes.items()},
         )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.progress import CalledOffError, CancelToken, Throttle, in_background, no_progress
+from loader.progress import CalledOffError, CancelToken, in_background, no_progress, throttled
 from shardrank_testing.rollout_fleet import Clock
 
 
@@ -78,7 +78,7 @@ def test_work_takes_no_more_than_its_share_of_the_time(share, pieces):
         clock.now += duration_s
         rests.append(duration_s)
 
-    paced = Throttle(share, None, clock, sleep).over(no_progress)
+    paced = throttled(no_progress, share, sleep, clock)
     for number, duration_s in enumerate(pieces):
         clock.now += duration_s
         paced("load", number + 1, len(pieces))

@@ -17,9 +17,8 @@ from playwright.sync_api import sync_playwright
 
 from loader.errors import ConfigError
 from loadtest.documents import write_text
-from loadtest.load.result import Mark, percentiles
-from loadtest.page import compare_runs, draw_percentiles, html
-from loadtest.rounds import ComparedMeasure
+from loadtest.load.result import percentiles
+from loadtest.page import draw_percentiles, html
 from shardrank_testing.browser import chromium_path
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep
 
@@ -28,13 +27,7 @@ def short(**changes):
     return QueueLoad(**{"duration_s": 3, "warmup_s": 1, **changes}).run()
 
 
-@cache
-def comparison():
-    arms = {f"{cards} cards": [short(service_ms=1.2 / cards, seed=turn) for turn in range(3)] for cards in (1, 2)}
-    return compare_runs("1 or 2 cards", arms)
-
-
-RESULTS = {"run": example_run, "sweep": example_sweep, "comparison": comparison}
+RESULTS = {"run": example_run, "sweep": example_sweep}
 every = pytest.mark.parametrize("name", sorted(RESULTS))
 
 
@@ -71,14 +64,11 @@ def test_every_value_of_the_result_is_on_the_page(name):
     body = body_of(page_of(name))
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", " ".join(body.itertext()))
     text, numbers = text_of(body), np.unique([float(number.replace(",", "")) for number in found])
-    # A ratio to itself is left out.
-    not_shown = re.compile(r"/ratios/0/|/better$")
     values = {
         path: value for path, value in leaves(RESULTS[name]().model_dump(mode="json")).items() if value is not None
     }
-    shown = {path: value for path, value in values.items() if not not_shown.search(path)}
-    assert len(shown) > 100
-    for path, value in shown.items():
+    assert len(values) > 100
+    for path, value in values.items():
         if isinstance(value, str | bool):
             assert " ".join(str(value).split()) in text, path
         else:
@@ -104,38 +94,18 @@ def test_a_sweep_has_its_steps_by_rate():
     assert text_of(body).count("×") == sum(row[5:7].count("–") for row in rows) > 0
 
 
-def test_a_comparison_has_medians_ratios_and_rounds():
-    """Coloured only where the interval does not hold 1."""
-    values = {
-        "noise": ("lower", [[1.0, 1.0, 1.0], [0.9, 1.1, 1.0]]),
-        "worse": ("higher", [[10.0, 10.0, 10.0], [8.0, 8.5, 9.0]]),
-        "no ratios": ("lower", [[0.0, 0.0, 0.0], [8.0, 8.5, 9.0]]),
-    }
-    added = [ComparedMeasure.from_values(name, "x", *of_name) for name, of_name in values.items()]
-    result = comparison().model_copy(update={"measures": (*comparison().measures[:1], *added)})
-    rows = [row for row in body_of(html(result)).iter("tr") if len(row) == 7][1:]
-    assert [row[3].get("class") for row in rows] == ["", "better", "", "", "", "worse", "", ""]
-    for row, (measure, arm) in zip(rows, product(result.measures, (0, 1)), strict=True):
-        name, of_arm, middle, ratio, *rounds = map(text_of, row)
-        assert (name, of_arm) == (f"{measure.name}, {measure.unit}", result.arms[arm].name)
-        assert ratio == (str(measure.ratios[1]) if arm and measure.ratios else "")
-        numbers = [float(cell.replace(",", "")) for cell in (middle, *rounds)]
-        assert numbers == pytest.approx([measure.middle[arm], *measure.values[arm]], rel=5.1e-3)
-
-
 def test_texts_of_the_result_are_escaped():
     hostile = "<script>alert(1)</script>\"'&amp;]]>$\\frac{$"
-    run = short(refused=0.1, stalls=(Stall(2.0, 5, "x"),))
+    run = short(refused=0.1, stalls=(Stall(2.0, 5),))
     changes = {
         "target": f"http://{hostile}", "model": hostile, "workload": hostile, "error_examples": (hostile,),
-        "errors": {hostile: run.due - run.answered}, "marks": (Mark(at_s=2.0, label=hostile),), "valid": False,
+        "errors": {hostile: run.due - run.answered}, "valid": False,
         "invalid_because": (hostile,), "versions": {hostile: hostile},
     }  # fmt: skip
     run = run.model_copy(update=changes)
-    for result in (run, compare_runs(hostile, {hostile: [run], "other": [run]})):
-        page = html(result)
-        assert "<script" not in page
-        assert text_of(body_of(page)).count(hostile) >= 8
+    page = html(run)
+    assert "<script" not in page
+    assert text_of(body_of(page)).count(hostile) >= 7
 
 
 def no_rate():
@@ -150,7 +120,6 @@ def no_rate():
         (lambda: short(cpu_share=0.97), "Not valid. process 1 used 0.97 of a core; at most 0.9 is valid"),
         (example_sweep, "Valid. A higher rate broke the deadline in a valid run: the limit is the server's."),
         (no_rate, "Not valid. No valid step kept the deadline"),
-        (lambda: compare_runs("once", {"a": [short()], "b": [short()]}), "One round has no confidence interval"),
     ],
 )
 def test_a_page_says_whether_to_believe_it(make, sentence):
@@ -163,7 +132,7 @@ def test_a_curve_ends_where_requests_failed():
     ends = []
     for run in runs:
         axes = Figure().add_subplot()
-        draw_percentiles(axes, {"due": [run.latency_of_due, run.latency_of_due]}, 25)
+        draw_percentiles(axes, {"due": run.latency_of_due}, 25)
         at, times = axes.lines[0].get_data()
         ends.append(np.flatnonzero(np.isfinite(times))[-1])
         assert (at[:2].tolist(), times[:2].tolist()) == ([1, 2], [run.latency_of_due.min_ms, run.latency_of_due.p50_ms])

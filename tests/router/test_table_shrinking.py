@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from loader.description import Block, DtypeByPopularity, QuotientRemainderMappin
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.tables import HashMapping
 from loader.traces import count_values
-from router.table_shrinking import LEVERS, LeveredTable, Propose, share_of_lookups, size_curve, stored_bytes
-from router.table_sizing import RowLookups, TableIds
+from router.table_shrinking import LEVERS, LeveredTable, Propose, share_of_lookups, stored_bytes
+from router.table_sizing import RowLookups
 
 
 def table(name: str, rows: int, dim: int = 32, *features: str, **options: Any) -> TableDescription:
@@ -143,22 +142,6 @@ def test_pruned_rows_are_the_unused_and_then_the_rarest() -> None:
     assert proposal.steps[1].changed_share == pytest.approx((250 - pruned.kept_rows) / 10_249)
 
 
-def test_equal_tables_are_unified_except_by_shared_seed() -> None:
-    tables = shop()
-    fitted = Propose(1, levers=["fit"]).make(tables)[1]
-    limit = stored_bytes(fitted) - 1
-    _, done = Propose(limit, max_collision_share=0.2, levers=["unify"]).make(tables)
-    names = {one.table.name: one for one in done}
-    assert names.keys() == {"items", "unified_1", "films", "odd"}
-    unified = names["unified_1"]
-    assert unified.table.feature_names == ("f_users", "f_pages")
-    assert unified.table.id_mapping == HashMapping(salt="per_feature")
-    asked = TableIds.of(unified.table, unified.traces)
-    found = asked.rows(unified.table)
-    assert found.colliding <= 0.2 * found.total
-    assert unified.num_embeddings < 110_000
-
-
 def test_a_composed_table_has_the_textbooks_bytes() -> None:
     textbook = (LeveredTable.of(table("t", 2_000_000_000, 128), {}),)
     assert textbook[0].stored_bytes == 1.024e12
@@ -203,12 +186,3 @@ def test_a_collision_of_a_changed_row_is_counted_once() -> None:
     assert pruned.changed == expected
     assert share_of_lookups([pruned]) == pytest.approx(expected / rows.total)
     assert pruned.changed < rows.lookups[kept:].sum() + rows.colliding
-
-
-def test_the_curve_falls_to_a_hundredth_of_a_row_for_each_id() -> None:
-    curve = size_curve(shop())
-    assert (curve[0].rows_per_id, curve[-1].rows_per_id) == (1.0, 0.01)
-    assert all(point.stored_bytes > after.stored_bytes for point, after in pairwise(curve))
-    # Of four of the six features, which are hashed, no id is alone at last.
-    assert curve[0].changed_share < curve[6].changed_share < curve[-1].changed_share == pytest.approx(4 / 6)
-    assert size_curve([LeveredTable.of(table("t", 10), {})]) == ()

@@ -42,7 +42,7 @@ def test_kinds_of_errors_are_documented_with_their_statuses():
     table = [row for row in API.splitlines() if row.startswith("| `")]
     rows = {kind: row for row in table for kind in re.findall(r"`(\w+)`", row.split("|")[1])}
     raised = raised_kinds()
-    assert {"invalid_id", "limit_exceeded", "body_too_large", "too_many_watches", "overloaded"} <= raised.keys()
+    assert {"invalid_id", "limit_exceeded", "body_too_large", "overloaded"} <= raised.keys()
     for kind in raised.keys() - unseen:
         assert str(raised[kind].http_status) in rows[kind], kind
         assert raised[kind].grpc_status in rows[kind], kind

@@ -9,13 +9,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
-import numpy as np
 import pytest
-from google.protobuf import json_format
 
-from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.processes import descendants, is_alive, running
@@ -47,22 +43,18 @@ def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Pat
     arguments = ("--movielens", str(movielens), "--epochs", "2", "--store", str(store), "--json", str(report_file))
     with running("demo", *arguments, *ANY_PORTS) as program:
         curl = shlex.split(program.read_until("^curl .*")[0])
-        grpcurl = shlex.split(program.read_until("^grpcurl .*")[0])
         report = json.loads(report_file.read_text())
         check_report(report)
         assert (report["source"], report["ratings"], report["test_ratings"]) == ("movielens-100k", 2500, 500)
-        assert (report["shards"], report["cards"], report["version"], report["local"]) == (2, 2, 1, False)
+        assert (report["shards"], report["cards"], report["version"]) == (2, 2, 1)
         assert "Films for user" in program.output
-        assert re.search("^on every shard: .*; split over 2 shards: ", program.output, re.MULTILINE)
+        assert re.search("^2 shards, plan [0-9a-f]{12}$", program.output, re.MULTILINE)
         assert len(descendants(program.process.pid)) == 5
 
-        # What the printed lines do, done without curl and grpcurl.
+        # What the printed line does, done without curl.
         over_http = httpx.post(next(one for one in curl if one.startswith("http")), content=curl[curl.index("-d") + 1])
         assert over_http.status_code == 200
-        message = json_format.Parse(grpcurl[grpcurl.index("-d") + 1], ranking_pb2.RankRequest())
-        with grpc.insecure_channel(grpcurl[-2]) as channel:
-            over_grpc = ranking_pb2_grpc.RankingServiceStub(channel).Rank(message, timeout=10)
-        assert list(over_grpc.scores) == np.float32(over_http.json()["scores"]).tolist()
+        assert len(over_http.json()["scores"]) == 5
 
         below = descendants(program.process.pid)
         assert program.stop(signal.SIGINT) == 0
@@ -70,11 +62,11 @@ def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Pat
     assert (store / "films" / "1" / "manifest.json").is_file()
 
 
-def test_the_local_demo_needs_no_other_process_and_no_data(tmp_path: Path) -> None:
+def test_the_demo_needs_no_data(tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
-    arguments = ("--local", "--once", "--ratings", "2500", "--epochs", "1", "--json", str(report_file), *ANY_PORTS)
-    result = shardrank("demo", *arguments)
+    arguments = ("--shards", "1", "--once", "--ratings", "2500", "--epochs", "1", "--json", str(report_file))
+    result = shardrank("demo", *arguments, *ANY_PORTS)
     report = json.loads(report_file.read_text())
     check_report(report)
-    assert (report["source"], report["local"], report["shards"]) == ("synthetic", True, 1)
+    assert (report["source"], report["shards"]) == ("synthetic", 1)
     assert "curl" not in result.stdout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loader.registry.fleet import DenseStep
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.writer import export_snapshot
 from router.planning.capacity import capacity
 from router.planning.inputs import CapacityOptions, LookupProfile
@@ -104,7 +104,7 @@ def test_hot_and_cold_rows_take_their_planned_bytes(tmp_path, on):
 def test_a_dense_step_brings_its_projections_with_it(tmp_path, on):
     twins = shop_twins(tmp_path, "mlp", {"cities": SHOP_LEVERS["cities"]})
     # Twice the projection is twice the row.
-    rows = {name: rows_of(one * (2 if name == "cities" else 1)) for name, one in twins.rows.items()}
+    rows = {name: ArrayRows(one * (2 if name == "cities" else 1)) for name, one in twins.rows.items()}
     spec = twins.whole.spec
     doubled = export_snapshot(tmp_path / "doubled", spec, rows=rows, dense=twins.whole.dense_tensors(), version=1)
     tensors = twins.divided.dense_tensors()

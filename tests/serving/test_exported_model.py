@@ -22,18 +22,23 @@ from loader.errors import SnapshotCorruptError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import MANIFEST_NAME, ExportedModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.writer import export_snapshot
 from serving.cli import main as command
 from serving.client.client import AsyncClient
-from serving.embedded import Ranker
+from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.models.exported import export_program
 from serving.models.inputs import InputShapes
 from serving.proto.inference import open_inference_pb2_grpc
 from serving.rank.service import RankingService
-from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec, films_vocabularies
+from serving.training.dataset import (
+    FilmsDataset,
+    FilmsOptions,
+    evaluation_requests,
+    films_description,
+    films_vocabularies,
+)
 from serving.training.network import RankingNetwork, RequestBatches
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.inference_requests import json_body, message_of, tensors_of
 from shardrank_testing.movielens import small_interactions
@@ -63,7 +68,8 @@ class TwoTasksModel:
 
     def __init__(self) -> None:
         self.dataset = FilmsDataset.split(small_interactions(), seed=0)
-        spec = films_spec(self.dataset.interactions, FilmsOptions(model=MODEL, kind="mlp", dtype="fp32"))
+        options = FilmsOptions(model=MODEL, kind="mlp", dtype="fp32")
+        spec = films_description(self.dataset.interactions, options).compiled()
         shapes = InputShapes.of(spec)
         inputs = {
             "context": {"source": "pooled", "features": shapes.context.features, "per": "request"},
@@ -103,7 +109,7 @@ def folder(model: TwoTasksModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return export_snapshot(
         tmp_path_factory.mktemp("store"),
         model.spec,
-        rows={name: rows_of(rows) for name, rows in model.network.rows().items()},
+        rows={name: ArrayRows(rows) for name, rows in model.network.rows().items()},
         dense=export_program(model.spec, model.module),
         vocabularies=model.vocabularies,
         golden=model.requests(32),

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import pytest
 
+from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
-from serving.server import ServerConfig, serve
-from serving.versions.loading import ModelSource, load_served_model
+from serving.server import serve
 from shardrank_testing.serving_api import MODEL, ApiModel, Gate, api_request, gated_service, running_api, until
 from shardrank_testing.serving_process import serving_process
 
@@ -76,8 +77,8 @@ async def loading_server(
         may_load.set()
         await ready.wait()
 
-    config = ServerConfig(http_port=port, grpc_port=0, shutdown_delay_s=0)
-    serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set(), probe_port))
+    config = ServeConfig(http_port=port, grpc_port=0, shutdown_delay_s=0, probe_port=probe_port)
+    serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set()))
     yield finish_loading
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -126,7 +127,7 @@ async def test_a_process_leaves_its_fleet_once_requests_have_ended(api_model):
             await asyncio.open_connection("127.0.0.1", port)
         left.set()
 
-    config, ready = ServerConfig(http_port=port, grpc_port=0, shutdown_delay_s=0), asyncio.Event()
+    config, ready = ServeConfig(http_port=port, grpc_port=0, shutdown_delay_s=0), asyncio.Event()
     serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set(), leave=leave))
     await ready.wait()
     serving.cancel()

@@ -90,8 +90,8 @@ def test_the_file_is_read_again_when_it_changes_and_kept_while_it_is_broken(tmp_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the file: Invalid JSON"),
-        ("[]", "the file: Input should be an object"),
+        ("", "document: Invalid JSON"),
+        ("[]", "document: Input should be an object"),
         ("{}", "tokens: Field required"),
         ('{"tokens": [], "more": 1}', "more: Extra inputs"),
         ('{"tokens": [{"name": "a", "sha256": "00", "scope": "rank"}]}', "tokens.0.sha256"),

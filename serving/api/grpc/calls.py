@@ -8,15 +8,16 @@ import itertools
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import grpc
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
 from serving.api.bodies import CODINGS, expand
+from serving.api.grpc.connection import Stream
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
@@ -42,23 +43,17 @@ MESSAGES_AT_ONCE = 8
 MAX_SMALL_MESSAGE_BYTES = 2**16
 """Of a message that is no ranking request."""
 PREFIX_BYTES = 5
-SMALL_CALL_WORTH_S, BYTE_WORTH_S = 1e-4, 2e-9
-"""Work at the front that a completed call makes good, and each byte of its message."""
 CANCELLED_CALL_S = 50e-6
 """What a call costs that the client gives up, in addition to reading it."""
-REFUSED_CALL_S, MAX_REFUSED_CALL_S = 2e-3, 0.05
-"""What it may cost to see what is wrong with a message; what it costs beyond that is charged, up to the second."""
 INTERNAL, STOPPING = "internal error; the server's log says more", "the server stops"
 IDENTITY = "identity"
 KNOWN_CODINGS = ", ".join((IDENTITY, *CODINGS))
 
-_CUT = "..."
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _CONTENT_TYPE = b"application/grpc"
 # The messages' format may follow. `application/grpc-web` is something else.
 _CONTENT_TYPES = re.compile(rb"application/grpc(?:[+;]|$)")
-_PART_OF_AN_ESCAPE = re.compile(r"%.?\Z")
 _OUTER_SPACE = re.compile(r"\A | \Z")
 # Printable ASCII but `%`, which travels as it is.
 _UNQUOTED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
@@ -119,7 +114,12 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
     """
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
-        trailers.append((b"grpc-message", grpc_message(details).encode()))
+        quoted = quote(details[: MAX_DETAILS_BYTES + 1], _UNQUOTED, "utf-8", "replace")
+        if len(quoted) > MAX_DETAILS_BYTES:
+            # Peers refuse longer trailers. No character takes more than four bytes, of three characters each.
+            quoted = quote(details[: MAX_DETAILS_BYTES // 12 - 1] + "...", _UNQUOTED, "utf-8", "replace")
+        # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
+        trailers.append((b"grpc-message", _OUTER_SPACE.sub("%20", quoted).encode()))
     if kind:
         trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
     if kind in (OverloadedError.kind, "buffer_full"):
@@ -127,91 +127,17 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
 
-def grpc_message(details: str) -> str:
-    """Return details percent-encoded; cut to `MAX_DETAILS_BYTES`, since peers refuse longer trailers whole."""
-    # No character takes less than a byte.
-    quoted = quote(details[: MAX_DETAILS_BYTES + 1], _UNQUOTED, "utf-8", "replace")
-    if len(quoted) > MAX_DETAILS_BYTES:
-        # What is there of a last character is left out.
-        kept = _PART_OF_AN_ESCAPE.sub("", quoted[: MAX_DETAILS_BYTES - len(_CUT)])
-        quoted = quote(unquote(kept, errors="ignore"), _UNQUOTED) + _CUT
-    # A header's value neither begins nor ends with a space (RFC 9113, section 8.2.1).
-    return _OUTER_SPACE.sub("%20", quoted)
-
-
-class MessageReader:
-    """Splits the bytes of a stream into length-prefixed messages, of `max_bytes` at most."""
-
-    __slots__ = ("_max_bytes", "buffer", "missing")
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        # Of a message that is not complete: its bytes, and how many have not come, once its length has.
-        self.buffer = bytearray()
-        self.missing = 0
-
-    def feed(self, data: memoryview) -> Iterator[tuple[int, bytearray]]:
-        """Yield the flag (0 plain, 1 compressed) and the bytes of each message that is complete.
-
-        Raises InvalidRequestError for one that is too long, as soon as its length has come.
-        """
-        buffer, at = self.buffer, 0
-        buffer += data
-        self.missing = 0
-        while len(buffer) - at >= PREFIX_BYTES:
-            start = at + PREFIX_BYTES
-            size = int.from_bytes(buffer[at + 1 : start], "big")
-            if size > (allowed := self._max_bytes):
-                raise limit_exceeded("", "max_body_bytes", allowed, size, "bytes in the message", "body_too_large")
-            self.missing = max(0, start + size - len(buffer))
-            if self.missing:
-                break
-            flag, at = buffer[at], start + size
-            if at == len(buffer):
-                # It need not be copied.
-                del buffer[:start]
-                self.buffer, message = bytearray(), buffer
-                yield flag, message
-                return
-            yield flag, buffer[start:at]
-        del buffer[:at]
-
-
-async def plain_message(
-    flag: int,
-    message: bytearray,
-    coding: str,
-    max_bytes: int,
-    buffered: MessageBytes,
-    spent: Callable[[float], object],
-    expanding: asyncio.Semaphore,
-) -> Buffer:
-    """Return a message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
-    if not flag:
-        return message
-    if flag > 1:
-        raise malformed("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
-    if coding == IDENTITY:
-        raise malformed("", "a message is flagged as compressed, but the call has no grpc-encoding")
-    if coding not in CODINGS:
-        problem = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
-        raise InvalidRequestError("", problem, kind="unknown_coding")
-    return await expand(message, max_bytes, buffered, spent, expanding)
-
-
 @dataclass(frozen=True, slots=True)
 class GrpcMethod:
     """Answers the calls of one path; a streamed one may have several messages, in either direction.
 
     `answer` is called when the head of a call has come, and may refuse it by that. What it returns is awaited in a task
-    of the call: the bytes of the one answer, or None once it has written those of a streamed call. `worth_s` is the
-    work that a completed call makes good.
+    of the call: the bytes of the one answer, or None once it has written those of a streamed call.
     """
 
     answer: Callable[[GrpcCall], Awaitable[bytes | None]]
     max_message_bytes: int = MAX_SMALL_MESSAGE_BYTES
     scope: Scope | None = None
-    worth_s: float = SMALL_CALL_WORTH_S
     is_streamed: bool = False
 
 
@@ -248,22 +174,22 @@ class GrpcMethods:
                 task.cancel()
 
 
-class GrpcCall:
+class GrpcCall(Stream):
     """One call: a stream whose data are messages."""
 
     def __init__(self, connection: Http2Protocol, stream_id: int, head: CallHead, methods: GrpcMethods) -> None:
         self.head, self.connection, self._stream_id, self._methods = head, connection, stream_id, methods
         method = self._method = None if head.refusal is not None else methods.by_path.get(head.path)
-        self._reader = MessageReader(0 if method is None else method.max_message_bytes)
+        # Of a message that is not complete: its bytes, and how many have not come, once its length has.
+        self._buffer, self._missing = bytearray(), 0
         # With their flags, and compressed as they came: what waits is bounded by the window that way. Last, an error.
         self._messages: deque[tuple[int, bytearray] | ShardrankError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._on_leave: Callable[[], object] | None = None
-        self._has_head = self._has_all = self._has_left = False
+        self._has_head = self._has_left = False
         self._ignores_more = method is None
         self._started_at = connection.clock()
-        self._received_bytes, self._working_since = 0, 0.0
         self._bytes = MessageBytes(connection.account)
 
     def begin(self) -> None:
@@ -281,40 +207,56 @@ class GrpcCall:
                 methods.tokens.check(head.authorization, method.scope)
             answer = method.answer(self)
         except ShardrankError as error:
-            self._refuse_by_service(error)
+            self._refuse(error)
         else:
-            task = self.connection.loop.create_task(self._run(method, answer))
+            task = self.connection.loop.create_task(self._run(answer))
             methods.tasks[task] = method
             task.add_done_callback(methods.tasks.__delitem__)
 
     def on_data(self, data: memoryview) -> None:
-        """Put messages together. Of a call that has one message nothing is kept after it."""
-        if self._ignores_more:
+        """Split length-prefixed messages. Of a call that has one message nothing is kept after it."""
+        buffer, at, method = self._buffer, 0, self._method
+        if self._ignores_more or method is None:
             return
         try:
             self._bytes.charge(len(data))
-            for message in self._reader.feed(data):
-                self._messages.append(message)
-                if self._method is None or not self._method.is_streamed:
+            buffer += data
+            self._missing = 0
+            while len(buffer) - at >= PREFIX_BYTES:
+                start = at + PREFIX_BYTES
+                size = int.from_bytes(buffer[at + 1 : start], "big")
+                if size > (allowed := method.max_message_bytes):
+                    raise limit_exceeded("", "max_body_bytes", allowed, size, "bytes in the message", "body_too_large")
+                end, flag = start + size, buffer[at]
+                self._missing = max(0, end - len(buffer))
+                if self._missing:
+                    break
+                if end == len(buffer):
+                    # It need not be copied.
+                    del buffer[:start]
+                    message, at = buffer, 0
+                    buffer = self._buffer = bytearray()
+                else:
+                    message, at = buffer[start:end], end
+                self._messages.append((flag, message))
+                if not method.is_streamed:
                     self._ignore_more()
                     return
                 if len(self._messages) > MAX_WAITING_MESSAGES:
                     raise OverloadedError(f"more than {MAX_WAITING_MESSAGES} messages of a call wait for their answers")
+            del buffer[:at]
         except ShardrankError as error:
             # Without the frames that it came through: they hold this call, and what it was sent.
             self._discard(error.with_traceback(None))
             return
         if self._messages:
             self._wake()
-        if missing := self._reader.missing:
-            connection, stream = self.connection, self.connection.streams[self._stream_id]
-            if stream.receive_window < missing:
-                connection.grant(self._stream_id, missing - stream.receive_window)
+        if self.receive_window < self._missing:
+            self.connection.grant(self._stream_id, self._missing - self.receive_window)
 
     def on_end(self) -> None:
         """Note that no further message comes."""
-        self._has_all = True
-        if not self._ignores_more and self._reader.buffer:
+        if not self._ignores_more and self._buffer:
             self._messages.append(malformed("", "the call ends before its request message does"))
             self._ignore_more()
         self._wake()
@@ -327,14 +269,14 @@ class GrpcCall:
     def on_dropped(self) -> None:
         """Free what came, and end the method, or call back its `watch`: the client has left."""
         self._discard()
-        self._has_all = self._has_left = True
+        self.has_all = self._has_left = True
         if self._on_leave is not None:
             self.connection.spent(CANCELLED_CALL_S)
             self._on_leave()
 
     def give_way(self, error: ShardrankError) -> None:
         """Refuse the message, if it is not complete."""
-        if self._reader.missing and not self._ignores_more:
+        if self._missing and not self._ignores_more:
             self._discard(error)
 
     def watch(self, callback: Callable[[], None]) -> None:
@@ -343,7 +285,7 @@ class GrpcCall:
         if self._has_left:
             callback()
 
-    def when_taken(self, callback: Callable[[], None]) -> None:
+    def once_sent(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the response is sent, or given up."""
         self.connection.when_sent(self._stream_id, callback)
 
@@ -368,12 +310,9 @@ class GrpcCall:
 
     async def messages(self) -> AsyncIterator[Buffer]:
         """All messages; others come between after a few. Raises ShardrankError for one that can't be read."""
-        connection = self.connection
         for number in itertools.count(1):
             await self._wait()
             if number % MESSAGES_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            while connection.clock() >= connection.listener.deadline():  # noqa: ASYNC110  # in the next iteration
                 await asyncio.sleep(0)
             if not self._messages:
                 return
@@ -383,14 +322,11 @@ class GrpcCall:
         """Send one message of several; returns when the client has read it."""
         head = b"" if self._has_head else RESPONSE_HEAD
         self._has_head = True
-        if self._working_since:
-            self.connection.spent(self.connection.clock() - self._working_since)
-            self._working_since = 0.0
         if not self.connection.send(self._stream_id, head, _prefixed(message)):
             self._drained = self.connection.loop.create_future()
             await self._drained
 
-    async def _run(self, method: GrpcMethod, answer: Awaitable[bytes | None]) -> None:
+    async def _run(self, answer: Awaitable[bytes | None]) -> None:
         """Answer the call, with an error if need be. No error, and nothing that it holds, outlives its refusal."""
         connection, task = self.connection, asyncio.current_task()
         assert task is not None
@@ -401,11 +337,7 @@ class GrpcCall:
         try:
             message = await answer
         except ShardrankError as error:
-            if isinstance(error, InvalidRequestError) and error.kind != "unknown_id" and self._working_since:
-                # It was seen while the message was read, in one go: what that cost beyond the usual is charged.
-                cost_s = connection.clock() - self._working_since - REFUSED_CALL_S
-                connection.spent(min(max(0.0, cost_s), MAX_REFUSED_CALL_S))
-            self._refuse_by_service(error)
+            self._refuse(error)
         except asyncio.CancelledError:
             # By the client, who hears nothing of it, or because the server stops.
             self._end(grpc.StatusCode.UNAVAILABLE, STOPPING)
@@ -417,19 +349,16 @@ class GrpcCall:
             if message is None:
                 self._end(grpc.StatusCode.OK, "")
             else:
-                connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
+                connection.completed()
                 self._bytes.hold(len(message))
                 connection.send(self._stream_id, RESPONSE_HEAD, _prefixed(message), OK_TRAILERS)
         finally:
             connection.when_sent(self._stream_id, self._bytes.refund_all)
 
-    def _refuse_by_service(self, error: ShardrankError) -> None:
+    def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
         if isinstance(error, OverloadedError) and self._method is not None and not self._method.is_streamed:
             # It is not its client's fault that nothing was completed.
-            self.connection.completed(SMALL_CALL_WORTH_S)
-        self._refuse(error)
-
-    def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
+            self.connection.completed()
         self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
 
     def _end(self, code: grpc.StatusCode, details: str, kind: str = "", http_status: int = 200) -> None:
@@ -449,22 +378,23 @@ class GrpcCall:
         if method.is_streamed:
             connection.grant(self._stream_id, size)
         if flag:
-            max_bytes, account = method.max_message_bytes, (self._bytes, connection.spent, self._methods.expanding)
-            try:
-                message = await plain_message(flag, compressed, self.head.coding, max_bytes, *account)
-            except InvalidRequestError as error:
-                if error.kind == "body_too_large":
-                    connection.spent(BYTE_WORTH_S * max_bytes)
-                raise
-            connection.spent(BYTE_WORTH_S * len(message))
+            coding = self.head.coding
+            if flag > 1:
+                raise malformed("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
+            if coding == IDENTITY:
+                raise malformed("", "a message is flagged as compressed, but the call has no grpc-encoding")
+            if coding not in CODINGS:
+                problem = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
+                raise InvalidRequestError("", problem, kind="unknown_coding")
+            expanding, max_bytes = self._methods.expanding, method.max_message_bytes
+            message = await expand(compressed, max_bytes, self._bytes, connection.spent, expanding)
         if method.is_streamed:
             self._bytes.refund(min(self._bytes.held, PREFIX_BYTES + len(message)))
-        self._received_bytes, self._working_since = len(message), connection.clock()
         return message
 
     def _ignore_more(self) -> None:
         self._ignores_more = True
-        self._reader.buffer, self._reader.missing = bytearray(), 0
+        self._buffer, self._missing = bytearray(), 0
         self._wake()
 
     def _discard(self, error: ShardrankError | None = None) -> None:
@@ -476,7 +406,7 @@ class GrpcCall:
         self._ignore_more()
 
     async def _wait(self) -> None:
-        if not self._messages and not self._has_all:
+        if not self._messages and not self.has_all:
             self._waiter = self.connection.loop.create_future()
             await self._waiter
 

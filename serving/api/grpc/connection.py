@@ -1,4 +1,4 @@
-"""A server's end of one HTTP/2 connection (RFC 9113) as a state machine: bytes in, calls of exchanges and bytes out.
+"""A server's end of one HTTP/2 connection (RFC 9113) as a state machine: bytes in, calls of streams and bytes out.
 
 No sockets, no event loop, no clock of its own; nothing is known of what streams carry. Whatever comes in, nothing is
 raised: a peer that breaks a rule or a limit is sent a GOAWAY that says so.
@@ -8,27 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from loader.errors import ShardrankError
 from serving.api.grpc import wire
 from serving.api.grpc.wire import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, MAX_WINDOW, PADDED, ErrorCode, Http2Error
 
 _ALIVE, _GOING = b"alive?\0\0", b"going\0\0\0"
-# What counts as one frame that carries no request: so many bytes of a header block or of settings, so many streams that
-# are visited, so many bytes of data for no stream; and each header that is spelled out beyond so many of a block.
-BLOCK_BYTES_OF_A_FRAME = 1024
-SPELLED_HEADERS = 64
-SETTINGS_BYTES_OF_A_FRAME = 128
-STREAMS_OF_A_FRAME = 16
-STALE_BYTES_OF_A_FRAME = 4096
-# A frame of fewer data, in the midst of a stream, costs what a full one does.
-SMALL_DATA_BYTES = 256
-# A peer that reads responses may send so many such frames for each, and one for so many bytes.
-CONTROL_FRAMES_OF_A_RESPONSE = 8
-BYTES_OF_A_CONTROL_FRAME = 1024
-
 # Where a frame may be, and how long it may be: on the connection, on a stream that was opened, on another stream.
 _CONNECTION, _OPENED, _IDLE = 1, 2, 4
 _RULES = {
@@ -59,8 +44,17 @@ class Phase(enum.IntEnum):
     OVER = 5
 
 
-class Exchange(Protocol):
-    """What serves one stream."""
+class Stream:
+    """One stream: what it may send and receive, in bytes. A subclass serves it.
+
+    `send_window` is negative if the peer made it smaller. The peer's windows hold back data `unsent` from `num_sent`
+    on, and the header block `trailers` after it, since `waits_since`; `has_all` once the request has ended.
+    """
+
+    send_window = receive_window = num_sent = 0
+    has_all = False
+    unsent = trailers = b""
+    waits_since = 0.0
 
     def begin(self) -> None:
         """Begin, after everything that came together with the stream's headers was passed on."""
@@ -81,24 +75,6 @@ class Exchange(Protocol):
         """Refuse a message that is not complete, for its bytes to be freed."""
 
 
-@dataclass(slots=True)
-class _Stream:
-    """What a stream may send and receive, in bytes; `send_window` is negative if the peer made it smaller.
-
-    The peer's windows hold back data `unsent` from `num_sent` on, and the header block `trailers` after it, since
-    `waits_since`.
-    """
-
-    exchange: Exchange
-    send_window: int
-    receive_window: int
-    has_all: bool = False
-    unsent: bytes = b""
-    num_sent: int = 0
-    trailers: bytes = b""
-    waits_since: float = 0.0
-
-
 class Connection:
     """A server's end of one connection. A subclass opens streams, and may send what there is whenever it `changed`.
 
@@ -106,12 +82,13 @@ class Connection:
         streams: those that are neither answered nor dropped, by id.
         can_read: whether more of what was fed can be read now.
         failure: why the peer was sent away.
+        idle_since: when the last stream ended.
     """
 
     def __init__(self, limits: wire.ConnectionLimits, clock: Callable[[], float]) -> None:
         self.limits, self.clock = limits, clock
         self.phase = Phase.PREFACE
-        self.streams: dict[int, _Stream] = {}
+        self.streams: dict[int, Stream] = {}
         self.last_stream_id = 0
         self.can_read = False
         self.failure: Http2Error | None = None
@@ -128,20 +105,19 @@ class Connection:
         self._received = 0
         # Of the header block that goes on in the next frame: its bytes, stream and flags.
         self._block: tuple[bytes, int, int] | None = None
-        self._blocked: dict[int, _Stream] = {}
+        self._blocked: dict[int, Stream] = {}
         self._window = self._new_window = wire.DEFAULT_WINDOW
         self._frame_size = wire.DEFAULT_FRAME_SIZE
         self._sent_at = self._unread_at = 0.0
         # What is sent before the next header block; None as long as the peer has not made the table smaller.
         self._table_size: bytes | None = None
-        self._made = self._idle_since = self._pinged = clock()
+        self._made = self.idle_since = self._pinged = clock()
         self._going_since: float | None = None
         self._announced_last_id = wire.MAX_STREAM_ID
-        self._control_frames = 0
         # Since the last ping: whether anything came; what the peer still had to read then, and had read.
         self._has_heard, self._had_unread, self._num_read = True, False, 0
 
-    def open_stream(self, stream_id: int, request: wire.HeaderList) -> Exchange:
+    def open_stream(self, stream_id: int, request: wire.HeaderList) -> Stream:
         """Return what serves a new stream."""
         raise NotImplementedError
 
@@ -196,7 +172,7 @@ class Connection:
     def send(self, stream_id: int, head: bytes, body: bytes, trailers: bytes = b"") -> bool:
         """Send a header block, data, and a header block that ends the stream, without those that are empty.
 
-        What the peer's windows hold back is sent later, then the exchange is `drained`; until then no further data may
+        What the peer's windows hold back is sent later, then the stream is `drained`; until then no further data may
         be sent on the stream. Returns whether all of it was sent.
         """
         stream = self.streams.get(stream_id)
@@ -257,7 +233,7 @@ class Connection:
                 self._refuse()
             elif now - self._going_since >= limits.grace_s:
                 return False
-        elif now - self._made >= limits.age_s or (not self.streams and now - self._idle_since >= limits.idle_s):
+        elif now - self._made >= limits.age_s or (not self.streams and now - self.idle_since >= limits.idle_s):
             self.ask_to_go()
         if now - self._pinged >= limits.patience_s:
             # A slow peer sees the ping only once it has read what was sent before it.
@@ -265,18 +241,12 @@ class Connection:
             if self.phase < Phase.SERVING or not (self._has_heard or reads):
                 return False
             self._had_unread, self._num_read = num_unread > 0, num_read
-            self._pinged, self._has_heard, self._control_frames = now, False, 0
+            self._pinged, self._has_heard = now, False
             self._outgoing.append(wire.frame(wire.PING, 0, 0, _ALIVE))
         return True
 
     def _close(self) -> None:
         self.phase, self.can_read, self._buffer, self._block = Phase.OVER, False, b"", None
-
-    def _count_control(self, weight: int = 1) -> None:
-        """Count frames that carry no request. Raises FloodError."""
-        self._control_frames += weight
-        if self._control_frames > self.limits.max_control_frames:
-            raise wire.FloodError
 
     def _read_frame(self, data: bytes, at: int) -> int | None:
         """Read the frame that begins at a position. Returns where it ends; None if it is not complete."""
@@ -308,13 +278,9 @@ class Connection:
             if self._block is None:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
             block, stream_id, first_flags = self._block
-            # Each one costs a copy of those before it.
-            self._count_control(1 + len(block) // BLOCK_BYTES_OF_A_FRAME)
             self._on_block(block + data[start:end], stream_id, first_flags & END_STREAM | flags & END_HEADERS)
         elif kind in _RULES:
             self._on_control(kind, flags, stream_id, data[start:end])
-        else:
-            self._count_control()
         return end
 
     def _on_data(self, data: memoryview, stream_id: int, flags: int) -> None:
@@ -329,10 +295,7 @@ class Connection:
             self._outgoing.append(wire.window_update(0, self._received))
             self._received = 0
         if flags & PADDED:
-            padding = data[0] if size else 0
-            if padding >= size:
-                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "DATA with more padding than it has bytes")
-            data = data[1 : size - padding]
+            data = wire.unpadded(PADDED, data)
         stream = self.streams.get(stream_id)
         if stream is not None:
             stream.receive_window -= size
@@ -340,15 +303,12 @@ class Connection:
                 self._reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.FLOW_CONTROL_ERROR)
                 stream = None
         if stream is None:
-            # The peer may not know yet that the stream is over: what was on the way then is little.
-            self._count_control(1 + size // STALE_BYTES_OF_A_FRAME)
+            # The peer may not know yet that the stream is over.
             return
-        if not data or (len(data) < SMALL_DATA_BYTES and not flags & END_STREAM):
-            self._count_control()
         if len(data) < size:
             self.grant(stream_id, size - len(data))
         if data:
-            stream.exchange.on_data(data)
+            stream.on_data(data)
         if flags & END_STREAM:
             self._end_request(stream_id)
 
@@ -357,7 +317,7 @@ class Connection:
         stream = self.streams.get(stream_id)
         if stream is not None:
             stream.has_all = True
-            stream.exchange.on_end()
+            stream.on_end()
 
     def _on_control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         allowed, sizes = _RULES[kind]
@@ -369,12 +329,6 @@ class Connection:
         size, is_ack = len(payload), flags & ACK
         if size not in sizes or (kind == wire.SETTINGS and is_ack and size):
             raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} and {size} bytes")
-        weight = 1
-        if kind == wire.SETTINGS:
-            weight += size // SETTINGS_BYTES_OF_A_FRAME + len(self.streams) // STREAMS_OF_A_FRAME
-        elif kind == wire.WINDOW_UPDATE and not stream_id:
-            weight += len(self._blocked) // STREAMS_OF_A_FRAME
-        self._count_control(weight)
         if kind == wire.WINDOW_UPDATE:
             self._on_window_update(stream_id, int.from_bytes(payload, "big") & MAX_WINDOW)
         elif kind == wire.RST_STREAM:
@@ -398,14 +352,10 @@ class Connection:
         self._block = None
         is_request = stream_id > self.last_stream_id
         headers = self._decoder.decode(block, is_request=is_request)
-        weight = len(block) // BLOCK_BYTES_OF_A_FRAME + max(0, headers.num_spelled - SPELLED_HEADERS)
-        if weight:
-            self._count_control(weight)
         has_all = bool(flags & END_STREAM)
         if not is_request:
             # Trailers.
             stream = self.streams.get(stream_id)
-            self._count_control()
             if stream is not None and (stream.has_all or not has_all or headers.problem is not None):
                 self._reset(stream_id, ErrorCode.STREAM_CLOSED if stream.has_all else ErrorCode.PROTOCOL_ERROR)
             else:
@@ -413,13 +363,12 @@ class Connection:
             return
         self.last_stream_id = stream_id
         if self.phase is Phase.REFUSING:
-            self._count_control()
-        elif len(self.streams) >= self.limits.max_streams:
-            self._count_control()
+            return
+        if len(self.streams) >= self.limits.max_streams:
             self._outgoing.append(wire.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
         else:
-            exchange = self.open_stream(stream_id, headers)
-            self.streams[stream_id] = _Stream(exchange, self._new_window, self.limits.stream_window)
+            stream = self.streams[stream_id] = self.open_stream(stream_id, headers)
+            stream.send_window, stream.receive_window = self._new_window, self.limits.stream_window
             if has_all:
                 self._end_request(stream_id)
 
@@ -463,7 +412,7 @@ class Connection:
                 return
             self._send_unsent(stream_id, stream)
 
-    def _send_unsent(self, stream_id: int, stream: _Stream) -> bool:
+    def _send_unsent(self, stream_id: int, stream: Stream) -> bool:
         """Send of what a stream holds back as much as the windows take. Returns whether that was all."""
         unsent, first = stream.unsent, stream.num_sent
         while stream.num_sent < len(unsent):
@@ -478,7 +427,6 @@ class Connection:
             head = _pack_head(size >> 8, size & 0xFF, DATA, 0, stream_id)
             self._outgoing += (head, unsent[at : at + size])
         sent = stream.num_sent - first
-        self._control_frames = max(0, self._control_frames - sent // BYTES_OF_A_CONTROL_FRAME)
         if stream.num_sent < len(unsent):
             if sent or stream_id not in self._blocked:
                 stream.waits_since = self.clock()
@@ -489,9 +437,13 @@ class Connection:
         stream.unsent, stream.num_sent = b"", 0
         was_blocked = self._blocked.pop(stream_id, None) is not None
         if stream.trailers:
-            self._end(stream_id, stream, stream.trailers)
+            self._send_headers(stream_id, END_HEADERS | END_STREAM, stream.trailers)
+            if not stream.has_all:
+                # RFC 9113, section 8.1: the peer need not send the rest.
+                self._outgoing.append(wire.rst_stream(stream_id, ErrorCode.NO_ERROR))
+            self._forget(stream_id)
         if was_blocked:
-            stream.exchange.on_drained()
+            stream.on_drained()
         return True
 
     def _send_headers(self, stream_id: int, flags: int, block: bytes) -> None:
@@ -499,14 +451,6 @@ class Connection:
             block, self._table_size = self._table_size + block, b""
         size = len(block)
         self._outgoing += (_pack_head(size >> 8, size & 0xFF, HEADERS, flags, stream_id), block)
-
-    def _end(self, stream_id: int, stream: _Stream, trailers: bytes) -> None:
-        self._send_headers(stream_id, END_HEADERS | END_STREAM, trailers)
-        self._control_frames = max(0, self._control_frames - CONTROL_FRAMES_OF_A_RESPONSE)
-        if not stream.has_all:
-            # RFC 9113, section 8.1: the peer need not send the rest.
-            self._outgoing.append(wire.rst_stream(stream_id, ErrorCode.NO_ERROR))
-        self._forget(stream_id)
 
     def _reset(self, stream_id: int, code: ErrorCode) -> None:
         self._outgoing.append(wire.rst_stream(stream_id, code))
@@ -516,13 +460,13 @@ class Connection:
         stream = self.streams.get(stream_id)
         if stream is not None:
             self._forget(stream_id)
-            stream.exchange.on_dropped()
+            stream.on_dropped()
 
     def _forget(self, stream_id: int) -> None:
         del self.streams[stream_id]
         self._blocked.pop(stream_id, None)
         if not self.streams:
-            self._idle_since = self.clock()
+            self.idle_since = self.clock()
             if self.phase is Phase.REFUSING:
                 self._close()
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import fcntl
 import ssl as tls
 import struct
 import termios
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
-from typing import TypeAlias, cast
+from functools import partial
+from heapq import nsmallest
+from typing import cast
 
 from loader.errors import OverloadedError
-from serving.api.grpc.connection import Connection, Exchange, Phase
-from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import MAX_READ_S, Accepted, ConnectionListener, forget_unsent
+from serving.api.grpc.connection import Connection, Phase, Stream
+from serving.api.grpc.wire import ConnectionLimits, ErrorCode, HeaderList, Http2Error
 from shard_node.byte_budget import ByteAccount, ByteBudget
+from shard_node.wire.listening import MAX_READ_S, Accepted, ConnectionListener, forget_unsent
 
-ALL_CONNECTIONS_S = 0.01
-"""Of an iteration of the event loop, for all connections of a listener."""
 MAX_BEGUN_CALLS = 16
 """That one connection may begin in an iteration: each parses its message in the next one."""
-MAX_CREDIT_S = 0.02
-"""Work that completed calls pay for ahead: more than one of the largest allowed size costs."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
-
-MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
 
 
 class Http2Protocol(Connection, Accepted, asyncio.Protocol):
@@ -41,8 +37,7 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         self._on_sent: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
-        # Work that was paid for by completed calls, less work that was not; seconds.
-        self._balance_s = 0.0
+        self._idle_work_s = 0.0
         self._num_written = 0
         self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
 
@@ -80,28 +75,27 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         """Read frames, unless others come first."""
         self.feed(data)
         if not self._is_waiting and not self._is_lingering:
-            self.work(self.listener.deadline())
+            self.work()
 
     def eof_received(self) -> None:
         """Send what is answered by now; then the transport closes itself."""
         self.flush()
 
-    def work(self, until: float) -> None:
-        """Read until the clock says `until`. What is left is read once others had their part of the loop."""
+    def work(self) -> None:
+        """Read for `MAX_READ_S`. What is left is read in the next iteration, once others had their part of the loop."""
         started_at = self.clock()
         self._is_waiting = False
-        if started_at < until:
-            self.read(until)
-            begun = [stream_id for stream_id in self._begun if stream_id in self.streams]
-            self._begun = begun[MAX_BEGUN_CALLS:]
-            for stream_id in begun[:MAX_BEGUN_CALLS]:
-                self.streams[stream_id].exchange.begin()
-            # By the wall clock, and so no more than is allowed: the processor may have been somewhere else for longer.
-            self.spent(min(MAX_READ_S, self.clock() - started_at))
+        self.read(started_at + MAX_READ_S)
+        begun = [stream_id for stream_id in self._begun if stream_id in self.streams]
+        self._begun = begun[MAX_BEGUN_CALLS:]
+        for stream_id in begun[:MAX_BEGUN_CALLS]:
+            self.streams[stream_id].begin()
+        # By the wall clock, and so no more than is allowed: the processor may have been somewhere else for longer.
+        self.spent(min(MAX_READ_S, self.clock() - started_at))
         if self.can_read or self._begun:
             self._is_waiting = True
             self._transport.pause_reading()
-            self.listener.wait(self)
+            self.loop.call_soon(self.work)
         else:
             self._resume()
         self.changed()
@@ -114,14 +108,14 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
             callback()
 
     def spent(self, seconds: float) -> None:
-        """Charge the peer for time that it made the event loop spend; end one that completes nothing for it."""
-        self._balance_s -= seconds
-        if self._balance_s < -self.listener.max_idle_work_s:
-            self.fail(FloodError("too much work without a call that is completed"))
+        """Count work without a call that is completed; end a connection of much work and no such calls."""
+        self._idle_work_s += seconds
+        if self._idle_work_s > self.limits.max_idle_work_s:
+            self.fail(Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too much work without a call that is completed"))
 
-    def completed(self, worth_s: float) -> None:
-        """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
-        self._balance_s = min(self._balance_s + worth_s, MAX_CREDIT_S)
+    def completed(self) -> None:
+        """Note that a call was answered."""
+        self._idle_work_s = 0.0
 
     def end(self) -> None:
         """Close it, which is idle, for another to be accepted."""
@@ -145,8 +139,6 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
         if outgoing and not self._transport.is_closing():
             self._num_written += len(outgoing)
             self._transport.write(outgoing)
-        if not self.streams:
-            self.listener.idle(self)
         if self._on_sent and not self._is_full:
             for stream_id in self._on_sent.keys() - self.streams.keys():
                 for callback in self._on_sent.pop(stream_id):
@@ -169,15 +161,14 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
                 self._transport.pause_reading()
             self.loop.call_later(LINGER_S, self._end_linger, self._num_unread())
 
-    def open_stream(self, stream_id: int, request: HeaderList) -> Exchange:
+    def open_stream(self, stream_id: int, request: HeaderList) -> Stream:
         """See `Connection`."""
         self._begun.append(stream_id)
-        self.listener.busy(self)
-        return self.listener.make_exchange(self, stream_id, request)
+        return self.listener.new_stream(self, stream_id, request)
 
     def _give_way(self, error: OverloadedError) -> None:
         for stream in list(self.streams.values()):
-            stream.exchange.give_way(error)
+            stream.give_way(error)
 
     def _resume(self) -> None:
         if not (self._is_full or self._is_waiting or self._is_lingering or self._transport.is_closing()):
@@ -216,39 +207,20 @@ class Http2Protocol(Connection, Accepted, asyncio.Protocol):
 
 
 class Http2Listener(ConnectionListener[Http2Protocol]):
-    """Listens, and keeps the connections. Belongs to one event loop.
-
-    `make_exchange` makes what serves a stream. A connection that causes more than `max_idle_work_s` of work without a
-    call that is completed is ended. `note` is called with the kind of each refusal.
-    """
+    """Listens, and keeps the connections. Belongs to one event loop."""
 
     def __init__(
-        self,
-        limits: ConnectionLimits,
-        max_connections: int,
-        buffers: ByteBudget,
-        make_exchange: MakeExchange,
-        clock: Callable[[], float],
-        max_idle_work_s: float,
-        ssl: tls.SSLContext | None = None,
-        note: Callable[[str], None] = lambda kind: None,
+        self, limits: ConnectionLimits, buffers: ByteBudget, clock: Callable[[], float], ssl: tls.SSLContext | None
     ) -> None:
-        super().__init__(buffers, max_connections, limits.patience_s, ssl)
+        super().__init__(buffers, limits.max_connections, limits.patience_s, ssl)
         self.new_connection = partial(Http2Protocol, self)
-        self.limits, self.make_exchange, self.clock = limits, make_exchange, clock
-        self.max_idle_work_s = max_idle_work_s
+        self.limits, self.clock, self.loop = limits, clock, asyncio.get_running_loop()
         self.is_stopping = False
-        self._note = note
         self.tick_s = max(0.01, min(MAX_TICK_S, limits.patience_s / 2, limits.idle_s / 2, limits.age_s / 2))
-        # Those without a stream; the one that is idle for longest is the first.
-        self._idle: dict[Http2Protocol, None] = {}
-        self._waiting: deque[Http2Protocol] = deque()
-        self._iteration = self._iteration_ends = 0.0
 
-    @cached_property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of its connections."""
-        return asyncio.get_running_loop()
+    @abc.abstractmethod
+    def new_stream(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> Stream:
+        """Return what serves a new stream."""
 
     async def stop(self, grace_s: float) -> None:
         """Accept what has connected, then nothing more; end connections as streams do, or when the time is over."""
@@ -263,46 +235,5 @@ class Http2Listener(ConnectionListener[Http2Protocol]):
 
     def idle_connections(self) -> Iterable[Http2Protocol]:
         """See `ConnectionListener`."""
-        return self._idle
-
-    def note(self, kind: str) -> None:
-        """See `ConnectionListener`."""
-        self._note(kind)
-
-    def leave(self, connection: Http2Protocol) -> None:
-        """See `ConnectionListener`."""
-        self._idle.pop(connection, None)
-        super().leave(connection)
-
-    def busy(self, connection: Http2Protocol) -> None:
-        """Note that a connection has a stream."""
-        self._idle.pop(connection, None)
-
-    def idle(self, connection: Http2Protocol) -> None:
-        """Note that it has none any more."""
-        if connection in self.open:
-            self._idle[connection] = None
-
-    def deadline(self) -> float:
-        """Until when a connection may read in this iteration of the loop."""
-        # The loop's time stands still within an iteration; asyncio's does not, and then only each one's share counts.
-        iteration, now = self.loop.time(), self.clock()
-        if iteration != self._iteration:
-            self._iteration, self._iteration_ends = iteration, now + ALL_CONNECTIONS_S
-        return min(now + MAX_READ_S, self._iteration_ends)
-
-    def wait(self, connection: Http2Protocol) -> None:
-        """Let a connection go on when others have read."""
-        if not self._waiting:
-            self.loop.call_soon(self._go_on)
-        self._waiting.append(connection)
-
-    def _go_on(self) -> None:
-        for _ in range(len(self._waiting)):
-            until = self.deadline()
-            if self.clock() >= until:
-                break
-            self._waiting[0].work(until)
-            self._waiting.popleft()
-        if self._waiting:
-            self.loop.call_soon(self._go_on)
+        idle = (connection for connection in self.open if connection.has_connected and not connection.streams)
+        return nsmallest(1, idle, key=lambda connection: connection.idle_since)

@@ -6,7 +6,6 @@ import asyncio
 import math
 import ssl
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,13 +17,12 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from loader.errors import OverloadedError
 from serving.api import documents
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, read_head, streamed
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, HeaderList
 from serving.api.tokens import Scope, Tokens
-from serving.errors import REPOSITORY_CONTROL, InvalidRequestError, NotFoundError, invalid_field, malformed
+from serving.errors import NotFoundError, invalid_field, malformed
 from serving.formats.infer import InferGrpcCodec
 from serving.formats.messages import MessageCodec, encode_model
 from serving.formats.requests import Buffer, Codec
@@ -33,69 +31,55 @@ from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService, answer
 
-HEALTH_INTERVAL_S, WATCHERS_GRACE_S = 0.5, 0.1
-MAX_WATCHES_PER_CONNECTION = 64
-CALL_WORTH_S = 1e-3
-"""Work at the front that a ranking call makes good, in addition to that of its bytes."""
+HEALTH_INTERVAL_S = 0.25
 RANKING = ranking_pb2.DESCRIPTOR.services_by_name["RankingService"].full_name
 INFERENCE = inference.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 KNOWN_TO_HEALTH = ("", RANKING, INFERENCE)
+DESCRIBE: Scope = "describe"
+PUBLIC = ("ServerLive", "ServerReady")
+"""Methods of the Open Inference Protocol that need no token."""
 REFLECTION = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 _Read = TypeVar("_Read", bound=Message)
 
 
-class GrpcServer:
+class GrpcServer(Http2Listener):
     """A gRPC listener over one service; without `tokens` everybody may do everything; the context `tls` offers `h2`."""
 
     def __init__(
         self, service: RankingService, tokens: Tokens | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        limits = service.limits
-        self._health = Health(service.watch.problems)
-        by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
-        self._methods = GrpcMethods(by_path, limits.receive_timeout_s, service.expanding, tokens)
-
-        def make_call(connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
-            return GrpcCall(connection, stream_id, read_head(request, limits.max_header_bytes), self._methods)
-
-        patience_s = limits.receive_timeout_s / 2
+        limits, patience_s = service.limits, service.limits.receive_timeout_s / 2
         connection_limits = ConnectionLimits(
+            max_connections=limits.max_connections,
             max_streams=limits.max_concurrent_streams,
             max_header_bytes=limits.max_header_bytes,
+            max_idle_work_s=limits.max_idle_work_ms / 1000 or math.inf,
             patience_s=patience_s,
             idle_s=limits.keep_alive_s,
             age_s=limits.max_connection_age_s,
             # No admitted call lasts longer, so a connection that is asked to go loses none.
             grace_s=limits.max_timeout_ms / 1000 + 4 * patience_s,
         )
-        self._listener = Http2Listener(
-            connection_limits,
-            limits.max_connections,
-            service.buffers,
-            make_call,
-            time.monotonic,
-            limits.max_idle_work_ms / 1000 or math.inf,
-            tls,
-            partial(service.metrics.failed, "grpc", "connection"),
-        )
-        self._watcher: asyncio.Task[None] | None = None
+        super().__init__(connection_limits, service.buffers, time.monotonic, tls)
+        self._failed = service.metrics.failed
+        by_path = health_methods(service.watch.problems) | reflection_methods()
+        by_path |= ranking_methods(service) | inference_methods(service)
+        self._methods = GrpcMethods(by_path, limits.receive_timeout_s, service.expanding, tokens)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, as `ConnectionListener.listen` does. Returns the port. Raises ConfigError."""
-        bound = self._listener.listen(host, port, "gRPC")
-        self._watcher = asyncio.create_task(self._health.watch())
-        return bound
+    def new_stream(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> GrpcCall:
+        """Make a call of a stream."""
+        return GrpcCall(connection, stream_id, read_head(request, self.limits.max_header_bytes), self._methods)
+
+    def note(self, kind: str) -> None:
+        """See `ConnectionListener`."""
+        self._failed("grpc", "connection", kind)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, and give the calls in flight `grace_s` seconds."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-        self._health.stop()
-        # Those who watch the health hear first that it has ended.
-        asyncio.get_running_loop().call_later(min(WATCHERS_GRACE_S, grace_s), self._methods.end_streamed)
-        await self._listener.stop(grace_s)
+        self._methods.end_streamed()
+        await super().stop(grace_s)
         if self._methods.tasks:
             await asyncio.wait(list(self._methods.tasks))
 
@@ -123,106 +107,57 @@ def ranking_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
 def inference_methods(service: RankingService) -> dict[bytes, GrpcMethod]:
     """Those of `inference.GRPCInferenceService`."""
 
-    def refuse(_: Any) -> Any:
-        raise InvalidRequestError("", REPOSITORY_CONTROL, kind="repository_control")
-
     def model_of(request: Any) -> tuple[RankingService, str, str]:
         _check_model(request.name)
         return service, request.name, request.version
 
-    # By method the fields of its response, and the scope that it needs.
-    fields_of: dict[str, tuple[Callable[[Any], dict[str, Any]], Scope | None]] = {
-        "ServerLive": (lambda _: {"live": True}, None),
-        "ServerReady": (lambda _: {"ready": not service.watch.problems()}, None),
-        "ModelReady": (lambda request: {"ready": documents.model_is_ready(*model_of(request))}, "describe"),
-        "ServerMetadata": (lambda _: documents.server_metadata(service), "describe"),
-        "ModelMetadata": (lambda request: documents.model_metadata(*model_of(request)), "describe"),
-        "ModelConfig": (lambda request: {"config": documents.model_config(*model_of(request))}, "describe"),
-        "ModelStatistics": (
-            lambda request: documents.model_statistics(service, request.name, request.version),
-            "describe",
-        ),
-        "RepositoryIndex": (
-            lambda request: {"models": documents.version_index(service, ready_only=request.ready)},
-            "describe",
-        ),
-        "RepositoryModelLoad": (refuse, "admin"),
-        "RepositoryModelUnload": (refuse, "admin"),
+    # By method the fields of its response.
+    fields_of: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "ServerLive": lambda _: {"live": True},
+        "ServerReady": lambda _: {"ready": not service.watch.problems()},
+        "ModelReady": lambda request: {"ready": documents.model_is_ready(*model_of(request))},
+        "ServerMetadata": lambda _: documents.server_metadata(service),
+        "ModelMetadata": lambda request: documents.model_metadata(*model_of(request)),
+        "ModelConfig": lambda request: {"config": documents.model_config(*model_of(request))},
+        "ModelStatistics": lambda request: documents.model_statistics(service, request.name, request.version),
+        "RepositoryIndex": lambda request: {"models": documents.version_index(service, ready_only=request.ready)},
     }
 
     def respond(response: Any, fields: Callable[[Any], dict[str, Any]], _: Call, request: Any) -> bytes:
         return response(**fields(request)).SerializeToString()  # type: ignore[no-any-return]  # of no known class
 
     methods = {"ModelInfer": _ranked(service, InferGrpcCodec())}
-    for name, (fields, scope) in fields_of.items():
+    for name, fields in fields_of.items():
         kind, response = getattr(inference, f"{name}Request"), getattr(inference, f"{name}Response")
-        is_probe = name.endswith(("Live", "Ready"))
-        answer_by = partial(respond, response, fields)
-        methods[name] = _document(service, "oip_grpc", kind, answer_by, scope, is_probe=is_probe)
+        is_probe, scope = name.endswith(("Live", "Ready")), None if name in PUBLIC else DESCRIBE
+        methods[name] = _document(service, "oip_grpc", kind, partial(respond, response, fields), scope, is_probe)
     return _paths(INFERENCE, methods)
 
 
-class Health:
+def health_methods(problems: Callable[[], object]) -> dict[bytes, GrpcMethod]:
     """`grpc.health.v1.Health`: one state for all that the process serves, good while it has no `problems`."""
 
-    def __init__(self, problems: Callable[[], object]) -> None:
-        self._problems = problems
-        self._is_serving = self._is_stopping = False
-        self._changed = asyncio.Event()
-        self._watches = Counter[Http2Protocol]()
+    def state_of(name: str) -> bytes:
+        response = health_pb2.HealthCheckResponse
+        status = response.NOT_SERVING if problems() else response.SERVING
+        message: Message = response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN)
+        return message.SerializeToString()
 
-    async def watch(self) -> None:
-        """Refresh the state for ever."""
-        while True:
-            self._refresh()
-            await asyncio.sleep(HEALTH_INTERVAL_S)
-
-    def stop(self) -> None:
-        """Serve no more, whatever the problems."""
-        self._is_stopping = True
-        self._refresh()
-
-    def by_path(self) -> dict[bytes, GrpcMethod]:
-        """Its methods."""
-        return _paths(HEALTH, {"Check": GrpcMethod(self._check), "Watch": streamed(self._watch)})
-
-    def _refresh(self) -> None:
-        is_serving = not self._is_stopping and not self._problems()
-        if is_serving != self._is_serving:
-            self._is_serving = is_serving
-            self._changed.set()
-            self._changed = asyncio.Event()
-
-    async def _check(self, call: GrpcCall) -> bytes:
+    async def check(call: GrpcCall) -> bytes:
         name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
         if name not in KNOWN_TO_HEALTH:
             raise NotFoundError("there is no such service", kind="unknown_service")
-        self._refresh()
-        return self._message(name)
+        return state_of(name)
 
-    async def _watch(self, call: GrpcCall) -> AsyncGenerator[bytes]:
-        connection, watches = call.connection, self._watches
-        if (count := watches[connection]) >= MAX_WATCHES_PER_CONNECTION:
-            problem = f"the connection has {count} calls of Watch, as many as are allowed"
-            raise OverloadedError(problem, kind="too_many_watches")
-        watches[connection] += 1
-        try:
-            name = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service
-            while True:
-                self._refresh()
-                changed = self._changed
-                yield self._message(name)
-                await changed.wait()
-        finally:
-            watches[connection] -= 1
-            if not watches[connection]:
-                del watches[connection]
+    async def watch(call: GrpcCall) -> AsyncGenerator[bytes]:
+        name, last = _decoded(await call.receive(), health_pb2.HealthCheckRequest).service, None
+        while True:
+            if (state := state_of(name)) != last:
+                yield state
+            last = state
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
-    def _message(self, name: str) -> bytes:
-        response = health_pb2.HealthCheckResponse
-        status = response.SERVING if self._is_serving else response.NOT_SERVING
-        message: Message = response(status=status if name in KNOWN_TO_HEALTH else response.SERVICE_UNKNOWN)
-        return message.SerializeToString()
+    return _paths(HEALTH, {"Check": GrpcMethod(check), "Watch": streamed(watch)})
 
 
 def reflection_methods() -> dict[bytes, GrpcMethod]:
@@ -256,7 +191,7 @@ def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
     def admit(call: GrpcCall) -> Awaitable[bytes]:
         return ranked(call, service.admit(codec.api, codec.method, call.time_remaining()))
 
-    return GrpcMethod(admit, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
+    return GrpcMethod(admit, service.limits.max_body_bytes, "rank")
 
 
 def _document(
@@ -264,8 +199,7 @@ def _document(
     api: str,
     kind: type[_Read],
     respond: Callable[[Call, _Read], bytes],
-    scope: Scope | None = "describe",
-    *,
+    scope: Scope | None = DESCRIBE,
     is_probe: bool = False,
 ) -> GrpcMethod:
     """Return a method that reads what is known; a probe is answered under any load."""

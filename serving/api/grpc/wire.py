@@ -11,10 +11,11 @@ import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from hpack.exceptions import HPACKDecodingError
 from hpack.hpack import encode_integer
-from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_FAIL, HUFFMAN_TABLE
+from hpack.huffman_table import decode_huffman
 from hpack.table import HeaderTable
 
 from serving.errors import InternalError
@@ -36,6 +37,7 @@ _SETTING = struct.Struct(">HI")
 _TWO_WORDS = struct.Struct(">II")
 
 Header = tuple[bytes, bytes]
+_Bytes = TypeVar("_Bytes", bytes, memoryview)
 
 ENTRY_OVERHEAD_BYTES = 32
 # The table that a peer gives unless it says otherwise (RFC 9113, section 6.5.2). One that gives less has to be told
@@ -77,13 +79,6 @@ class Http2Error(InternalError, kind="http2"):
         self.code = code
 
 
-class FloodError(Http2Error):
-    """The peer asks for too much work."""
-
-    def __init__(self, message: str = "too many frames that carry no request, or headers too long") -> None:
-        super().__init__(ErrorCode.ENHANCE_YOUR_CALM, message)
-
-
 # By setting: from, to, and what another value is (RFC 9113, section 6.5.2).
 _ANY = (0, 2**32 - 1, ErrorCode.PROTOCOL_ERROR)
 _ALLOWED = {
@@ -95,19 +90,21 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may use.
+    """How many connections there may be, and what one of them may use.
 
     Attributes:
+        max_idle_work_s: work that it may cause without a call that is completed.
         max_header_bytes: of one request, as RFC 9113 counts them (section 10.5.1); whoever reads it refuses more.
         patience_s: for the peer's first frames, and for any frame after a ping, which it is sent at this interval.
             A stream whose data it does not let go on for twice as long is dropped.
         idle_s, age_s: time without a stream, and time at all, after which it is asked to go.
         grace_s: how long the streams of a connection that was asked to go may take.
-        max_control_frames: of a peer in `patience_s`: frames that cost work and carry no request.
     """
 
+    max_connections: int
     max_streams: int
     max_header_bytes: int
+    max_idle_work_s: float
     patience_s: float
     idle_s: float
     age_s: float
@@ -115,7 +112,6 @@ class ConnectionLimits:
     stream_window: int = 2**20
     connection_window: int = 2**24
     frame_size: int = 2**15
-    max_control_frames: int = 20_000
 
     @property
     def max_block_bytes(self) -> int:
@@ -162,8 +158,8 @@ def goaway(last_stream_id: int, code: ErrorCode, message: str = "") -> bytes:
     return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + reason)
 
 
-def unpadded(flags: int, payload: bytes) -> bytes:
-    """Cut padding and priority from a HEADERS frame's payload. Raises Http2Error if they do not fit in it."""
+def unpadded(flags: int, payload: _Bytes) -> _Bytes:
+    """Cut padding and priority from a frame's payload. Raises Http2Error if they do not fit in it."""
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
@@ -179,14 +175,12 @@ def unpadded(flags: int, payload: bytes) -> bytes:
 class HeaderList(NamedTuple):
     """The headers of one block, and their bytes as RFC 9113 counts them (section 10.5.1).
 
-    `problem` is why a request with them is malformed (sections 8.2 and 8.3), or None; `num_spelled` of them are spelled
-    out in the block, and took longer to read.
+    `problem` is why a request with them is malformed (sections 8.2 and 8.3), or None.
     """
 
     headers: list[Header]
     size: int
     problem: str | None = None
-    num_spelled: int = 0
 
 
 _Entry = tuple[Header, int, str | None]
@@ -227,7 +221,7 @@ class HeaderDecoder:
 
     def decode(self, block: bytes, *, is_request: bool = True) -> HeaderList:
         """Decode the block of a request, or of trailers. Raises Http2Error; the decoder is of no use after it."""
-        table, total, spelled, problem = self._table, 0, 0, None
+        table, total, problem = self._table, 0, None
         headers: list[Header] = []
         at, end = 0, len(block)
         try:
@@ -248,7 +242,6 @@ class HeaderDecoder:
                     name, at = (table[index][0][0], at) if index else _string(block, at)  # type: ignore[index]
                     value, at = _string(block, at)
                     entry = _entry(name, value)
-                    spelled += 1
                     if first >= 0x40:
                         self._evict(entry[1])
                         # One that is larger than the table empties it (RFC 7541, section 4.4).
@@ -268,7 +261,7 @@ class HeaderDecoder:
             raise _undecodable("it ends too early, or names an entry that there is not") from None
         if is_request and problem is None:
             problem = _request_problem(headers)
-        return HeaderList(headers, total, problem, spelled)
+        return HeaderList(headers, total, problem)
 
     def _evict(self, room: int) -> None:
         table = self._table
@@ -325,38 +318,16 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
     if end > len(block):
         raise _undecodable("it ends within a string")
     text = block[at:end]
-    return (_unhuffman(text) if first >= 0x80 else text), end
+    if first < 0x80:
+        return text, end
+    try:
+        return decode_huffman(text), end
+    except HPACKDecodingError as error:
+        raise _undecodable(f"a Huffman-coded string of it: {error}") from None
 
 
 def _literal(text: bytes) -> bytes:
     return bytes(encode_integer(len(text), 7)) + text
-
-
-# By state and byte: the next state, whether a string may end there, and what comes out. Filled as they are met; there
-# are at most 65,536.
-_steps: dict[int, tuple[int, int, bytes]] = {}
-
-
-def _unhuffman(text: bytes) -> bytes:
-    state, may_end, parts, known = 0, 1, [], _steps.get
-    for byte in text:
-        state, may_end, part = known(state << 8 | byte) or _step(state, byte)
-        parts.append(part)
-    if not may_end:
-        raise _undecodable("a Huffman-coded string of it ends within a symbol")
-    return b"".join(parts)
-
-
-def _step(begin: int, byte: int) -> tuple[int, int, bytes]:
-    state, flags, symbols = begin, 0, bytearray()
-    for nibble in (byte >> 4, byte & 0xF):
-        state, flags, symbol = HUFFMAN_TABLE[state << 4 | nibble]
-        if flags & HUFFMAN_FAIL:
-            raise _undecodable("a Huffman-coded string of it holds its end")
-        if flags & HUFFMAN_EMIT_SYMBOL:
-            symbols.append(symbol)
-    made = _steps[begin << 8 | byte] = state, flags & HUFFMAN_COMPLETE, bytes(symbols)
-    return made
 
 
 def _undecodable(problem: str) -> Http2Error:

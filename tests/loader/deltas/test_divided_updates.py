@@ -11,7 +11,7 @@ import pytest
 from loader.access_counts import read_access_counts
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import DeltaError, DeltaFormatError
+from loader.errors import DeltaError, DeltaFormatError, SnapshotCorruptError
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.publishing import publish
 from loader.snapshot.tensor_files import load_numpy
@@ -58,8 +58,8 @@ async def test_rows_of_a_table_are_published_as_rows_of_its_parts(directory, pub
         np.testing.assert_array_equal(batch.stored, expected)
     ((table, pruned),) = publisher.pruned_updates.items()
     assert table == "item"
-    np.testing.assert_array_equal(pruned.rows, np.sort(rows[classes[rows] == 2]))
-    assert pruned.count == np.count_nonzero(classes[rows] == 2) > 0
+    np.testing.assert_array_equal(pruned.keys, np.sort(rows[classes[rows] == 2]))
+    assert pruned.total == np.count_nonzero(classes[rows] == 2) > 0
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ async def test_rows_of_a_divided_table_need_its_own_snapshot(directory, publishe
     other = all_divisions(1).export(tmp_path, version=1).path.parent.parent
     for store, error, message in (
         (None, DeltaError, "'item' of 'fresh' is divided by popularity, .* give the publisher `store`"),
-        (other, DeltaError, "has identity .*, published is "),
+        (other, SnapshotCorruptError, "identity .* is .*, published was "),
     ):
         with pytest.raises(error, match=message):
             await AsyncDeltaPublisher(directory, MODEL, 1, store).publish("item", [0], np.ones((1, 8), np.float32))
@@ -125,14 +125,14 @@ def test_updates_of_pruned_rows_are_counted_for_the_next_export(tmp_path, snapsh
         "written, but counted"
     ]
     found = publisher.pruned_updates["item"]
-    assert found.rows.tolist() == pruned[:20].tolist()
+    assert found.keys.tolist() == pruned[:20].tolist()
     assert found.counts.tolist() == [1] * 10 + [3, 2] + [1] * 8
-    assert found.count == 23
+    assert found.total == 23
     assert publisher.write_pruned(tmp_path / "kept.safetensors") == 20
     assert not (tmp_path / "none.safetensors").exists()
     ((table, counts),) = read_access_counts([tmp_path / "kept.safetensors"], snapshot.spec).items()
     expected = np.zeros(600, np.uint32)
-    expected[found.rows] = found.counts
+    expected[found.keys] = found.counts
     assert table == "item"
     np.testing.assert_array_equal(counts[:], expected)
     assert load_numpy(tmp_path / "kept.safetensors")["item/num_embeddings"] == 600

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, VersionReport, VersionStats
-from loader.rollout.guards import GuardLimits, at_least, compare, golden_breach
+from loader.rollout.guards import GuardLimits, compare, golden_breach
 from shardrank_testing.rollout_fleet import stats
 
 LIMITS = GuardLimits()
@@ -21,11 +21,21 @@ def of_latencies(latencies_ms, errors=0):
     return VersionStats(requests=len(latencies_ms), errors=errors, latency_counts=tuple(counts.tolist()))
 
 
-@pytest.mark.parametrize(("trials", "probability"), [(1, 0.5), (10, 0.01), (60, 0.3), (200, 0.99)])
-def test_the_binomial_tail_is_the_sum_of_its_terms(trials, probability):
-    terms = [math.comb(trials, k) * probability**k * (1 - probability) ** (trials - k) for k in range(trials + 1)]
-    for successes in range(trials + 2):
-        assert at_least(successes, trials, probability) == pytest.approx(sum(terms[successes:]), rel=1e-9, abs=1e-300)
+def errors_that_breach(trials, allowed):
+    live = stats(1000, errors=int(1000 * allowed))
+    limits = GuardLimits(max_error_rate_increase=0)
+    return next(
+        (count for count in range(trials + 1) if compare(live, stats(trials, errors=count), limits).breached), None
+    )
+
+
+@pytest.mark.parametrize(("trials", "allowed"), [(50, 0.01), (60, 0.3), (200, 0.02), (1000, 0.1), (50, 0.99)])
+def test_a_breach_is_rarer_by_chance_than_once_in_ten_thousand_times(trials, allowed):
+    """By the sum of the binomial's terms; and not much rarer."""
+    terms = [math.comb(trials, k) * allowed**k * (1 - allowed) ** (trials - k) for k in range(trials + 1)]
+    exact = next((count for count in range(trials + 1) if sum(terms[count:]) < 1e-4), None)
+    breach = errors_that_breach(trials, allowed)
+    assert breach == exact if exact is None else exact <= breach <= 1.1 * exact + 1
 
 
 def test_with_too_few_requests_nothing_is_compared():

@@ -8,7 +8,7 @@ import pytest
 
 from loader.errors import RolloutError
 from loader.rollout.plan import read_rollout
-from loader.rollout.requests import RolloutStatus, read_status
+from loader.rollout.requests import RolloutStatus, read_fleet
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, stats
 
 
@@ -67,14 +67,14 @@ async def test_after_a_failed_rollout_a_rollback_goes_further_back(fleet):
 
 async def test_the_status_shows_steps_nodes_and_who_is_waited_for(fleet):
     await fleet.begin(1, 2, 1)
-    empty = await read_status(fleet.fleet, MODEL)
+    empty = (await read_fleet(fleet.fleet)).status(MODEL)
     assert (empty.state, empty.live, len(empty.nodes)) == (None, OLD, 3)
     fleet.node("shard-0-1").stage_rounds = 10
     await fleet.start(canary_share=0.1, bake_s=60.0)
-    assert not (await read_status(fleet.fleet, MODEL)).written
+    assert not (await read_fleet(fleet.fleet)).status(MODEL).written
     await fleet.until_step("stage_shards")
     await fleet.round(times=3)
-    status = await read_status(fleet.fleet, MODEL)
+    status = (await read_fleet(fleet.fleet)).status(MODEL)
     assert (status.state, status.step, status.written) == ("running", "stage_shards", True)
     assert [step.state for step in status.steps] == ["running", *["pending"] * 6]
     assert len(status.waiting_for) == 1
@@ -84,14 +84,14 @@ async def test_the_status_shows_steps_nodes_and_who_is_waited_for(fleet):
     await fleet.until_bake()
     fleet.node("serve-0").stats = {OLD: stats(1000), NEW: stats(100, errors=1)}
     await fleet.react()
-    status = await read_status(fleet.fleet, MODEL)
+    status = (await read_fleet(fleet.fleet)).status(MODEL)
     assert status.guards is not None
     assert (status.guards.compared, status.guards.live.requests, status.guards.new.requests) == (True, 1000, 100)
     assert RolloutStatus.model_validate_json(status.model_dump_json()) == status
     assert json.loads(status.model_dump_json())["steps"][3] == {"name": "canary", "state": "running"}
     await fleet.abort("seen enough")
     await fleet.until_ended()
-    status = await read_status(fleet.fleet, MODEL)
+    status = (await read_fleet(fleet.fleet)).status(MODEL)
     assert (status.state, status.outcome, status.reason) == ("aborted", "aborted", "seen enough")
     assert status.waiting_for == ()
     assert {step.state for step in status.steps} == {"done"}

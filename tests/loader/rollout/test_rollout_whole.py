@@ -10,7 +10,7 @@ from loader.errors import RolloutError
 from loader.registry import open_registry
 from loader.registry.fleet import rollout_key
 from loader.rollout.guards import GuardLimits
-from loader.rollout.requests import read_status, reshard
+from loader.rollout.requests import read_fleet, reshard
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode, published, stats
 
 
@@ -219,7 +219,7 @@ async def test_a_bake_waits_for_min_requests_or_is_undone(fleet, answered, state
     began = (await fleet.until_bake()).bake_began_at
     fleet.node("serve-0").stats = {OLD: stats(1000), NEW: stats(49)}
     await fleet.round(times=20)
-    status = await read_status(fleet.fleet, MODEL)
+    status = (await read_fleet(fleet.fleet)).status(MODEL)
     assert (status.step, status.guards.missing) == ("canary", 1)
     assert status.waiting_for == ("1 of 50 requests to version 2, until 30 s after the bake began",)
     fleet.node("serve-0").stats[NEW] = stats(answered)

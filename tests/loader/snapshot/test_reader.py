@@ -218,7 +218,7 @@ LONG_STRINGS = {"strings": np.zeros(1024 * 700 + 1, np.uint8)}
         (GENRE, {"row": np.zeros((19, 32), np.uint8)}, "no tensor 'rows'"),
         (GENRE, {"rows": np.zeros((19, 32), np.uint8), "x": np.zeros(1)}, r"tensors \['x'\] besides \['rows'\]"),
         (DENSE, {"weight": np.zeros(1, np.float64)}, "tensor 'weight' is F64"),
-        (DENSE, {"weight": np.zeros([1] * 9, np.float32)}, r"shape \[1, .*\] is not a list of at most 8"),
+        (DENSE, {"weight": np.zeros([1] * 9, np.float32)}, r"weight.shape: Tuple should have at most 8 items"),
         (GOLDEN, {"scores": np.zeros(1, np.float32)}, "no tensor 'num_candidates'"),
         (VOCABULARY, {"ids": FILM_IDS}, "no tensor 'strings'"),
         (VOCABULARY, {"ids": np.arange(778)}, "778 ids; allowed"),

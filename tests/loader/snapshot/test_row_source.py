@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from loader.errors import ExportError
-from loader.snapshot.row_source import RowsFromBlocks, SafetensorsRows, rows_of
+from loader.snapshot.row_source import ArrayRows, RowsFromBlocks, SafetensorsRows
 from shardrank_testing.snapshots import random_rows
 
 
@@ -29,7 +29,7 @@ def test_tensors_in_memory_and_in_files_are_read_as_float32(tmp_path, dtype):
     tensor = torch.from_numpy(random_rows(np.random.default_rng(1), 50, 6)).to(dtype)
     save_file({"w": tensor, "other": torch.zeros(3)}, tmp_path / "m.safetensors")
     expected = tensor.to(torch.float32).numpy()
-    for source in (rows_of(tensor.requires_grad_()), SafetensorsRows(tmp_path / "m.safetensors", "w")):
+    for source in (ArrayRows(tensor.requires_grad_()), SafetensorsRows(tmp_path / "m.safetensors", "w")):
         assert (source.num_embeddings, source.embedding_dim) == (50, 6)
         np.testing.assert_array_equal(read_all(source, 3, 16), expected[3:])
 
@@ -73,10 +73,10 @@ def test_blocks_that_are_not_the_announced_table_are_refused(blocks, message):
 def test_whole_numbers_vectors_and_missing_tensors_are_no_rows(tmp_path):
     save_file({"ids": torch.zeros(3, 2, dtype=torch.int64)}, tmp_path / "m.safetensors")
     for make in (
-        lambda: rows_of(np.zeros((3, 2), np.int64)),
-        lambda: rows_of(np.zeros(3, np.float32)),
-        lambda: rows_of(torch.zeros(3, 2, dtype=torch.int32)),
-        lambda: rows_of(torch.zeros(3, 2).to_sparse()),
+        lambda: ArrayRows(np.zeros((3, 2), np.int64)),
+        lambda: ArrayRows(np.zeros(3, np.float32)),
+        lambda: ArrayRows(torch.zeros(3, 2, dtype=torch.int32)),
+        lambda: ArrayRows(torch.zeros(3, 2).to_sparse()),
         lambda: SafetensorsRows(tmp_path / "m.safetensors", "ids"),
         lambda: SafetensorsRows(tmp_path / "m.safetensors", "absent"),
         lambda: SafetensorsRows(tmp_path / "absent.safetensors", "w"),

@@ -23,7 +23,7 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import MAX_PLAN_BYTES, ExportedModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
+from loader.snapshot.row_source import ArrayRows, RowsFromBlocks, RowSource
 from loader.snapshot.store import Store
 from loader.snapshot.tables import VocabularyMapping
 from loader.snapshot.writer import export_snapshot
@@ -140,7 +140,7 @@ def test_values_that_no_row_can_hold_are_refused_by_row(tmp_path, bad, problem):
     rows[777, 3] = bad
     spec = one_table_spec(1000, dtype="fp16")
     with pytest.raises(ExportError, match=f"table 'items', row 777: {problem}"):
-        export_snapshot(tmp_path, spec, rows={"items": rows_of(rows)}, dense=DENSE, rows_per_file=256)
+        export_snapshot(tmp_path, spec, rows={"items": ArrayRows(rows)}, dense=DENSE, rows_per_file=256)
     assert not (tmp_path / "small" / "1").exists()
 
 
@@ -150,7 +150,7 @@ EXPORTED = one_table_spec(300).model_copy(update={"dense_model": EXPORTED_MODEL}
 
 
 def zeros(num_rows=300, dim=8):
-    return rows_of(np.zeros((num_rows, dim), np.float32))
+    return ArrayRows(np.zeros((num_rows, dim), np.float32))
 
 
 @pytest.mark.parametrize(

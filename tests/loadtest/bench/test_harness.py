@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from loadtest.bench.harness import Bench, BenchTable, bench_command, measure
+from loadtest.bench.harness import Bench, BenchTable, bench_command
+from loadtest.rounds import Measure
 
-MEASURES = (measure("time", "ms"), measure("hits", "%", "higher"))
+MEASURES = (Measure("time", "ms"), Measure("hits", "%", "higher"))
 
 
 def test_each_round_measures_all_subjects_in_turning_order():
@@ -68,3 +69,14 @@ def test_the_json_form_has_values_medians_ratios_and_intervals(tmp_path, flags, 
     # A measure that one subject lacks has no ratios.
     assert table["subjects"]["slow"]["hits"]["ratio"] is None
     assert "0.250" in result.output
+
+
+def test_a_computed_baseline_is_of_the_same_round(tmp_path):
+    subjects = {"one": lambda number: {"time": 2.0 + number}, "two": lambda number: {"time": 3.0 - number}}
+    best = "best", lambda values: {"time": min(values[name]["time"] for name in subjects)}
+    with asyncio.Runner() as runner:
+        bench = Bench("best", 2, Path(), runner, quick=False)
+        bench.run([BenchTable("both", MEASURES[:1], subjects, baseline=best)])
+    table = bench.document()["tables"]["both"]
+    assert table["baseline"] == "best"
+    assert [measures["time"]["values"] for measures in table["subjects"].values()] == [(2, 2), (2, 3), (3, 2)]

@@ -131,7 +131,6 @@ def test_upgrade(tmp_path: Path):
         ("crash --victim redis", "Redis can only be killed with --registry redis"),
         ("upgrade", "--old"),
         ("upgrade --old .", "not a checkout"),
-        ("upgrade --old . --transport tcp", "--transport is gone"),
         ("broken --keep .", "is not empty"),
     ],
 )

@@ -21,9 +21,10 @@ from loadtest.drill.fleet import ANSWER, KINDS, TimeSpan, overlaps, running_load
 from loadtest.drill.oracle import APIS, oracle_spec, write_oracle
 from loadtest.errors import LoadError
 from loadtest.servers import Server
+from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
-from serving.server import ServerConfig, running_server
-from serving.versions.loading import ModelSource, load_served_model
+from serving.server import running_server
 
 SMALL = FleetDrillConfig(items=700, users=300, tags=50, rate=120)
 UNDER_LOAD_S = 1.0
@@ -36,7 +37,7 @@ async def serving(folder: Path, version: int = 1) -> AsyncIterator[Server]:
     service = RankingService(expected_models=[SMALL.model])
     service.install(load_served_model(ModelSource(snapshot=snapshot, dtype="float32"), service))
     try:
-        async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as server:
+        async with running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as server:
             yield Server(server.http_port, server.grpc_port, ())
     finally:
         await asyncio.to_thread(service.close)

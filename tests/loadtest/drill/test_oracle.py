@@ -58,7 +58,7 @@ def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, versi
     folder = write_oracle(SPEC, tmp_path, version)
     assert verify_snapshot(folder).ok
     questions = make_questions(SPEC, 40, seed=version)
-    with Ranker.open(folder, shards=2, cards=2, dtype="float32") as ranker:
+    with Ranker.open(folder, cards=4, dtype="float32") as ranker:
         for question in questions["rank"] + questions["lookup"]:
             if question.method == "rank":
                 sides = {"context": question.side("context"), "candidates": question.side("candidate")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -130,13 +131,13 @@ def test_aims_are_judged_by_their_worst_figure():
     ]
     console = Console(file=io.StringIO(), width=200)
     console.print(aims_table(rows))
-    lines = [[cell.strip() for cell in line.split("│")[2:-1]] for line in console.file.getvalue().splitlines()]
-    assert [cells for cells in lines if cells] == [
+    lines = [re.split(" {2,}", line.strip())[1:] for line in console.file.getvalue().splitlines()]
+    assert [cells for cells in lines if cells][1:] == [
         ["dim 64, hotness 20, batch 65536, logical_cards 1", "≥ 0.9", "0.760", "0.950", "2"],
         ["dim 128, hotness 20, batch 65536, logical_cards 8", "≤ 1.05", "1.040", "1.040", "1"],
         ["dim 64, hotness 20, batch 65536, logical_cards 1", "≥ 1.3", "1.200", "1.200", "1"],
         ["dim 128, hotness 20, batch 65536, logical_cards 1", "≥ 1.8", "1.900", "1.900", "1"],
-        ["not measured", "≥ 1", "", "", ""],
+        ["not measured", "≥ 1"],
         ["logical_cards 4, graphs True", "≤ 2", "2.250", "2.250", "1"],
     ]
 

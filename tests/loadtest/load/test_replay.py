@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from loader.errors import ConfigError
 from loadtest.cli import replay as replay_command
 from loadtest.load.replay import ReplayConfig, ReplayResult, due_times, prepare, replay
-from serving.observe.recording import RecordingConfig, RequestRecorder, read_file, recorded_files
+from serving.observe.recording import RequestRecorder, read_file, recorded_files
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_service, run, running_api, write_api_model
 
 COUNT = 8
@@ -29,7 +29,7 @@ def folder(versions: dict[int, ApiModel], tmp_path_factory: pytest.TempPathFacto
     """What version 1 was asked and answered: strings, weights, empty bags, dense inputs."""
     recorded = tmp_path_factory.mktemp("recorded")
     with api_service(versions[1]) as service:
-        recorder = RequestRecorder(RecordingConfig(folder=recorded, share=1.0))
+        recorder = RequestRecorder(recorded, 1.0)
         service.on_ranked += (recorder.offer,)
 
         async def ask() -> None:

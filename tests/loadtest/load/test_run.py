@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,8 +26,8 @@ from loadtest.load import result as results
 from loadtest.load import run
 from loadtest.load.config import OfferedLoad, RunConfig, parse_target
 from loadtest.load.generator import Generators, open_payloads
-from loadtest.load.result import LoadResult, Mark, SweepResult
-from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, show_result, sweep, with_marks
+from loadtest.load.result import LoadResult, SweepResult
+from loadtest.load.run import MIN_RATE, TOLERANCE, run_sweep, show_result, sweep
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from shardrank_testing.load_results import example_run, example_sweep
@@ -78,17 +77,6 @@ def test_requests_state_a_deadline_above_the_servers_default(timeout_ms, stated)
     assert {json.loads(payload.body).get("timeout_ms") for payload in pool} == {stated}
 
 
-def test_marks_are_set_in_the_time_of_a_run(tmp_path: Path):
-    path = tmp_path / "marks"
-    path.write_text("1000.5 swap to version 2\n\n 999 before\n1100 after\n")
-    result = RUN.model_copy(update={"started_at": "1970-01-01T00:16:40+00:00", "duration_s": 50})
-    assert with_marks(result, read_marks(path)).marks == (Mark(at_s=0.5, label="swap to version 2"),)
-    for line in ("swap", "1000", "1000 " + "x" * 201, "nan swap", "inf swap"):
-        path.write_text(f"1000 fine\n{line}\n")
-        with pytest.raises(ConfigError, match="line 2"):
-            read_marks(path)
-
-
 @pytest.mark.parametrize("varied", [True, False])
 def test_a_result_is_shown(varied: bool):
     for result, number in ((RUN, RUN.latency.p99_ms), (SWEEP, SWEEP.highest_rate)):
@@ -102,8 +90,10 @@ def test_a_result_is_shown(varied: bool):
 
 
 def test_results_of_earlier_releases_are_read():
-    """They did not vary requests, and had histograms."""
-    assert not LoadResult.model_validate(RUN.model_dump(exclude={"varied"}) | {"latency_histogram": {}}).varied
+    """They did not vary requests, and had histograms and marks."""
+    assert not LoadResult.model_validate(
+        RUN.model_dump(exclude={"varied"}) | {"latency_histogram": {}, "marks": []}
+    ).varied
 
 
 @pytest.mark.parametrize(
@@ -129,17 +119,10 @@ def test_commands_have_help(name: str):
 
 
 def test_the_command_sends_from_processes_and_writes_its_result(tmp_path: Path):
-    marks = tmp_path / "marks"
-
-    def plan(number: int) -> Reply:
-        if number == 10:
-            marks.write_text(f"{time.time() - 3600} long ago\n{time.time()} swap\n")
-        return Reply()
-
-    with loaded_http_server(plan) as server:
+    with loaded_http_server(lambda number: Reply()) as server:
         arguments = ["--target", f"http://127.0.0.1:{server.port}", "--workload", "merlin-tiny:0.0001"]
         arguments += ["--candidates", "3", "--rate", "50", "--duration", "2", "--warmup", "0", "--requests", "20"]
-        arguments += ["--processes", "2", "--arrivals", "constant", "--timeout-ms", "10000", "--marks", str(marks)]
+        arguments += ["--processes", "2", "--arrivals", "constant", "--timeout-ms", "10000"]
         files = ["--json", str(tmp_path / "run.json"), "--html", str(tmp_path / "run.html")]
         done = CliRunner().invoke(loadtest, ["run", *arguments, *files], catch_exceptions=False)
     result = LoadResult.model_validate_json((tmp_path / "run.json").read_text())
@@ -147,9 +130,8 @@ def test_the_command_sends_from_processes_and_writes_its_result(tmp_path: Path):
     assert done.exit_code == (0 if result.valid else 1), done.output
     assert (result.due, result.answered, result.errors, result.requests) == (100, 100, {}, 40)
     assert [process.due for process in result.generator.processes] == [50, 50]
-    assert {mark.label for mark in result.marks} == {"swap"}
     assert "within_slo" in done.output
-    assert "swap" in (tmp_path / "run.html").read_text()
+    assert "in flight" in (tmp_path / "run.html").read_text()
 
 
 def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +17,9 @@ from click.testing import CliRunner
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import save_file
 
-from loadtest.cli import PEER_NAMES, loadtest
+from loadtest.cli import loadtest
 from loadtest.errors import LoadError
-from loadtest.peers.run import FOLDER, PEERS, PeersConfig, check_subjects, compare_peers
+from loadtest.peers.run import FOLDER, MEASURES, PEERS, best_of, check_subjects, subjects_of
 from loadtest.servers import Server
 from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
 from loadtest.workloads.payloads import HEADER_LENGTH
@@ -30,7 +29,6 @@ PRODUCT = BenchShape(
     features=3, context_features=2, embedding_dim=8, rows=200, dense=3, context_dense=2, candidates="2-9:5"
 )
 TWO_PEERS = (PEERS["fastapi"], PEERS["triton"])
-CONFIG = PeersConfig(PRODUCT, TWO_PEERS, (4,), in_flight=4, rounds=2, seconds=0.2, workers=1, dtype="auto")
 
 
 @pytest.fixture
@@ -97,24 +95,19 @@ def test_batches_are_scored_as_each_request_alone(servers, monkeypatch, hotness)
 
 def test_the_command_compares_with_fastapi(tmp_path: Path, environments: Path):
     """Scores of shardrank and of FastAPI in both forms are the same, to 1e-4, before anything is measured."""
-    json_file, html_file = tmp_path / "peers.json", tmp_path / "peers.html"
+    json_file = tmp_path / "peers.json"
     small = ("--peer", "fastapi", "--env-dir", environments, "--rows", 500, "--workers", 1, "--in-flight", 4)
-    files = ("--json", json_file, "--html", html_file)
     exact = ("--row-dtype", "fp32", "--dtype", "float32")
-    result = run_command(*small, *exact, "--seconds", 0.2, "--rounds", 1, "--hotness", 2, *files)
+    result = run_command(*small, *exact, "--seconds", 0.2, "--rounds", 1, "--hotness", 2, "--json", json_file)
     assert json_file.exists(), result.output
-    comparison = json.loads(json_file.read_text())
-    assert result.exit_code == (0 if comparison["valid"] else 1)
-    arms = [arm["name"] for arm in comparison["arms"]]
-    assert arms == ["best peer", "shardrank", "shardrank, gRPC", "FastAPI", "FastAPI, context once"]
-    assert [measure["name"] for measure in comparison["measures"]] == [
-        f"{name}, hotness 2" for name in ("throughput", "p50", "p99", "p50, one in flight", "p99, one in flight")
-    ]
-    for measure in comparison["measures"]:
-        best, *_, flat, once = (rounds[0] for rounds in measure["values"])
-        assert 0 < best == (max if measure["unit"] == "/s" else min)(flat, once)
-    assert comparison["setup"]["requests"].startswith("50-500:200 candidates, 20 features and 10 floats once a request")
-    assert "FastAPI" in html_file.read_text()
+    document = json.loads(json_file.read_text())
+    assert result.exit_code == (1 if document["problems"] else 0)
+    table = document["tables"]["shardrank and what else could serve the model, hotness 2"]
+    assert list(table["subjects"]) == ["best peer", "shardrank", "shardrank, gRPC", "FastAPI", "FastAPI, context once"]
+    for measure in MEASURES:
+        best, *_, flat, once = (measures[measure.name]["values"][0] for measures in table["subjects"].values())
+        assert 0 < best == (max if measure.better == "higher" else min)(flat, once)
+    assert table["setup"]["requests"].startswith("50-500:200 candidates, 20 features and 10 floats once a request")
 
 
 @pytest.mark.parametrize(
@@ -127,33 +120,22 @@ def test_the_command_compares_with_fastapi(tmp_path: Path, environments: Path):
     ],
 )
 def test_other_scores_are_refused(row_dtype, dtype, who, difference, refused):
-    config = replace(CONFIG, shape=PRODUCT.model_copy(update={"row_dtype": row_dtype}), dtype=dtype)
-    ports = {peer: Server(port, port, ()) for port, peer in enumerate((None, *config.peers), 1)}
-    subjects = iter(subject.title for subject in (*reversed(config.subjects),) * 2)
-    generators = SimpleNamespace(scores=lambda load, number: np.full(3, 0.5 + difference * (next(subjects) == who)))
+    shape, subjects = PRODUCT.model_copy(update={"row_dtype": row_dtype}), subjects_of(PRODUCT, TWO_PEERS)
+    ports = {peer: Server(port, port, ()) for port, peer in enumerate((None, *TWO_PEERS), 1)}
+    titles = iter(subject.title for subject in (*reversed(subjects),) * 2)
+    generators = SimpleNamespace(scores=lambda load, number: np.full(3, 0.5 + difference * (next(titles) == who)))
     with pytest.raises(LoadError, match=who) if refused else nullcontext():
-        check_subjects(config, generators, ports)
+        check_subjects(shape, subjects, (4,), dtype, generators, ports)
 
 
-def test_ratios_are_to_the_best_peer_of_each_round_and_measure():
-    throughput, p50 = ("throughput, hotness 4", "/s"), ("p50, hotness 4", "ms")
-    table = {  # By round, throughput and p50.
-        "shardrank": [(3000, 1.0), (4000, 1.0)],
-        "shardrank, gRPC": [(9000, 0.1), (9000, 0.1)],
-        "FastAPI": [(1000, 4.0), (500, 2.0)],
-        "FastAPI, context once": [(1, 8.0), (1, 8.0)],
-        "Triton": [(500, 2.0), (1000, 4.0)],
-        "Triton, context once": [(1, 8.0), (1, 8.0)],
+def test_the_best_peer_is_that_of_each_measure():
+    values = {
+        "shardrank": {measure.name: 0.0 if measure.better == "lower" else 9.0 for measure in MEASURES},
+        "FastAPI": {measure.name: 1.0 for measure in MEASURES},
+        "Triton": {measure.name: 2.0 for measure in MEASURES},
     }
-    figures = {
-        subject: [{throughput: each[0], p50: each[1]} for each in table[subject.title]] for subject in CONFIG.subjects
-    }
-    comparison = compare_peers(CONFIG, figures, ["shardrank: the client was late"])
-    assert [arm.name for arm in comparison.arms] == ["best peer", *table]
-    assert [measure.values[0] for measure in comparison.measures] == [(1000, 1000), (2.0, 2.0)]
-    ratios = [measure.ratios[1].value for measure in comparison.measures]
-    assert ratios == pytest.approx([12**0.5, 0.5])
-    assert (comparison.valid, comparison.invalid_because) == (False, ("shardrank: the client was late",))
+    best = best_of(["FastAPI", "Triton"], values)
+    assert (best["requests"], best["p50"], best["p50, one in flight"]) == (2, 1, 1)
 
 
 def test_a_missing_environment_is_named_with_what_to_do(environments: Path):
@@ -162,7 +144,6 @@ def test_a_missing_environment_is_named_with_what_to_do(environments: Path):
 
 
 def test_servers_import_nothing_of_shardrank_and_pin_packages():
-    assert tuple(PEERS) == PEER_NAMES
     for peer in PEERS.values():
         lines = peer.requirements.read_text().split()
         assert "torch==2.13.0" in lines

@@ -1,4 +1,4 @@
-"""Ids and numbers of candidates: against their definitions, and Meta's shares against the published ones."""
+"""Ids and numbers of candidates: against their definitions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from loader.errors import ConfigError
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
-    REUSE_AVERAGE_POOLING,
-    REUSE_BATCH_SAMPLES,
     CandidateCounts,
-    Reuse,
     RowScatter,
     Uniform,
     Zipf,
@@ -22,11 +19,8 @@ from loadtest.workloads.workload import (
 )
 
 DRAWS = 200_000
-# Percent of all lookups by how often their row is looked up in the batch: once, twice, 3-4, 5-8, ... 16385-32768, more.
-# Production ads models, 788 tables; they add up to 100.2.
-PUBLISHED_PERCENT = (2.7, 2.3, 4.0, 6.8, 10.5, 12.0, 9.9, 7.0, 5.9, 5.4, 4.0, 7.2, 6.4, 4.7, 2.1, 1.7, 7.6)
 MAX_ROWS = 2**32 - 1
-DISTRIBUTIONS = [Uniform(), Zipf(0.5), Zipf(1.0), Zipf(1.05), Zipf(3.0), Reuse()]
+DISTRIBUTIONS = [Uniform(), Zipf(0.5), Zipf(1.0), Zipf(1.05), Zipf(3.0)]
 
 
 def drawn(ids, num_rows: int, count: int = DRAWS, seed: int = 0) -> np.ndarray:
@@ -62,18 +56,6 @@ def test_uniform_ranks_are_all_as_likely():
     assert np.abs(found - 0.01).max() < 5 * np.sqrt(0.01 / DRAWS)
 
 
-@pytest.mark.parametrize("num_rows", [1_000_000, 40_000_000])
-def test_rows_are_reused_in_a_batch_as_published(num_rows):
-    ranks = drawn(Reuse(), num_rows, int(REUSE_BATCH_SAMPLES * REUSE_AVERAGE_POOLING))
-    counts = np.unique(ranks, return_counts=True)[1]
-    limits = [0, 1, *(2**power for power in range(1, 16)), np.inf]
-    found = np.histogram(counts, bins=np.array(limits) + 0.5, weights=counts)[0] / ranks.size
-    published = np.array(PUBLISHED_PERCENT) / sum(PUBLISHED_PERCENT)
-    # The hottest octaves are single rows of one table, so their shares come in steps.
-    assert np.abs(found - published)[:12].max() < 0.003
-    assert np.abs(found - published)[12:].max() < 0.006
-
-
 @pytest.mark.parametrize("ids", DISTRIBUTIONS, ids=lambda one: one.name)
 @given(num_rows=st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=50), seed=st.integers(0, 2**32 - 1))
 def test_ranks_are_below_the_rows_of_their_own_table(ids, num_rows, seed):
@@ -102,7 +84,7 @@ def test_the_most_popular_rows_lie_all_over_the_largest_table():
     assert np.diff(np.sort(rows)).min() > MAX_ROWS / 1000 / 3
 
 
-NAMES = {parse_ids: "uniform zipf:1.05 zipf:2 reuse", parse_candidates: "1 100 100-700:270 1-3:2"}
+NAMES = {parse_ids: "uniform zipf:1.05 zipf:2", parse_candidates: "1 100 100-700:270 1-3:2"}
 # The first one of each is empty.
 UNKNOWN = {
     parse_ids: " zipf zipf: zipf:0 zipf:-1 zipf:nan zipf:11 Uniform zipf:1e5",

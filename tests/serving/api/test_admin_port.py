@@ -13,9 +13,10 @@ import pytest
 
 from loader.registry.memory import MemoryRegistry
 from serving.api.http import running_admin
-from serving.dashboard.board import FleetSource
+from serving.config import ServeConfig
+from serving.dashboard.board import Board
 from serving.rank.service import RankingService
-from serving.server import ServerConfig, serve
+from serving.server import serve
 from shardrank_testing.serving_api import MODEL, running_api, served_service
 
 PATHS = {"/healthz": 200, "/readyz": 503, "/v2/health/live": 200, "/v2/health/ready": 503, "/metrics": 200}
@@ -55,8 +56,8 @@ async def test_a_process_has_it_from_before_it_loads_until_its_end(api_model):
         loading.set()
         await loaded.wait()
 
-    config = ServerConfig(http_port=0, grpc_port=0, admin_port=0, shutdown_delay_s=0)
-    page = partial(FleetSource, partial(MemoryRegistry, "alone"))
+    config = ServeConfig(http_port=0, grpc_port=0, admin_port=0, shutdown_delay_s=0)
+    page = partial(Board, partial(MemoryRegistry, "alone"))
     serving = asyncio.create_task(serve(service, config, load, on_listening=seen.append, page=page))
     await loading.wait()
     port = seen[0].admin_port

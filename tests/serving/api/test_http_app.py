@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from serving.api.documents import LOOKUP_EXAMPLE, RANK_EXAMPLE
 from serving.api.http import HttpApp
-from serving.api.openapi import LOOKUP_EXAMPLE, RANK_EXAMPLE
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.rank.service import RankingService
@@ -41,8 +41,7 @@ def test_the_openapi_page_describes_every_route():
         schema = post["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{body}", "examples": [example]}
         assert [one["name"] for one in post["parameters"]] == ["model"]
-        statuses = {*("200", "400", "404", "408", "413", "431", "500", "503", "504"), "default"}
-        assert set(post["responses"]) == statuses
+        assert set(post["responses"]) == {"200", "default"}
     for path, media_type in (("/v1/models", "application/json"), ("/healthz", "application/json")):
         assert "$ref" in document["paths"][path]["get"]["responses"]["200"]["content"][media_type]["schema"]
     assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
@@ -159,6 +158,7 @@ async def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
         await api.http.post(f"/v1/models/{MODEL}:rank", content=b"{")
         await api.http.post("/v1/models/made-up-by-a-client:rank", json=api_request(1))
         await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1, 2, 3], [4]]}})
+        await api.service.watch.refresh()
         answer = await api.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     text = answer.text

@@ -277,7 +277,7 @@ async def test_a_client_has_read_one_answer_and_not_the_next():
     connection, wire = served.connect()
     read: list[str] = []
     connection.data_received(post())
-    connection._exchange.when_taken(lambda: read.append("first"))
+    connection._exchange.once_sent(lambda: read.append("first"))
     await settled(lambda: served.calls)
 
     def write(data: bytes) -> None:
@@ -296,10 +296,10 @@ async def test_a_client_has_read_one_answer_and_not_the_next():
     await settled(lambda: connection._exchange)
     assert not wire.is_paused
     exchange = connection._exchange
-    exchange.when_taken(lambda: read.append("second"))
+    exchange.once_sent(lambda: read.append("second"))
     connection.connection_lost(None)
     assert read == ["first", "second"]
-    exchange.when_taken(lambda: read.append("late"))
+    exchange.once_sent(lambda: read.append("late"))
     assert read[2:] == ["late"]
 
 

@@ -12,8 +12,9 @@ import socket
 import httpx
 import pytest
 
+from serving.config import ServeConfig
 from serving.limits import RequestLimits
-from serving.server import ServerConfig, running_server
+from serving.server import running_server
 from shardrank_testing import http_wire
 from shardrank_testing.http_wire import CHUNKED, HttpPeer, http_peer, post
 from shardrank_testing.serving_api import MODEL, api_request, api_service, gated_api, served_api, until
@@ -269,9 +270,7 @@ async def assert_last_answer(peer: HttpPeer) -> None:
 async def test_a_server_that_stops_answers_and_ends_each_connection(api_model):
     """It takes requests for `shutdown_delay_s`, over connections old and new."""
     with api_service(api_model) as service:
-        server = running_server(
-            service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0.5, drain_timeout_s=5)
-        )
+        server = running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0.5), drain_timeout_s=5)
         listening = await server.__aenter__()
         at = ("127.0.0.1", listening.http_port)
         kept, fresh = [HttpPeer(*await asyncio.open_connection(*at)) for _ in range(2)]
@@ -295,7 +294,7 @@ async def test_a_server_that_stops_answers_and_ends_each_connection(api_model):
 
 async def test_what_was_sent_before_a_server_stops_is_answered(api_model):
     with api_service(api_model) as service:
-        config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0, drain_timeout_s=5)
+        config = ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
         async with running_server(service, config) as listening:
             connections = [socket.create_connection(("127.0.0.1", listening.http_port)) for _ in range(5)]
             for connection in connections:

@@ -24,17 +24,18 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from serving.api import listening
 from serving.api.documents import HIDDEN_PROBLEMS
 from serving.api.grpc import wire as frames
 from serving.api.tokens import Scope, TokenFile, new_token
 from serving.client import RetryPolicy
+from serving.config import ServeConfig
 from serving.errors import PermissionDeniedError, UnauthenticatedError
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService
-from serving.server import Listening, ServerConfig, serve
+from serving.server import Listening, serve
+from shard_node.wire import listening
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments
@@ -115,17 +116,17 @@ async def protected(
 ) -> AsyncIterator[Listening]:
     """A whole server, with its port for operators."""
     mine = TlsConfig(cert=papers.server.cert, key=papers.server.key, client_ca=papers.ca.cert if mutual else None)
-    config = ServerConfig(
+    config = ServeConfig(
         http_port=0,
         grpc_port=0,
         admin_port=0,
         shutdown_delay_s=0,
-        drain_timeout_s=5.0,
-        tls=mine if tls else None,
         tokens=papers.tokens if tokens else None,
     )
     ready: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(service, config, partial(asyncio.sleep, 0), ready.set_result))
+    serving = asyncio.create_task(
+        serve(service, config, partial(asyncio.sleep, 0), ready.set_result, mine if tls else None)
+    )
     try:
         await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
         yield ready.result()
@@ -243,7 +244,6 @@ RIGHTS = [
     ("describe", "GET", "/docs"),
     ("describe", "GET", "/openapi.json"),
     ("admin", "GET", "/metrics"),
-    ("admin", "POST", f"/v2/repository/models/{MODEL}/load"),
     ("admin", "GET", ADMIN),
 ]
 
@@ -288,21 +288,20 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
             list_services="*"
         ),
         "/inference.GRPCInferenceService/ModelReady": inference.ModelReadyRequest(name=MODEL),
-        "/inference.GRPCInferenceService/RepositoryModelLoad": inference.RepositoryModelLoadRequest(model_name=MODEL),
     }
     code, tokens = grpc.StatusCode, papers.token
     none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
-    fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
+    fine = (code.OK, "")
     async with (
         protected(service, papers, mutual=False, tokens=True) as listening,
         papers.channel(listening.grpc_port) as channel,
     ):
         for token, expected in [
-            (None, [none, none, none, none, none]),
-            ("shardrank_unknown", [none, none, none, none, none]),
-            (tokens["describe"], [narrow, fine, fine, fine, narrow]),
-            (tokens["rank"], [fine, fine, fine, fine, narrow]),
-            (tokens["admin"], [fine, fine, fine, fine, never]),
+            (None, [none, none, none, none]),
+            ("shardrank_unknown", [none, none, none, none]),
+            (tokens["describe"], [narrow, fine, fine, fine]),
+            (tokens["rank"], [fine, fine, fine, fine]),
+            (tokens["admin"], [fine, fine, fine, fine]),
         ]:
             options = {"metadata": token and (("authorization", f"Bearer {token}"),), "timeout": 20}
             sent = [(path, message.SerializeToString()) for path, message in calls.items()]
@@ -311,8 +310,8 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
         # Neither answered nor refused calls hold anything.
         await until(lambda: service.buffers.buffered == 0)
         assert refused(service) == {
-            ("grpc", "authorization", "unauthenticated"): 10,
-            ("grpc", "authorization", "permission_denied"): 3,
+            ("grpc", "authorization", "unauthenticated"): 8,
+            ("grpc", "authorization", "permission_denied"): 1,
         }
 
 

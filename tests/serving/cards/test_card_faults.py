@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from serving.cards.ranking import MAX_FAILED_CAPTURES
+from serving.config import ServeConfig
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
-from serving.server import ServerConfig, serve
+from serving.server import serve
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError, MemoryBudgetError
 from shardrank_testing.card_engines import OnCards, options_for
@@ -66,7 +67,7 @@ async def test_a_serving_process_ends_with_the_error_of_its_cards(api_model):
     async def load() -> None:
         pass
 
-    config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
+    config = ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
     serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set()))
     await ready.wait()
     cards.fault = FAULT

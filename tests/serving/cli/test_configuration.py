@@ -19,9 +19,9 @@ import pytest
 from serving.cli.fleet import coordinator, up
 from serving.cli.serve import serve, shard_node
 from serving.config import DEFAULT_PINNED_GB, DEFAULT_REPLICATE_BYTES, ServeConfig
+from serving.embedded import ModelSource
 from serving.fleet.config import FleetConfig
 from serving.settings import Settings, plain_type
-from serving.versions.loading import ModelSource
 from shard_node.cuda.card_set import CardOptions
 from shardrank_testing.command_line import blocks, parse_command_line, shardrank
 from shardrank_testing.configuration_page import PAGE, page_of
@@ -33,7 +33,7 @@ PAIR = {"tls_cert": "c", "tls_key": "k"}
 BASE = {"shard-node": {"shard": "0/2", "listen": ["h:1"]}, "coordinator": {}, "serve": {}, "up": {}}
 # What else the file has for a setting that goes with others.
 NEEDS: list[tuple[str, dict[str, Any]]] = [
-    ("node_id advertise stage_cpu_share stage_mb_per_s local max_staleness", FLEET),
+    ("node_id advertise stage_cpu_share local max_staleness", FLEET),
     ("max_memory_gb", FLEET | {"local": True}),
     ("registry", {"store": "m"}),
     ("store_cache store_cache_gb store_timeout_s", {"registry": "r", "store": "s3://bucket/m"}),

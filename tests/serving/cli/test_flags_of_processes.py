@@ -25,7 +25,7 @@ def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bu
     report = json.loads(shardrank("publish", api_model.path, *where, *registry, "--json").stdout)
     assert (report["folder"], report["copied"], report["is_new"]) == (f"{bucket.url}/{MODEL}/1", True, True)
     again = shardrank("publish", f"{bucket.url}/{MODEL}/1", *where[2:], *registry)
-    assert f"lies in {bucket.url}/{MODEL}/1" in again.output
+    assert f"folder {bucket.url}/{MODEL}/1, copied no" in again.output
     assert "may be served" in shardrank("verify", *where).output
     flags = ("--shutdown-delay-s", "0", "--dtype", "float32")
     request = api_request(1)
@@ -88,7 +88,7 @@ def test_a_fleet_serves_by_the_plan_in_the_snapshot_or_a_named_one(tmp_path: Pat
     flags = ("up", "--snapshot", str(model.path), "--shards", "2", "--cards", "2", "--dtype", "float32", *ANY_PORTS)
     for plan, more in ((file, ()), (other, ("--plan", str(tmp_path / "other.json")))):
         with running(*flags, *more) as program:
-            program.read_until(f"by plan {plan.digest[:12]} over 2 shards: ")
+            program.read_until(f"2 shards, plan {plan.digest[:12]}")
             answer = program.rank(MODEL, api_request(1)).json()
             np.testing.assert_allclose(answer["scores"], model.scores(api_request(1)), rtol=1e-4)
             assert program.stop() == 0

@@ -137,8 +137,8 @@ def test_no_secret_of_a_fleet_is_logged_or_told(store: Path, ca: Authority, tmp_
             for shown, status in ((token, 200), (f"{token}-wrong", 401)):
                 bearer, url = {"authorization": f"Bearer {shown}"}, f"{program.url}/v1/models/films:rank"
                 assert httpx.post(url, json=REQUEST, headers=bearer, timeout=30).status_code == status
-            counts = ("counts", "--shard", address, "--out", tmp_path / "counts", *node_flags(stranger, ca))
-            told = shardrank(*counts, code=1).output
+            named = ("--model", "films", "--version", 1, "--out", tmp_path / "counts")
+            told = shardrank("counts", "--shard", address, *named, *node_flags(stranger, ca), code=1).output
             node_program.read_until("refused a connection from 127.0.0.1: tls_certificate_role")
             wrong_url = redis.url.replace(password, f"{password}-wrong")
             told += shardrank("versions", "--registry", wrong_url, code=1).output

@@ -39,9 +39,10 @@ def test_publish_tells_what_it_did_and_versions_lists_it(kind: str, training: Pa
     with registry_of(kind, tmp_path) as url:
         where = ("--store", store, "--registry", url)
         first = shardrank("publish", training / "1", *where)
-        assert "small version 1 is published; 4.2 kB of rows\n" in first.output
-        assert f"copied to {store}/small/1, identity " in first.output
-        assert "was published before" in shardrank("publish", training / "1", *where).output
+        assert "model small, version 1, identity " in first.output
+        assert "rows_bytes 4.2 kB, published_at 20" in first.output
+        assert f"folder {store}/small/1, copied yes, is_new yes\n" in first.output
+        assert "is_new no" in shardrank("publish", training / "1", *where).output
         report = json.loads(shardrank("publish", training / "2", *where, "--json").stdout)
         assert (report["version"], report["copied"], report["is_new"], report["kept"]) == (2, True, True, None)
         assert report["folder"] == str(store / "small" / "2")
@@ -58,7 +59,7 @@ def test_retain_deletes_all_but_the_highest(training: Path, tmp_path: Path) -> N
     for version in (1, 2):
         shardrank("publish", training / str(version), "--store", store)
     result = shardrank("publish", training / "3", "--store", store, "--retain", 2)
-    assert result.output.endswith("kept: 2, 3; deleted: 1\n")
+    assert result.output.endswith("kept 2, 3, deleted 1\n")
     assert sorted(path.name for path in (store / "small").iterdir() if path.is_dir()) == ["2", "3"]
 
 
@@ -181,7 +182,7 @@ def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path, where: Where) ->
     with in_background(played_fleet(tmp_path, prepare=never_stage)):
         options = ("--canary", "5%", "--bake", "2m", "--bake-timeout", "3m", "--guard", "max_p99_ratio=1.5")
         result = shardrank("rollout", "start", MODEL, 2, *options, *where)
-        assert result.stdout.splitlines()[-1] == "see: shardrank rollout status films --watch"
+        assert result.stdout.splitlines()[-1] == "see: shardrank rollout status films"
         wait_until(lambda: "shard-0-1" in str(status(tmp_path)["waiting_for"]), "the others to stage")
         found = status(tmp_path)
         assert (found["state"], found["step"], found["live"]) == ("running", "stage_shards", 1)
@@ -231,20 +232,10 @@ def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: 
 def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path, where: Where) -> None:
     with in_background(played_fleet(tmp_path)), running("dashboard", *where, "--port", "0") as dashboard:
         url = dashboard.read_until(r"dashboard: (http://127.0.0.1:\d+/)")[1]
-        with httpx.Client(base_url=url) as client, client.stream("GET", "/status/events") as answer:
-            events = (line for line in answer.iter_lines() if line.startswith("data: "))
+        with httpx.Client(base_url=url) as client:
             found: list[str] = []
-            # The first ones may be of before it has looked.
+            # The first ones may be of before it has read.
             while "shard-1-1" not in found:
-                state = json.loads(next(events).removeprefix("data: "))
-                found = [one["node_id"] for one in state.get("nodes", ())]
+                found = [one["node_id"] for one in client.get("/status").json()["state"]["nodes"]]
             assert client.get("/status/access").json()["fixed"].endswith("started without --tokens")
             assert dashboard.stop(signal.SIGTERM) == 0
-
-
-def test_watch_writes_what_changes_into_a_pipe_until_ctrl_c(tmp_path: Path, where: Where) -> None:
-    with in_background(played_fleet(tmp_path)), running("rollout", "status", "--watch", *where) as watching:
-        watching.read_until("version 1 is live; there was no rollout yet")
-        shardrank("rollout", "start", MODEL, 2, *where)
-        watching.read_until(r"films: version 2 is live; rollout of 2 in place of 1 \(beside\): done")
-        assert watching.stop(signal.SIGINT) == 0

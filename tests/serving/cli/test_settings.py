@@ -17,17 +17,9 @@ from serving.shard_server import serve_shard
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import ShardNode
-from shardrank_testing.command_line import ANY_PORTS, parse_command_line, shardrank
+from shardrank_testing.command_line import shardrank
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.serving_api import MODEL, ApiModel
-
-
-def test_limits_of_addresses_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    config = ServeConfig(limits={"penalty_s": 3, "max_candidates": 20})
-    assert config.limits == {"max_candidates": 20}
-    assert "penalty_s: ignored" in caplog.text
-    assert parse_command_line(["serve", "--store", "m", "--trusted-proxy", "10.0.0.0/8"])["store"] == Path("m")
-    assert "--trusted-proxy: ignored" in caplog.text
 
 
 def test_a_config_has_the_options_that_are_its_fields() -> None:
@@ -77,8 +69,8 @@ def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
 ) -> None:
     monkeypatch.delitem(sys.modules, "shard_node.cuda.cupy_cards", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    for command in (("serve", "--snapshot", api_model.path), ("demo", "--once", "--local", *ANY_PORTS)):
-        assert "pip install 'shardrank[cuda]'" in shardrank(*command, "--device", "cuda", code=1).output
+    result = shardrank("serve", "--snapshot", api_model.path, "--device", "cuda", code=1)
+    assert "pip install 'shardrank[cuda]'" in result.output
     assert open_card_set(ServeConfig(snapshot=Path("x"))) is None
 
 

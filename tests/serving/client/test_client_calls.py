@@ -10,11 +10,11 @@ import pytest
 
 from loader.errors import DeadlineExceededError, OverloadedError
 from serving.client import Ragged, RetryPolicy
+from serving.embedded import ModelSource, load_served_model
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
 from serving.observe.traces import Tracer
 from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments, reordered_spec
 from shardrank_testing.otlp_receiver import KeptSpans
 from shardrank_testing.serving_api import (

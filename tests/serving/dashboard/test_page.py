@@ -14,22 +14,19 @@ import httpx
 import numpy as np
 import pytest
 
-from loader.errors import OverloadedError, RegistryUnavailableError
+from loader.errors import RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionReport, VersionStats, delta_stream
 from loader.registry.memory import MemoryRegistry
-from loader.rollout.guards import percentile_ms
 from loader.rollout.requests import start_rollout
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board, FleetSource
-from serving.dashboard.history import QUANTILES, History, percentiles_ms
+from serving.dashboard.board import Board, History
 from serving.rank.service import RankingService
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
-from shardrank_testing.errors import raises_kind
 from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, api_service, ask, run
@@ -98,32 +95,22 @@ class Played:
     def __init__(self, folder: Path) -> None:
         self.clock = Clock()
         self.fleet = PlayedFleet(DirectoryRegistry(folder, clock=self.clock), self.clock, CONFIG)
-        self.source = FleetSource(lambda: DirectoryRegistry(folder, clock=self.clock))
-        self.board = Board(self.source, self.clock)
+        self.board = Board(lambda: DirectoryRegistry(folder, clock=self.clock), clock=self.clock)
 
     async def state(self) -> dict[str, Any]:
         """What a page that is opened now is told."""
         await self.board.update()
-        watcher = await self.board.watch()
-        told = watcher.messages()
-        messages = [(await anext(told)).decode() for _ in range(3)]
-        self.board.leave(watcher)
-        assert [one.split("\n")[0] for one in messages] == ["event: history", "event: read", "event: state"]
-        read, state = (json.loads(one.split("data: ")[1]) for one in messages[1:])
-        return {**read, **state}
+        told = json.loads(await self.board.document(""))
+        return {**told, **told.pop("state")}
 
 
 def on_played(folder: Path, scenario: Callable[[Played], Awaitable[None]]) -> None:
     async def main() -> None:
         played = Played(folder)
         await scenario(played)
-        await played.source.close()
+        await played.board.fleet.registry.close()
 
     run(main())
-
-
-def texts(state: dict[str, Any]) -> list[str]:
-    return [f"{one['node'] or one['model']} {one['text']}" for one in state["events"]]
 
 
 def node_of(state: dict[str, Any], node_id: str) -> dict[str, Any]:
@@ -155,7 +142,7 @@ def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
         assert seen[-1] == ("retire_shards", NEW, OLD, "")
         state = await played.state()
         assert state["models"][0]["rollout"]["guards"] is None
-        assert f"{MODEL} version {NEW} is to be live, after version {OLD}" in texts(state)
+        assert "flip" in {one["step"] for one in state["models"][0]["rollout"]["events"]}
         version = next(one for one in state["models"][0]["versions"] if one["version"] == NEW)
         assert (version["role"], version["shards"], version["replicas"]) == ("live", 2, 4)
         assert (version["serving"], version["answering"]) == (2, 2)
@@ -182,15 +169,12 @@ def test_nodes_that_come_and_go_and_rows_that_lag_are_told(tmp_path):
         await fleet.round(2.0)
         await fleet.round(2.0)
         state = await played.state()
-        assert node_of(state, "shard-1-0")["state"] == "gone"
-        assert node_of(state, "shard-1-0")["gone_at"] == fleet.clock.now
+        assert all(one["node_id"] != "shard-1-0" for one in state["nodes"])
         assert node_of(state, "serve-0")["state"] == "ending"
-        assert "shard-1-0 is gone: its lease ran out" in texts(state)
         fleet.node("shard-1-0").restart()
         await fleet.round()
         state = await played.state()
         assert node_of(state, "shard-1-0")["state"] == "up"
-        assert any("shard-1-0 joined at" in one for one in texts(state))
 
     on_played(tmp_path, scenario)
 
@@ -205,35 +189,24 @@ def test_what_is_known_stays_while_the_registry_does_not_answer(tmp_path, monkey
             raise RegistryUnavailableError("registry x: gone")
 
         with monkeypatch.context() as patched:
-            patched.setattr(played.source, "read", fails)
+            patched.setattr(played.board.fleet, "nodes", fails)
             state = await played.state()
         assert (state["problem"], state["read_at"]) == ("registry x: gone", before["read_at"])
         assert state["nodes"] == before["nodes"]
-        state = await played.state()
-        assert [one["text"] for one in state["events"] if one["kind"] == "registry"] == [
-            "the registry answers again",
-            "registry x: gone",
-        ]
+        assert (await played.state())["problem"] == ""
 
     on_played(tmp_path, scenario)
 
 
-def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
+def test_the_history_comes_with_each_new_slot(tmp_path):
     async def scenario(played: Played) -> None:
         await played.fleet.begin(1, 1, 1)
-        watchers = [await played.board.watch() for _ in range(MAX_WATCHERS)]
-        with pytest.raises(OverloadedError, match=f"{MAX_WATCHERS} pages are open already"):
-            await played.board.watch()
-        taking = watchers[0].messages()
-        for _ in range(MAX_WAITING + 1):
-            await played.board.update()
-            await anext(taking)
-        assert [one.is_closed for one in watchers] == [False] + [True] * (MAX_WATCHERS - 1)
-        await played.board.watch()
-        played.board.close()
-        assert [one async for one in taking] == []
-        with raises_kind("shutting_down"):
-            await played.board.watch()
+        await played.board.update()
+        before = json.loads(await played.board.document(""))["history"]["slot"]
+        assert json.loads(await played.board.document(str(before)))["history"] is None
+        played.clock.now += played.board.history.slot_s
+        await played.board.update()
+        assert json.loads(await played.board.document(str(before)))["history"]["slot"] == before + 1
 
     on_played(tmp_path, scenario)
 
@@ -249,21 +222,6 @@ async def page_of(
         yield client
 
 
-async def events(client: httpx.AsyncClient, count: int) -> list[tuple[str, Any]]:
-    """The first events of the stream."""
-    found: list[tuple[str, Any]] = []
-    async with client.stream("GET", "/status/events") as answer:
-        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-        async for line in answer.aiter_lines():
-            if line.startswith("event: "):
-                name = line.removeprefix("event: ")
-            elif line:
-                found.append((name, json.loads(line.removeprefix("data: "))))
-                if len(found) == count:
-                    break
-    return found
-
-
 async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
     token, entry = new_token("ops", "admin")
     narrow, other = new_token("shop", "describe")
@@ -271,7 +229,7 @@ async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
         add_token(tmp_path / "tokens.json", one)
     played = Played(tmp_path / "registry")
     await played.fleet.begin(1, 1, 1)
-    source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
+    source = partial(Board, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
     async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
         for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
             answer = await client.get(path)
@@ -283,11 +241,12 @@ async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
         assert (await client.get("/status/access")).json() == {"needs_token": True, "fixed": ""}
         asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False, "live": OLD}
         for headers, status in (({}, 401), ({"authorization": f"Bearer {narrow}"}, 403)):
-            assert (await client.get("/status/events", headers=headers)).status_code == status
+            assert (await client.get("/status", headers=headers)).status_code == status
             answer = await client.post("/status/rollback", headers=headers, json=asked)
             assert answer.status_code == status
         client.headers["authorization"] = f"Bearer {token}"
-        assert [name for name, _ in await events(client, 3)] == ["history", "read", "state"]
+        shown = (await client.get("/status")).json()
+        assert shown.keys() == {"read_at", "problem", "source", "state", "history"}
         for body, status in (({"model": MODEL}, 400), ({**asked, "more": 1}, 400), (asked, 409)):
             assert (await client.post("/status/rollback", json=body)).status_code == status
         assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
@@ -304,7 +263,7 @@ async def test_a_rollback_is_refused_if_what_was_seen_changed(tmp_path, change):
     await fleet.begin(1, 1, 1)
     await start_rollout(fleet.fleet, MODEL, NEW, clock=fleet.clock, rollout_id="a" * 32)
     await fleet.ends("done", NEW)
-    source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
+    source = partial(Board, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
     async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
         seen = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False, "live": NEW, **change}
         headers = {"authorization": f"Bearer {token}"}
@@ -323,7 +282,7 @@ async def test_a_rollback_is_refused_if_what_was_seen_changed(tmp_path, change):
 async def test_a_loopback_page_refuses_another_host(api_model, host, status):
     """A name of elsewhere that resolves to this machine (DNS rebinding) reads nothing."""
     with api_service(api_model) as service:
-        source = partial(FleetSource, partial(MemoryRegistry, "memory"))
+        source = partial(Board, partial(MemoryRegistry, "memory"))
         async with page_of(source, service=service) as client:
             for path in ("/", "/status/access", "/metrics"):
                 answer = await client.get(path, headers={"host": host.format(client.base_url.port)})
@@ -342,13 +301,14 @@ async def test_a_process_alone_tells_itself_and_its_shards(api_model, folder):
     async with serving_alone(service, api_model.path, [[address]]) as member:
         await ask(service, api_request(1))
         await service.watch.refresh()
-        source = partial(FleetSource, lambda: member.fleet.registry, fixed="it is alone")
+        source = partial(Board, lambda: member.fleet.registry, fixed="it is alone")
         async with page_of(source, service=service) as client:
             told = (await client.get("/status/access")).json()
             assert (told["needs_token"], told["fixed"]) == (False, "it is alone")
             assert (await client.post("/status/rollback", json={})).status_code == 403
             while True:
-                (_, history), _, (_, state) = await events(client, 3)
+                shown = (await client.get("/status")).json()
+                history, state = shown["history"], shown["state"]
                 reports = [node["versions"][0] for node in state["nodes"] if node["versions"]]
                 if len(reports) == 2 and reports[0]["memory_tiers"]:
                     break
@@ -388,12 +348,12 @@ def requests(history: History, version: int = 1) -> list[int | None]:
 def test_each_slot_has_what_was_counted_in_it():
     history = History(num_slots=4)
     for second, count in enumerate(range(100, 122)):
-        closed = history.observe([node({1: count}, hits=count)], 1000.0 + second)
-        assert closed == (second in (5, 10, 15, 20))
+        history.observe([node({1: count}, hits=count)], 1000.0 + second)
+        assert history.last_slot == 199 + second // 5
     # The first slot was seen from its beginning, but what was counted before is not of it; the last is not full.
     assert requests(history) == [5, 5, 5]
-    told = history.document(last_only=True)
-    assert (told["slot"], told["slot_s"], told["tracks"][0]["requests"]) == (203, SLOT_S, [5])
+    told = history.document()
+    assert (told["slot"], told["slot_s"]) == (history.last_slot, SLOT_S) == (203, 5.0)
     recent = history.recent("films", 1)
     assert recent is not None
     assert (recent["requests_per_s"], recent["hit_rate"]) == (1.0, 0.5)
@@ -409,13 +369,3 @@ def test_a_process_that_starts_anew_and_one_that_comes_count_from_nothing():
     history.observe([node({1: 3}, process=2), node({1: 4}, name="serve-1")], 8.0)
     history.observe([], 11.0)
     assert requests(history)[-1] == 10 + 7 + 3 + 4
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_percentiles_are_those_of_the_guards(seed):
-    random = np.random.default_rng(seed)
-    counts = random.poisson(0.4, (20, len(LATENCY_BOUNDS_MS) + 1)).astype(np.int64)
-    counts[0] = 0
-    counts[1, :-1] = 0
-    for quantile, found in zip(QUANTILES, percentiles_ms(counts), strict=True):
-        assert found == [percentile_ms(row, quantile) for row in counts.tolist()]

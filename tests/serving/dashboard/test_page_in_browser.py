@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from loader.rollout.plan import read_rollout
 from loader.rollout.requests import start_rollout
 from serving.api.http import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard.board import FleetSource
+from serving.dashboard.board import Board
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
 from shardrank_testing.background import in_background
 from shardrank_testing.browser import chromium_path
@@ -98,7 +97,7 @@ async def showing(folder: Any, versions: Any) -> AsyncIterator[Shown]:
 
         tasks = [asyncio.create_task(Coordinator(fleet.fleet, "ops", time.time, asyncio.sleep, config).run())]
         tasks.append(asyncio.create_task(load()))
-        page = partial(FleetSource, partial(open_registry, fleet.fleet.registry.url))
+        page = partial(Board, partial(open_registry, fleet.fleet.registry.url))
         tokens = Tokens(shown.tokens)
         async with running_admin(service, "127.0.0.1", 0, tokens=tokens, page=page) as port:
             shown.url = f"http://127.0.0.1:{port}/"
@@ -174,7 +173,7 @@ def test_it_shows_a_rollout_from_its_start_to_the_flip(shown, page):
     is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: done")
     assert {"canary", "canary, 50%"} <= set(page.evaluate("[...steps]"))
     assert page.locator(".steps li.done").count() == page.locator(".steps li").count() > 5
-    is_shown(page, "#events tr", f"version {new} is to be live, after version {old}")
+    is_shown(page, "#events tr", f"version {new}: ")
     row = page.locator("#serving tbody tr").filter(has_text="✓ live")
     expect(row).to_contain_text(f"{MODEL} {new}")
     # The slots of 5 s begin to fill: lines of requests and latencies.
@@ -186,14 +185,8 @@ def test_a_node_that_dies_is_shown_within_5_s(shown, page):
     expect(row.first).to_contain_text("ready")
     died = time.time()
     shown.run(shown.fleet.nodes["shard-1-1"].die)
-    expect(row.first).to_contain_text("gone since")
-    text = row.first.inner_text()
-    told = text[text.index("gone since ") :].split()[2]
-    day = datetime.fromtimestamp(died, UTC).date()
-    noticed = datetime.fromisoformat(f"{day}T{told}+00:00").timestamp()
-    # It is told in whole seconds, rounded down; and midnight may have passed.
-    assert (noticed + 1 - died) % 86_400 <= 6
-    is_shown(page, "#events tr", "is gone: its lease ran out")
+    expect(row).to_have_count(0)
+    assert time.time() - died <= 6
     shown.run(shown.fleet.start_node, 1, 1)
     expect(row.first).to_contain_text("ready")
 
@@ -246,7 +239,6 @@ def test_what_nodes_say_is_text_and_never_markup(shown, page):
     bad = NodeRecord(node_id="bad", kind="shard", process_id=1, address=MARKUP, shard_index=0, versions=(report,))
     shown.run(shown.fleet.fleet.announce_node, bad, 60)
     is_shown(page, "#shards tr", MARKUP)
-    is_shown(page, "#events tr", f"joined at {MARKUP}")
     assert page.locator("main img, main b").count() == 0
     assert page.title() == "shardrank"
     shown.run(shown.fleet.fleet.withdraw_node, "bad")

@@ -16,7 +16,7 @@ from serving.errors import FleetError
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import socket_path
 from serving.fleet.process import PARENT_PID_VARIABLE
-from serving.fleet.ray_fleet import HOST, RayConfig, check_hosts, connected, groups_of, missing_of, shards_of
+from serving.fleet.ray_fleet import HOST, check_hosts, connected, groups_of, missing_of, shards_of
 from serving.fleet.workers import connectable_host, shared_port
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES
 
@@ -26,7 +26,7 @@ CONFIG = FleetConfig.model_validate({"store": Path("/models"), "models": ("films
 
 
 def test_each_shard_has_a_group_whose_nodes_claim_cards_and_memory() -> None:
-    groups = groups_of(CONFIG, RayConfig(cpus=2, gpus=4, memory_bytes=10**9))
+    groups = groups_of(CONFIG.model_copy(update={"cpus": 2.0, "device": "cuda", "cards": 4, "max_memory_gb": 1.0}))
     assert list(groups) == ["coordinator", "shard-0-of-2", "shard-1-of-2", "serve"]
     assert [[one.name for one in processes] for processes in list(groups.values())[2:]] == [
         ["shard-1-of-2-0", "shard-1-of-2-1", "shard-1-of-2-2"],
@@ -41,7 +41,7 @@ def test_each_shard_has_a_group_whose_nodes_claim_cards_and_memory() -> None:
 
 
 def test_fewer_hosts_than_a_group_needs_are_refused_by_what_they_lack() -> None:
-    groups = groups_of(CONFIG, RayConfig(gpus=1))
+    groups = groups_of(CONFIG.model_copy(update={"device": "cuda"}))
     hosts = [{"CPU": 8.0, "GPU": 1.0}] * 3
     check_hosts(groups, hosts)
     with pytest.raises(
@@ -51,7 +51,7 @@ def test_fewer_hosts_than_a_group_needs_are_refused_by_what_they_lack() -> None:
 
 
 def test_of_a_running_fleet_only_whole_groups_are_missing() -> None:
-    groups = groups_of(CONFIG, RayConfig())
+    groups = groups_of(CONFIG)
     running = [one.name for group, processes in groups.items() for one in processes if group != "shard-1-of-2"]
     assert list(missing_of(groups, [*running, "shard-0-of-8-0"])) == ["shard-1-of-2"]
     with pytest.raises(FleetError, match=r"serve runs as \['serve-0'\], asked for is \['serve-0', 'serve-1'\]"):
@@ -64,7 +64,7 @@ def test_names_tell_of_how_many_shards_a_node_holds_one() -> None:
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(FleetError, match=r"pip install 'shardrank\[ray\]'"), connected(RayConfig(), "r"):
+    with pytest.raises(FleetError, match=r"pip install 'shardrank\[ray\]'"), connected(None, "r"):
         pass
 
 
@@ -73,7 +73,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_an_address_at_which_no_cluster_answers_is_refused_at_once(address: str, why: str) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'shardrank[ray]'")
-    with pytest.raises(FleetError, match=why), connected(RayConfig(address=address), "r"):
+    with pytest.raises(FleetError, match=why), connected(address, "r"):
         pass
 
 

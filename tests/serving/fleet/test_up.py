@@ -89,7 +89,7 @@ def wait_for_end(pid: int) -> None:
 def test_every_process_is_ready_before_the_ports_are_printed(fleet: Program) -> None:
     for name in ("coordinator", "shard-0-0", "shard-1-0", "serve-0", "serve-1"):
         assert f"{name} is ready\n" in fleet.output
-    assert re.search(r"^on every shard: none; split over 2 shards: .*films", fleet.output, re.MULTILINE)
+    assert re.search(r"^films version \d+: 2 shards, plan [0-9a-f]{12}$", fleet.output, re.MULTILINE)
     assert "films: version 1 is live, the store's latest is 3;" in fleet.output
     answers = [rank(fleet) for _ in range(8)]
     assert {answer.status_code for answer in answers} == {200}
@@ -245,7 +245,7 @@ def test_a_version_that_misses_its_golden_scores_is_not_served(other_store: Path
     assert Path(log.removeprefix("its log: ")).is_file()
 
 
-@pytest.mark.parametrize("command", ["serve", "up", "demo --once", "demo --once --local"])
+@pytest.mark.parametrize("command", ["serve", "up", "demo --once"])
 def test_a_port_that_another_server_has_is_refused_not_shared(other_store: Path, command: str) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -31,7 +31,6 @@ from serving.limits import RequestLimits
 from serving.observe.recording import (
     FILES,
     Recorded,
-    RecordingConfig,
     RequestRecorder,
     last_requests,
     read_file,
@@ -49,7 +48,7 @@ SECRETS = ("tok-7f31c9", "user-key-b02d", "req-5a11ee", "traced-91aa")
 
 def recorder(folder: Path, **options: Any) -> RequestRecorder:
     config = {"folder": folder, "share": 1.0, **options}
-    return RequestRecorder(RecordingConfig(**config), clock=lambda: 100.0, wall_clock=lambda: 1_000_000.0)
+    return RequestRecorder(**config, clock=lambda: 100.0, wall_clock=lambda: 1_000_000.0)
 
 
 def read_folder(folder: Path) -> list[Recorded]:
@@ -136,7 +135,7 @@ def test_requests_of_every_api_are_recorded_without_headers_and_keys(api_model: 
             return found
 
     with service_of(api_model) as service:
-        own = RequestRecorder(RecordingConfig(folder=tmp_path, share=1.0), service.metrics.recorded)
+        own = RequestRecorder(tmp_path, 1.0, on_counted=service.metrics.recorded)
         service.on_ranked += (own.offer,)
         scores = run(ask_all(service))
         own.close()
@@ -177,8 +176,7 @@ def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: p
     counted = []
 
     def offer(name: str, request: RankRequest, **limits: int) -> None:
-        config = RecordingConfig(folder=tmp_path / name, share=1.0, **limits)
-        own = RequestRecorder(config, lambda *event: counted.append(event))
+        own = RequestRecorder(tmp_path / name, 1.0, on_counted=lambda *event: counted.append(event), **limits)
         own.offer(SCHEMA, request, answer_of(request), 0.0)
         own.close()
         assert read_folder(tmp_path / name) == []
@@ -295,8 +293,10 @@ def test_a_folder_is_recorded_into_by_one_process(tmp_path: Path) -> None:
 
 def test_a_failing_disk_is_reported_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     outcomes, times, draws, folder = SimpleQueue[str](), [0.0], [0.5], tmp_path / "r"
-    config, request = RecordingConfig(folder=folder, share=0.5), parse_json(SCHEMA, api_request(0))
-    own = RequestRecorder(config, lambda outcome, *_: outcomes.put(outcome), lambda: draws[0], lambda: times[0])
+    request = parse_json(SCHEMA, api_request(0))
+    own = RequestRecorder(
+        folder, 0.5, on_counted=lambda outcome, *_: outcomes.put(outcome), draw=lambda: draws[0], clock=lambda: times[0]
+    )
     own.offer(SCHEMA, request, answer_of(request), 0.0)  # not drawn
     shutil.rmtree(folder)
     draws[0] = 0.4

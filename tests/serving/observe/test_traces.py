@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from loader.errors import OverloadedError
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
+from serving.embedded import ModelSource, load_served_model
 from serving.errors import InvalidRequestError
 from serving.observe.calls import BatchTimes, Call
 from serving.observe.traces import Parent, Tracer, batch_spans, call_span, read_parent, traced_batch
 from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.otlp import OtlpSink
 from shard_node.tracing import TRACED_LOOKUP, SpanContext, TraceConfig
 from shard_node.wire.address import Address

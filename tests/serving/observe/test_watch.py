@@ -16,9 +16,9 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.shard_client import ShardClient
 from serving.api.node_port import running_node_port
+from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.errors import GenerationNotFoundError

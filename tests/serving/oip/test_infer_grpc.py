@@ -56,12 +56,8 @@ async def test_errors_have_the_status_and_the_kind_of_the_other_apis(api_model, 
     for message, status, kind in cases:
         with refused_call(status, kind):
             await stub_of(api).ModelInfer(message)
-    for load in (
-        stub_of(api).RepositoryModelLoad(messages.RepositoryModelLoadRequest(model_name=MODEL)),
-        stub_of(api).RepositoryModelUnload(messages.RepositoryModelUnloadRequest(model_name=MODEL)),
-    ):
-        with refused_call(grpc.StatusCode.FAILED_PRECONDITION, says="rollouts"):
-            await load
+    with refused_call(grpc.StatusCode.UNIMPLEMENTED, "no_such_route"):
+        await stub_of(api).RepositoryModelLoad(messages.RepositoryModelLoadRequest(model_name=MODEL))
 
 
 async def test_metadata_configuration_index_and_statistics(api_model):

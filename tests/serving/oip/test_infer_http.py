@@ -143,8 +143,7 @@ async def test_errors_are_texts_with_a_status_and_a_kind(api_model, api):
         ],
         (get("/v2/nothing"), 404, "no_such_route", "/v2/nothing"),
         (get(INFER), 405, "method_not_allowed", "GET"),
-        (post(f"/v2/repository/models/{MODEL}/load"), 400, "repository_control", "rollouts"),
-        (post(f"/v2/repository/models/{MODEL}/unload"), 400, "repository_control", "rollouts"),
+        (post(f"/v2/repository/models/{MODEL}/load"), 404, "no_such_route", "no such path"),
         (post("/v2/repository/index", content=b"["), 400, "malformed", "ready"),
         (post("/v2/repository/index", content=b'{"a":' + b"[" * 2000), 400, "malformed", "ready"),
     ]
@@ -191,7 +190,7 @@ async def test_health_metadata_and_index(api_model):
 
 
 async def test_a_staged_version_and_a_draining_one_are_in_the_index(api_model, tmp_path):
-    from serving.versions.loading import ModelSource, load_served_model
+    from serving.embedded import ModelSource, load_served_model
 
     second = write_api_model(tmp_path, version=2, seed=1)
 

@@ -16,13 +16,13 @@ import pytest
 from loader.errors import OverloadedError, UnavailableError
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
+from serving.embedded import ModelSource, load_served_model
 from serving.errors import InternalError
 from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.answer import Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode

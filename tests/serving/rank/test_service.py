@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from loader.errors import DeadlineExceededError
+from serving.embedded import ModelSource, load_served_model
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.rank.service import RankingService, answer
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.serving_api import (
     MODEL,

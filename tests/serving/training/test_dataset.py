@@ -15,7 +15,7 @@ from serving.training.dataset import (
     LabelledRequests,
     TrainingError,
     evaluation_requests,
-    films_spec,
+    films_description,
     read_movielens,
     training_requests,
 )
@@ -48,7 +48,7 @@ def test_the_split_is_80_to_20_and_the_same_for_the_same_seed() -> None:
 
 
 def test_a_training_history_holds_no_film_of_its_own_fold() -> None:
-    labelled = training_requests(DATASET, films_spec(DATA))
+    labelled = training_requests(DATASET, films_description(DATA).compiled())
     assert sorted(labelled.samples) == sorted(DATASET.train)
     for history, samples in zip(histories_of(labelled), samples_of(labelled), strict=True):
         user, fold = {*DATA.user_index[samples]}, {*DATASET.fold[samples]}
@@ -64,7 +64,7 @@ def test_a_training_history_holds_no_film_of_its_own_fold() -> None:
 
 
 def test_an_evaluation_history_is_of_training_latest_first() -> None:
-    labelled = evaluation_requests(DATASET, films_spec(DATA))
+    labelled = evaluation_requests(DATASET, films_description(DATA).compiled())
     assert sorted(labelled.samples) == sorted(DATASET.test)
     np.testing.assert_array_equal(labelled.labels, DATASET.labels[labelled.samples])
     for history, samples in zip(histories_of(labelled), samples_of(labelled), strict=True):
@@ -83,7 +83,7 @@ def test_a_samples_own_label_changes_nothing_that_it_is_told() -> None:
     ratings[sample] = 1 if ratings[sample] >= 4 else 5
     flipped_data = dataclasses.replace(DATA, ratings=ratings)
     flipped = dataclasses.replace(DATASET, interactions=flipped_data, labels=(ratings >= 4).astype(np.float32))
-    spec = films_spec(DATA, options)
+    spec = films_description(DATA, options).compiled()
     told = []
     for dataset in (DATASET, flipped):
         labelled = training_requests(dataset, spec)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from loader.snapshot.reader import Snapshot
+from serving.embedded import ModelSource, load_served_model
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.training.dataset import FilmsDataset, FilmsOptions, films_description
 from serving.training.trainer import GOLDEN_TOLERANCES, Pruning, export_trained, train_described
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.movielens import small_interactions
 
 DATASET = FilmsDataset.split(small_interactions(), seed=0)

@@ -16,7 +16,7 @@ from serving.training.dataset import (
     FilmsOptions,
     TrainingError,
     evaluation_requests,
-    films_spec,
+    films_description,
     generate_interactions,
 )
 from serving.training.network import TrainedModel, float32_scores
@@ -34,13 +34,13 @@ DATASET = FilmsDataset.split(small_interactions(), seed=0)
 
 @pytest.fixture(scope="module")
 def trained() -> TrainedModel:
-    return train(DATASET, films_spec(DATASET.interactions, FilmsOptions(profile=True)), epochs=2)
+    return train(DATASET, films_description(DATASET.interactions, FilmsOptions(profile=True)).compiled(), epochs=2)
 
 
 def test_planted_tastes_are_found() -> None:
     data = generate_interactions(9000, num_users=250, num_films=150, seed=5)
     dataset = FilmsDataset.split(data, seed=0)
-    spec = films_spec(data)
+    spec = films_description(data).compiled()
     labelled = evaluation_requests(dataset, spec)
     model = train(dataset, spec, epochs=8)
     baseline = film_mean_scores(dataset, labelled.samples)

@@ -16,12 +16,11 @@ import torch
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from serving.embedded import Ranker
+from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FleetMember
 from serving.versions.loaded_version import LoadedVersion
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.errors import raises_kind

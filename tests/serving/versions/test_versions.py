@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from loader.errors import ConfigError, DeadlineExceededError, RolloutError
 from loader.registry.fleet import LATENCY_BOUNDS_MS
-from serving.embedded import Ranker
+from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.errors import InvalidRequestError
 from serving.observe.calls import Call
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion
-from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.version_choice import CanaryChoice, key_hash
 from shard_node.errors import GenerationNotFoundError, NodeUnavailableError
 from shardrank_testing.errors import raises_kind

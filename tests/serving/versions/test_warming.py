@@ -12,12 +12,12 @@ import pytest
 
 from serving.cli import settings
 from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.fleet.workers import worker_config
 from serving.formats.requests import RankResponse
-from serving.observe.recording import RecordingConfig, RequestRecorder
+from serving.observe.recording import RequestRecorder
 from serving.rank.service import RankingService
 from serving.versions import warming
-from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.warming import Warming
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request
@@ -29,7 +29,7 @@ SIZES = (3, 4, 5, 40, 6, 7, 8, 9, 10, 11)
 def recorded(api_model: ApiModel, api_service: RankingService, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten requests; the last one has an id without a row."""
     folder = tmp_path_factory.mktemp("recorded")
-    recorder = RequestRecorder(RecordingConfig(folder=folder, share=1.0))
+    recorder = RequestRecorder(folder, 1.0)
     with api_service.lease(MODEL) as lease:
         schema = lease.payload.schema
     for seed, count in enumerate(SIZES):

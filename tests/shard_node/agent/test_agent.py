@@ -14,7 +14,7 @@ from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel, rollo
 from shard_node.agent.agent import AgentConfig, Remembered
 from shard_node.agent.version_loading import StagingConfig
 from shard_node.errors import MemoryBudgetError
-from shardrank_testing.agents import PROMPT, HandClock, ScriptedActions, agent_on, running_node
+from shardrank_testing.agents import PROMPT, HandClock, agent_on, running_node
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.registries import redis_server
 from shardrank_testing.rollout_fleet import published
@@ -162,28 +162,6 @@ async def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(under):
     under.actions.faults["films", 4] = [MemoryBudgetError("no room")]
     await under.want("films", hold=(4,))
     await under.announced("films", 4, "refused")
-
-
-ONE_AT_A_TIME = AgentConfig(staging=StagingConfig(jitter_s=0.0, fleet_limit=1))
-
-
-@pytest.mark.parametrize("under", [ONE_AT_A_TIME], indirect=True)
-async def test_no_more_processes_stage_than_the_fleet_allows(under, tmp_path):
-    other_actions = ScriptedActions(node_id="shard-0-b")
-    async with agent_on(str(tmp_path / "registry"), other_actions, ONE_AT_A_TIME) as other:
-        gate = under.actions.gates["films", 1] = asyncio.Event()
-        await under.want("films", hold=(1,))
-        await under.until(lambda: bool(under.actions.begun))
-        await other.pass_time(1.0)
-        while (await other.report("films", 1)).reason == "":
-            await other.pass_time(0.1)
-        assert other_actions.begun == []
-        report = await other.report("films", 1)
-        assert report.state == "waiting"
-        assert report.reason == "UnavailableError: 1 stagings run in the fleet, which is its limit"
-        gate.set()
-        await under.until(lambda: ("films", 1) in under.actions.ready)
-        await other.pass_time_until(lambda: ("films", 1) in other_actions.ready)
 
 
 async def test_a_pointer_that_can_not_be_set_stops_no_other_model(under):

@@ -352,7 +352,7 @@ async def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
         state[name][rows] = values
     for name, pruned in publisher.pruned_updates.items():
         # What the row that stands for pruned ones was made of.
-        state[name][pruned.rows] = deltas.all_divisions(2).given[name][pruned.rows]
+        state[name][pruned.keys] = deltas.all_divisions(2).given[name][pruned.keys]
     tables = place.tables(snapshot)
     follower = deltas.follow(registry, snapshot, tables)
     entries = await registry.read(STREAM, 0, max_entries=1000)

@@ -112,8 +112,8 @@ async def test_a_peer_that_does_not_read_is_not_read_from(place, tmp_path):
     async with place.peer(tmp_path, None, limits) as (server, peer):
         for number in range(num_requests):
             peer.write(*encode_pool(number + 1, 0, MODEL, VERSION, bags))
-        await until(lambda: any(connection.is_reading_held for connection in server._connections))
-        (connection,) = server._connections
+        await until(lambda: any(connection.is_reading_held for connection in server.open))
+        (connection,) = server.open
         unsent_bytes = connection._transport.get_write_buffer_size()
         ids = [(await peer.read_frame()).header.request_id for _ in range(num_requests)]
     assert unsent < unsent_bytes < unsent + 2 * answer_bytes
@@ -177,17 +177,18 @@ async def test_a_connection_that_asks_nothing_is_asked_to_go(place, tmp_path):
     """And cut off if it stays; one that goes on asking is kept."""
     async with place.peer(tmp_path, None, ServerLimits(idle_timeout_ms=600)) as (server, busy):
         async with raw_peer(server.addresses[0]) as idle:
-            asking = asyncio.create_task(keep_asking(busy))
+            asking = asyncio.create_task(keep_asking(busy, enough := asyncio.Event()))
             assert (await idle.read_frame()).header.frame_type == FrameType.GOAWAY
             await idle.read_end()
-            asking.cancel()
+            enough.set()
+            await asking
         await assert_serves(busy)
 
 
-async def keep_asking(peer: RawPeer) -> None:
-    while True:
+async def keep_asking(peer: RawPeer, enough: asyncio.Event) -> None:
+    while not enough.is_set():
         await asyncio.sleep(0.03)
-        await asyncio.shield(assert_serves(peer))
+        await assert_serves(peer)
 
 
 async def test_one_connection_too_many_is_refused(place, tmp_path):

@@ -21,7 +21,8 @@ from shard_node.errors import (
     TlsConfigError,
     TlsHandshakeError,
 )
-from shard_node.wire.address import MAX_HANDSHAKES, Address, listen
+from shard_node.wire.address import Address
+from shard_node.wire.listening import MAX_HANDSHAKES
 from shard_node.wire.server import NodeServer
 from shard_node.wire.tls import (
     EXPIRED,
@@ -260,13 +261,11 @@ async def test_a_name_with_several_addresses_listens_at_each(papers):
         with socket.socket(family) as probe:
             return probe.connect_ex((address.host, address.port)) != 0
 
-    listener = await listen(Address("localhost", 0), asyncio.Protocol, tls=papers.node_context())
-    for address in listener.addresses:
-        _, writer = await asyncio.open_connection(address.host, address.port)
-        writer.close()
-    listener.close()
-    listener.close()
-    for address in listener.addresses:
+    async with serving(Address("localhost", 0), tls=papers.node_context()) as server:
+        for address in server.addresses:
+            async with connected(address, tls=papers.router_context()) as client:
+                await ask(client)
+    for address in server.addresses:
         await until(lambda address=address: is_free(address))
 
 

@@ -14,12 +14,12 @@ from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, M
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Pooling, RowDtype
 from serving.cards.ranking import CardRanking, CardScorer
+from serving.embedded import ModelSource, load_served_model
 from serving.limits import RequestLimits
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.replica import Replica
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.bags import Float32Array
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import describe

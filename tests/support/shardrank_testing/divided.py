@@ -15,7 +15,7 @@ from loader.divided_rows import PrunedRow, divide_rows, kept_rows
 from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import DividedTable, TableSpec, projection_name
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import random_rows, write_snapshot
@@ -40,7 +40,7 @@ class DividedModel:
         **options: Any,
     ) -> Snapshot:
         """Write a snapshot of it; `dense` is without projections, `options` as of `export_snapshot`."""
-        sources = {name: rows_of(rows) for name, rows in self.given.items()}
+        sources = {name: ArrayRows(rows) for name, rows in self.given.items()}
         division = divide_rows(self.spec, sources, self.counts, pruned_row=pruned_row)
         weights = {"weight": torch.zeros(1)} if dense is None else dict(dense)
         tensors = {projection_name(part): torch.from_numpy(one) for part, one in self.projections.items()}

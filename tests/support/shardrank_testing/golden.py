@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from loader.snapshot.golden import GoldenRequests
+from serving.embedded import ModelSource, load_served_model
 from serving.rank.ranking import merge
 from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.serving_api import ApiModel, api_request
 

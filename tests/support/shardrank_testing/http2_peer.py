@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,13 +12,16 @@ from typing import Any
 import hpack
 
 from serving.api.grpc import wire as frames
+from serving.api.grpc.connection import Stream
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
-from serving.api.grpc.wire import ConnectionLimits, Header
+from serving.api.grpc.wire import ConnectionLimits, Header, HeaderList
 from serving.limits import RequestLimits
 from shard_node.byte_budget import ByteBudget
 
 LIMITS = ConnectionLimits(
+    max_connections=3,
     max_streams=4,
+    max_idle_work_s=0.2,
     max_header_bytes=4096,
     patience_s=5,
     idle_s=60,
@@ -28,7 +30,6 @@ LIMITS = ConnectionLimits(
     stream_window=1000,
     connection_window=100_000,
     frame_size=50_000,
-    max_control_frames=200,
 )
 REQUEST = [(b":method", b"POST"), (b":path", b"/echo"), (b":scheme", b"http")]
 SETTINGS = frames.settings({})
@@ -139,7 +140,7 @@ class Http2Peer:
         self._writer.close()
 
 
-class EchoStream:
+class EchoStream(Stream):
     """Answers with the request's data, when there are all of them, unless its path says `/hold`."""
 
     def __init__(self, connection: Http2Protocol, stream_id: int, headers: list[Header], echo: Echo) -> None:
@@ -163,20 +164,14 @@ class EchoStream:
         if (b":path", b"/hold") not in self.headers:
             self.reply()
 
-    def on_drained(self) -> None:
-        """Nothing is sent in pieces."""
-
     def reply(self) -> None:
         """Answers now."""
-        self.connection.completed(self.echo.worth_s)
+        self.connection.completed()
         self.send(b"\x88", b"".join(self.received), b"\x88")
 
     def send(self, head: bytes, body: bytes, trailers: bytes = b"") -> None:
         """Sends on its stream."""
         self.connection.send(self.stream_id, head, body, trailers)
-
-    def give_way(self, error: Exception) -> None:
-        """Holds nothing that it is charged for."""
 
     def on_dropped(self) -> None:
         """Counts it."""
@@ -191,7 +186,6 @@ class Echo:
     streams: list[EchoStream] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    worth_s: float = 1e-3
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def changed(self) -> None:
@@ -210,23 +204,21 @@ class Echo:
             await self._changed.wait()
 
 
-def echo_listener(
-    echo: Echo,
-    limits: ConnectionLimits = LIMITS,
-    requests: RequestLimits | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    max_connections: int = 3,
-) -> Http2Listener:
-    """A listener that echoes; `requests` has the limits of connections."""
-    requests = requests or RequestLimits()
-    return Http2Listener(
-        limits,
-        max_connections,
-        ByteBudget(requests.max_buffered_bytes),
-        lambda connection, stream_id, request: EchoStream(connection, stream_id, request.headers, echo),
-        clock,
-        requests.max_idle_work_ms / 1000 or math.inf,
-    )
+class EchoListener(Http2Listener):
+    """A listener that echoes."""
+
+    def __init__(
+        self, echo: Echo, limits: ConnectionLimits = LIMITS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(limits, ByteBudget(RequestLimits().max_buffered_bytes), clock, None)
+        self._echo = echo
+
+    def new_stream(self, connection: Http2Protocol, stream_id: int, request: HeaderList) -> EchoStream:
+        """Makes one that echoes."""
+        return EchoStream(connection, stream_id, request.headers, self._echo)
+
+    def note(self, kind: str) -> None:
+        """Counts nothing."""
 
 
 Connect = Callable[..., Awaitable[Http2Peer]]
@@ -238,7 +230,7 @@ async def echoing(
 ) -> AsyncIterator[tuple[Connect, Echo, Http2Listener]]:
     """A listener that echoes, and what connects to it, from a local address of choice."""
     echo = Echo()
-    listener = echo_listener(echo, limits, **options)
+    listener = EchoListener(echo, limits, **options)
     port = listener.listen("127.0.0.1", 0, "echoes")
     peers = []
 

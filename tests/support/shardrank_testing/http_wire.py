@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from loader.errors import OverloadedError
 from serving.api.http_connection import HttpConnection, HttpListener
 from serving.api.http_messages import Exchange, HttpReply
-from serving.api.listening import forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
 from shard_node.byte_budget import ByteAccount, ByteBudget, MessageBytes
+from shard_node.wire.listening import forget_unsent
 from shardrank_testing.serving_api import Api
 from shardrank_testing.waiting import Clock
 

@@ -20,7 +20,6 @@ from loadtest.load.result import (
     ROW,
     Done,
     LoadResult,
-    Mark,
     Ready,
     Records,
     SweepResult,
@@ -31,11 +30,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class Stall(NamedTuple):
-    """The server stands still, from so many seconds after the run's begin on; a mark says why."""
+    """The server stands still, from so many seconds after the run's begin on."""
 
     at_s: float
     lasts_ms: float
-    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,6 @@ class QueueLoad:
         ready = [Ready(256, "ranker", "dlrm-v2:0.001")] * 2
         changed = {
             "started_at": "2026-03-01T12:00:00+00:00",
-            "marks": tuple(Mark(at_s=stall.at_s, label=stall.label) for stall in self.stalls),
             "machine": Machine(name="example", cpu="Example 2 GHz", cores=2, memory_bytes=17 << 30, system="Linux 6.1"),
             "versions": {"shardrank": "0.1.0", "python": "3.11.9", "uvloop": "0.22.1"},
         }
@@ -124,7 +121,7 @@ class QueueLoad:
 @cache
 def example_run() -> LoadResult:
     """A run with two swaps and a fault, with a few requests that time out."""
-    stalls = (Stall(9.2, 60, "swap to 2"), Stall(18.6, 45, "swap to 3"), Stall(24.1, 290, "shard 1 killed"))
+    stalls = (Stall(9.2, 60), Stall(18.6, 45), Stall(24.1, 290))
     return QueueLoad(stalls=stalls).run()
 
 

@@ -24,6 +24,8 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
+from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Buffer, Codec, Encoded, Method, Response
 from serving.formats.schema import RequestSchema
@@ -33,9 +35,8 @@ from serving.models.ranking_models import build_model
 from serving.observe.calls import Call
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService, answer
-from serving.server import Listening, ServerConfig, running_server
+from serving.server import Listening, running_server
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
-from serving.versions.loading import ModelSource, load_served_model
 from shard_node.answer import Answer as ShardAnswer
 from shard_node.answer import ReplyEncoding
 from shard_node.bags import KeyedBags
@@ -239,8 +240,8 @@ class Api:
 @contextlib.asynccontextmanager
 async def running_api(service: RankingService) -> AsyncIterator[Api]:
     """HTTP and gRPC over a service, on free ports."""
-    config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0, drain_timeout_s=1.0)
-    async with running_server(service, config) as listening:
+    config = ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
+    async with running_server(service, config, drain_timeout_s=1.0) as listening:
         base = f"http://{listening.host}:{listening.http_port}"
         async with (
             httpx.AsyncClient(base_url=base, timeout=30) as http,
@@ -275,7 +276,7 @@ class Waiting:
     def __init__(self, watch: Callable[[Callable[[], None]], Any] = lambda callback: None) -> None:
         self.watch = watch
 
-    def when_taken(self, callback: Callable[[], None]) -> None:
+    def once_sent(self, callback: Callable[[], None]) -> None:
         callback()
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from serving.config import ServeConfig
+from serving.embedded import ModelSource, load_served_model
 from serving.fleet.process import run_until_stopped
 from serving.rank.service import RankingService
-from serving.server import Listening, ServerConfig, serve
-from serving.versions.loading import ModelSource, load_served_model
+from serving.server import Listening, serve
 from shardrank_testing.processes import Process, start_module
 
 
@@ -55,7 +56,7 @@ def _say(listening: Listening) -> None:
 if __name__ == "__main__":
     service = RankingService(expected_models=[Path(sys.argv[1]).parent.name])
     source = ModelSource(snapshot=Path(sys.argv[1]), dtype="float32")
-    config = ServerConfig(http_port=int(sys.argv[2]), grpc_port=int(sys.argv[3]), drain_timeout_s=5.0)
+    config = ServeConfig(http_port=int(sys.argv[2]), grpc_port=int(sys.argv[3]))
 
     async def load() -> None:
         service.install(await asyncio.to_thread(load_served_model, source, service))

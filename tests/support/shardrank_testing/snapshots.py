@@ -15,7 +15,7 @@ import xxhash
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.row_source import rows_of
+from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import Bucketing, HashMapping, Pooling, RowDtype, TableSpec, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
 from shard_node.buckets import Sharding
@@ -154,7 +154,7 @@ def write_snapshot(
         The snapshot's folder, and each table's float32 rows [num_embeddings, embedding_dim].
     """
     tables = random_tables(spec, seed) if tables is None else tables
-    rows = {name: rows_of(values) for name, values in tables.items()}
+    rows = {name: ArrayRows(values) for name, values in tables.items()}
     dense = {"weight": torch.zeros(1)} if dense is None else dense
     return export_snapshot(store_path, spec, rows=rows, dense=dense, **options), tables
 

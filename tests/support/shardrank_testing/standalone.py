@@ -12,8 +12,7 @@ from loader.registry.memory import single_process_fleet
 from loader.snapshot.publishing import version_record
 from loader.snapshot.reader import Snapshot
 from serving.rank.service import RankingService
-from serving.versions.fixed_shards import FixedShards
-from serving.versions.fleet_member import FleetMember, ServingConfig
+from serving.versions.fleet_member import FixedShards, FleetMember, ServingConfig
 from shard_node.agent.agent import AgentConfig
 from shard_node.wire.address import Address
 

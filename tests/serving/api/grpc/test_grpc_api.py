@@ -12,7 +12,6 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from serving.api.grpc.services import MAX_WATCHES_PER_CONNECTION
 from serving.api.grpc.wire import PREFACE
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -71,21 +70,6 @@ async def test_health_follows_readiness_and_ends_with_the_server(api_model):
     with refused_call(StatusCode.UNAVAILABLE, says="the server stops"):
         await watch.read()
     await channel.close()
-
-
-async def test_watches_of_a_connection_are_bounded(api):
-    """The next one is refused until one ends; the calls beside them are answered."""
-    async with grpc.aio.insecure_channel(api.grpc_address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHES_PER_CONNECTION)]
-        assert {(await watch.read()).status for watch in watches} == {SERVING}
-        with refused_call(StatusCode.RESOURCE_EXHAUSTED, "too_many_watches", "has 64 calls"):
-            await stub.Watch(health_pb2.HealthCheckRequest()).read()
-        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == SERVING
-        watches[0].cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watches[0].read()
-        assert (await stub.Watch(health_pb2.HealthCheckRequest()).read()).status == SERVING
 
 
 async def test_reflection_lists_the_services_and_their_methods(api):

@@ -71,7 +71,7 @@ async def test_what_a_message_took_of_the_window_is_given_back(peer, flag):
 
 async def test_no_call_without_an_end_begins_while_the_server_stops(api):
     server = GrpcServer(api.service)
-    async with connected(await server.start("127.0.0.1", 0)) as peer:
+    async with connected(server.listen("127.0.0.1", 0, "gRPC")) as peer:
         # A call that is under way holds the connection, and its peer does not say that it knows.
         peer.send(peer.call(1, WATCH), data(1, prefixed(b""), END), peer.call(3, RANK))
         await peer.find(frames.DATA, 1)

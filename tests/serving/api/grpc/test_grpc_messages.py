@@ -3,16 +3,17 @@ from __future__ import annotations
 import asyncio
 import gzip
 import zlib
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
-from serving.api.grpc.calls import CallHead, MessageReader, plain_message, read_head
+from serving.api.grpc.calls import CallHead, GrpcCall, GrpcMethod, GrpcMethods, read_head
 from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
+from shard_node.byte_budget import ByteAccount, ByteBudget
 from shardrank_testing.http2_peer import prefixed
-from shardrank_testing.http_wire import message_bytes
 
 MAX_HEADER_BYTES = 1000
 CALL = [
@@ -27,16 +28,25 @@ def received(headers) -> HeaderList:
     return HeaderDecoder(2**20).decode(header_block(headers, status=None))
 
 
-def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity") -> list[bytes]:
-    messages, held = [], message_bytes()
-    for piece in pieces:
-        # In the midst of other bytes, as a frame's payload is.
-        data = memoryview(b"###" + piece + b"####")[3 : 3 + len(piece)]
-        for message in reader.feed(data):
-            held.hold(len(message[1]))
-            plain = plain_message(*message, coding, 1000, held, lambda seconds: None, asyncio.Semaphore(2))
-            messages.append(asyncio.run(plain))
-    return messages
+async def respond(call: GrpcCall) -> None:
+    """Answers nothing."""
+
+
+def read_all(pieces: list[bytes], coding: str = "identity") -> list[bytes]:
+    """The messages of a call, whose data come in pieces."""
+
+    async def read() -> list[bytes]:
+        connection = Mock(account=ByteAccount(ByteBudget(1 << 30), lambda error: None), clock=lambda: 0.0)
+        methods = GrpcMethods({b"/a.B/C": GrpcMethod(respond, 1000, is_streamed=True)}, 1.0, asyncio.Semaphore(2))
+        call = GrpcCall(connection, 1, CallHead(b"/a.B/C", coding=coding), methods)
+        for piece in pieces:
+            # In the midst of other bytes, as a frame's payload is.
+            call.on_data(memoryview(b"###" + piece + b"####")[3 : 3 + len(piece)])
+        call.has_all = True
+        call.on_end()
+        return [bytes(message) async for message in call.messages()]
+
+    return asyncio.run(read())
 
 
 @given(st.lists(st.tuples(st.binary(max_size=300), st.booleans()), max_size=6), st.lists(st.integers(1, 200)))
@@ -46,9 +56,7 @@ def test_messages_are_the_same_however_they_are_cut(messages, sizes):
     for size in sizes:
         pieces.append(stream[:size])
         stream = stream[size:]
-    reader = MessageReader(1000)
-    assert read_all(reader, [*filter(None, pieces), stream], "deflate") == [one for one, _ in messages]
-    assert reader.missing == 0
+    assert read_all([*filter(None, pieces), stream], "deflate") == [one for one, _ in messages]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,7 @@ def test_messages_are_the_same_however_they_are_cut(messages, sizes):
 )
 def test_a_message_that_can_not_be_taken_is_refused(coding, sent, says, kind):
     with pytest.raises(ShardrankError, match=says) as refusal:
-        read_all(MessageReader(1000), [sent], coding)
+        read_all([sent], coding)
     assert refusal.value.kind == kind
 
 

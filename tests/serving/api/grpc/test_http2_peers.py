@@ -10,46 +10,50 @@ import pytest
 
 from serving.api.grpc import wire as frames
 from serving.api.grpc.wire import ErrorCode
-from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import END, LIMITS, PING, Http2Peer, data, echoing, http2_peer
 from shardrank_testing.serving_api import running_api, until
 from shardrank_testing.waiting import Clock
 
 QUICK = dataclasses.replace(LIMITS, patience_s=0.2)
-# No connection is ended by a count of frames, or by its age.
-LASTING = dataclasses.replace(LIMITS, patience_s=10_000, idle_s=10_000, age_s=10_000, max_control_frames=10**6)
+# No connection is ended by its age.
+LASTING = dataclasses.replace(LIMITS, patience_s=10_000, idle_s=10_000, age_s=10_000)
 
 
-async def flood(peer: Http2Peer) -> None:
-    peer.begin()
-    peer.send(PING * 2 * LIMITS.max_control_frames)
-    assert (await peer.rest())[-1].code == ErrorCode.ENHANCE_YOUR_CALM
+NUMBERS = range(3, 6001, 2)
+HEAD = b"\x82\x86\x04\x05/hold"
+FLOODS = {
+    "pings": PING * 6000,
+    "settings": frames.settings(dict.fromkeys(range(0x60, 0x7F), 1)) * 3000,
+    "window updates": frames.window_update(0, 1) * 6000,
+    "data without a byte": data(1, b"") * 6000,
+    "frames of no known kind": frames.frame(0x42, 0, 0) * 6000,
+    "resets": b"".join(
+        frames.frame(frames.HEADERS, frames.END_HEADERS | END, number, HEAD)
+        + frames.rst_stream(number, ErrorCode.CANCEL)
+        for number in NUMBERS
+    ),
+}
 
 
-async def test_a_flood_ends_its_connection_alone():
-    """Nothing is remembered of its address: neighbours behind the same proxy go on, and new ones come in."""
-    async with echoing() as (connect, _, _):
-        neighbour = await connect()
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+async def test_a_flood_ends_its_connection_alone(flood):
+    """It is work without a completed call. Neighbours behind the same proxy go on, and new ones come in."""
+    async with echoing(LASTING, clock=Clock(step=0.0002)) as (connect, _, _):
+        neighbour, peer = await connect(), await connect()
         neighbour.begin()
-        await flood(await connect())
+        peer.begin()
+        peer.send(peer.headers(1), flood)
+        assert (await peer.rest())[-1].code == ErrorCode.ENHANCE_YOUR_CALM
         newcomer = await connect()
         newcomer.begin()
-        for peer in (neighbour, newcomer):
-            peer.send(peer.headers(1), data(1, b"served", END))
-            assert (await peer.answer(1))[0] == b"served"
-
-
-async def test_work_without_a_completed_call_ends_the_connection():
-    async with echoing(LASTING, clock=Clock(step=0.0002)) as (connect, _, _):
-        peer = await connect()
-        peer.begin()
-        peer.send(PING * 10_000)
-        assert (await peer.rest())[-1].code == ErrorCode.ENHANCE_YOUR_CALM
+        for other in (neighbour, newcomer):
+            other.send(other.headers(1), data(1, b"served", END))
+            assert (await other.answer(1))[0] == b"served"
 
 
 async def test_a_connection_has_its_turn_and_then_others_come_first():
-    unlimited = RequestLimits(max_idle_work_ms=0)
-    async with echoing(LASTING, requests=unlimited, clock=Clock(step=0.001)) as (connect, _, listener):
+    unlimited = dataclasses.replace(LASTING, max_idle_work_s=1000)
+    async with echoing(unlimited, clock=Clock(step=0.001)) as (connect, _, listener):
         busy, other = await connect(), await connect()
         for peer in (busy, other):
             peer.begin()
@@ -75,7 +79,7 @@ async def test_a_peer_that_completes_calls_may_go_on():
     async with echoing(clock=Clock(step=0.00001)) as (connect, _, _):
         peer = await connect()
         peer.begin()
-        for number in range(4 * LIMITS.max_control_frames):
+        for number in range(800):
             stream_id = 2 * number + 1
             peer.send(peer.headers(stream_id), data(stream_id, b"abc", END), frames.window_update(0, 3), PING)
             assert (await peer.answer(stream_id))[0] == b"abc"

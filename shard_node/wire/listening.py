@@ -1,4 +1,4 @@
-"""TCP sockets to listen on, and how connections are accepted: as far as limits allow, a few each loop iteration.
+"""Sockets to listen on, and how connections are accepted: as far as limits allow, a few each loop iteration.
 
 Workers of one server listen on the same port by SO_REUSEPORT: the kernel chooses one of them for each connection.
 """
@@ -12,7 +12,7 @@ import socket
 import ssl as tls
 import struct
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from loader.errors import ConfigError, OverloadedError
 from shard_node.byte_budget import ByteBudget
@@ -54,7 +54,7 @@ Made = TypeVar("Made", bound=Accepted)
 
 
 class ConnectionListener(abc.ABC, Generic[Made]):
-    """Accepts connections as far as limits allow, with a handshake for each if it speaks TLS.
+    """Accepts connections as far as limits allow, with a handshake for each if it speaks TLS; Unix sockets never do.
 
     At most `MAX_HANDSHAKES` are under way; another cancels the oldest: honest ones last milliseconds. A failed one is
     noted by the kind of its error. Connections are `open` from when they are accepted until they are lost. A subclass
@@ -69,7 +69,7 @@ class ConnectionListener(abc.ABC, Generic[Made]):
         self.buffers, self.ssl, self.handshake_timeout_s = buffers, ssl, handshake_timeout_s
         self.open: set[Made] = set()
         self._max_connections = max_connections
-        self._socket: socket.socket | None = None
+        self._sockets: set[socket.socket] = set()
         self.port = 0
         # Tasks of connections that are not made yet, the oldest first.
         self._connecting: dict[asyncio.Task[None], None] = {}
@@ -131,23 +131,28 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             )
         except OSError as error:
             raise ConfigError(f"can't listen for {api} on {host}:{port}: {error}") from error
-        listener.setblocking(False)
-        self._socket, self.port = listener, listener.getsockname()[1]
-        self._watch()
+        self.port = listener.getsockname()[1]
+        self.accept_on(listener)
         return self.port
+
+    def accept_on(self, listener: socket.socket) -> None:
+        """Accept the connections of a listening socket, which is closed by `stop_listening`."""
+        listener.setblocking(False)
+        self._sockets.add(listener)
+        self._watch(listener)
 
     async def stop_listening(self, timeout_s: float) -> None:
         """Accept what has connected, then nothing more; handshakes under way may last `timeout_s`.
 
         With SO_REUSEPORT, what waits in the listener's queue is reset when it closes, not passed on to other processes.
         """
-        if self._socket is not None:
-            listener, self._socket = self._socket, None
+        while self._sockets:
+            listener = self._sockets.pop()
             asyncio.get_running_loop().remove_reader(listener)
             # Any error, such as too many open files, stops it as an empty queue does: it is closed anyway.
             with listener, contextlib.suppress(OSError):
                 while True:
-                    self._accept_socket(listener.accept()[0])
+                    self._accept_socket(*listener.accept())
         if self._connecting:
             _, unfinished = await asyncio.wait(self._connecting, timeout=min(timeout_s, LAST_HANDSHAKE_S))
             for task in unfinished:
@@ -155,17 +160,16 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             if unfinished:
                 await asyncio.wait(unfinished)
 
-    def _watch(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+    def _watch(self, listener: socket.socket) -> None:
+        if listener in self._sockets:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(MAX_ACCEPTS):
-            listener = self._socket
-            if listener is None:
+            if listener not in self._sockets:
                 return
             try:
-                connection, _ = listener.accept()
+                connection, peer = listener.accept()
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
@@ -174,18 +178,13 @@ class ConnectionListener(abc.ABC, Generic[Made]):
                 self.note("exhausted")
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
-                loop.call_later(_EXHAUSTED_PAUSE_S, self._watch)
+                loop.call_later(_EXHAUSTED_PAUSE_S, self._watch, listener)
                 return
-            self._accept_socket(connection)
+            self._accept_socket(connection, peer)
 
-    def _accept_socket(self, connection: socket.socket) -> None:
-        try:
-            address: str = connection.getpeername()[0]
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:
-            connection.close()
-            return
+    def _accept_socket(self, connection: socket.socket, peer: Any) -> None:
+        """Make the protocol of an accepted connection; `peer` is its address, "" of a Unix socket."""
+        connection.setblocking(False)
         if (error := self.refusal()) is not None:
             if self.ssl is None:
                 with contextlib.suppress(OSError):
@@ -196,18 +195,19 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             oldest = next(iter(self._connecting))
             del self._connecting[oldest]
             oldest.cancel()
-        task = asyncio.create_task(self._connect(connection, self.make(address)))
+        task = asyncio.create_task(self._connect(connection, self.make(peer[0] if peer else "")))
         self._connecting[task] = None
         task.add_done_callback(lambda done: self._connecting.pop(done, None))
 
     async def _connect(self, connection: socket.socket, made: Made) -> None:
-        started, is_made, is_tls = Handshake(made.address), False, self.ssl is not None
+        started, is_made = Handshake(made.address), False
+        is_tls = self.ssl is not None and connection.family != socket.AF_UNIX
         handshake.set(started)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: made,
                 connection,
-                ssl=self.ssl,
+                ssl=self.ssl if is_tls else None,
                 ssl_handshake_timeout=self.handshake_timeout_s if is_tls else None,
                 ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if is_tls else None,
             )
