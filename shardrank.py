@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from serving.limits import RequestLimits as RequestLimits
     from serving.models.exported import check_program as check_program
     from serving.models.exported import export_program as export_program
+    from serving.models.inputs import RankingInputs as RankingInputs
+    from serving.models.inputs import SequenceInput as SequenceInput
     from serving.models.ranking_models import build_model as build_model
     from shard_node.cuda.card_set import CardOptions as CardOptions
 
@@ -96,6 +98,7 @@ _NAMES = {
     ),
     "serving.limits": "RequestLimits",
     "serving.models.exported": "check_program export_program",
+    "serving.models.inputs": "RankingInputs SequenceInput",
     "serving.models.ranking_models": "build_model",
     "shard_node.cuda.card_set": "CardOptions",
 }

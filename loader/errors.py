@@ -27,7 +27,8 @@ file. A message names the field, the value and what is allowed.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -207,6 +208,12 @@ def file_error(path: Path, action: str, error: OSError | MemoryError) -> Snapsho
     # Not the whole text of an OSError: it names the path a second time.
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return kind(f"{path}: can't be {action}: {reason}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Write, for a message, which known names are near one, or else the first few."""
+    names = sorted(known)
+    return f"{get_close_matches(name, names, 3) or names[:3]}{f', {len(names)} in all' if len(names) > 3 else ''}"
 
 
 def cut(value: object, max_characters: int = 200) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy.typing as npt
 
 from loader.errors import ExportError
 from loader.snapshot.manifest import MAX_GOLDEN_BYTES, GoldenEntry, ModelSpec
+from loader.snapshot.tables import fingerprint_strings
 from loader.snapshot.tensor_files import TensorInfo, expect_at_most, expect_tensors, length_of
 
 _FLAT = ("num_candidates", "context_dense", "candidate_dense", "scores")
@@ -71,6 +74,51 @@ class GoldenRequests:
         if missing := sorted(set(_FLAT) - set(fields)):
             raise ExportError(f"golden requests: missing tensors {missing}")
         return cls(**fields)
+
+    @classmethod
+    def from_requests(
+        cls,
+        requests: Sequence[Mapping[str, Any]],
+        scores: npt.ArrayLike,
+        outputs: Mapping[str, npt.ArrayLike] = MappingProxyType({}),
+    ) -> Self:
+        """Make them of rank requests in the API's JSON form, as dicts: ids may be texts, and weights are optional.
+
+        `scores`, [N], and each of `outputs` are of all candidates, request by request. Raises ExportError for requests
+        that do not all have the same features, or whose lists do not fit each other.
+        """
+        bags: dict[str, dict[str, list[list[Any]]]] = {"sparse": {}, "weights": {}}
+        counts, context_dense, candidate_dense = list[int](), list[Any](), list[Any]()
+        for number, request in enumerate(requests):
+            context, candidates = request.get("context", {}), request.get("candidates", {})
+            count = len(next(iter(candidates.get("sparse", {}).values()), candidates.get("dense", ())))
+            counts.append(count)
+            context_dense.append(context.get("dense", []))
+            candidate_dense += candidates.get("dense", [[]] * count)
+            for kind, by_feature in bags.items():
+                given = {name: [ids] for name, ids in context.get(kind, {}).items()}
+                for name, of_candidates in candidates.get(kind, {}).items():
+                    given[name] = [ids if isinstance(ids, list) else [ids] for ids in of_candidates]
+                if number and given.keys() != by_feature.keys():
+                    problem = f"{kind} of {sorted(given)}, of the first one {sorted(by_feature)}"
+                    raise ExportError(f"golden requests: request {number} has {problem}")
+                for name, lists in given.items():
+                    by_feature.setdefault(name, []).extend(lists)
+        try:
+            return cls(
+                num_candidates=np.array(counts, np.int32),
+                values={name: _ids(list(chain.from_iterable(lists))) for name, lists in bags["sparse"].items()},
+                lengths={name: np.array([*map(len, lists)], np.int32) for name, lists in bags["sparse"].items()},
+                weights={
+                    name: np.array([*chain.from_iterable(lists)], np.float32) for name, lists in bags["weights"].items()
+                },
+                context_dense=np.array(context_dense, np.float32).reshape(len(counts), -1),
+                candidate_dense=np.array(candidate_dense, np.float32).reshape(sum(counts), -1),
+                scores=np.asarray(scores, np.float32),
+                outputs={name: np.asarray(values, np.float32) for name, values in outputs.items()},
+            )
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise ExportError(f"golden requests: {error}") from error
 
     def check(self, spec: ModelSpec) -> None:
         """Raise ExportError, naming the field, if anything does not fit the model or itself."""
@@ -132,6 +180,10 @@ class GoldenRequests:
             scores=self.scores[candidates],
             outputs={name: values[candidates] for name, values in self.outputs.items()},
         )
+
+
+def _ids(ids: list[Any]) -> npt.NDArray[np.int64]:
+    return fingerprint_strings(ids) if ids and isinstance(ids[0], str) else np.array(ids, np.int64)
 
 
 def check_golden_header(spec: ModelSpec, stated: GoldenEntry, path: Path, tensors: Mapping[str, TensorInfo]) -> None:

@@ -246,6 +246,7 @@ def dashboard(url: str, **options: Any) -> None:
     from serving.rank.service import RankingService
     from shard_node.wire.tls import server_context
 
+    settings.check_registry(url)
     files = config_of(FrontSettings, {name: options[name] for name in (*TlsSettings.names(), "tokens")})
     protection = Protection.of(files)
     settings.warn_if_open(options["host"], protection)

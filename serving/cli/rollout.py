@@ -15,7 +15,7 @@ import click
 from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_time, print_document, print_json, progress_bars
-from serving.cli.settings import config_of, published_folder, registry_url, with_registry
+from serving.cli.settings import config_of, published_folder, registry_url, with_model, with_registry
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry, WantedModel
@@ -106,11 +106,11 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
             for record in sorted(published, key=lambda record: (record.model, record.version))
         ]
 
-    found = with_registry(url, work)
+    found = with_model(url, model, work)
     if as_json or found:
         (print_json if as_json else print_document)({"versions": found})
     else:
-        click.echo("no version is published" if model is None else f"no version of {model!r} is published")
+        click.echo("no version is published")
 
 
 def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: st
         click.echo(f"{model}: rolling out version {version}, {replaced}")
         return await follow_rollout(fleet, started) if follow else started
 
-    ended = with_registry(url, work)
+    ended = with_model(url, model, work)
     if not follow:
         click.echo(f"see: shardrank rollout status {model}")
     elif ended.state != "done":
@@ -214,7 +214,7 @@ def status(model: str | None, url: str, as_json: bool) -> None:
     """
     from loader.rollout.requests import read_fleet
 
-    fleet = with_registry(url, read_fleet)
+    fleet = with_model(url, model, read_fleet)
     models = sorted(fleet.rollouts.keys() | fleet.wanted.keys()) if model is None else [model]
     statuses = [fleet.status(name) for name in models]
     if as_json:
@@ -241,7 +241,7 @@ def abort(model: str, reason: str, url: str) -> None:
     """
     from loader.rollout.requests import abort_rollout
 
-    ended = with_registry(url, lambda fleet: abort_rollout(fleet, model, reason))
+    ended = with_model(url, model, lambda fleet: abort_rollout(fleet, model, reason))
     click.echo(f"{model}: version {ended.to_version} is being taken back; see: shardrank rollout status {model}")
 
 
@@ -260,7 +260,7 @@ def reshard_command(shards: int, url: str) -> None:
     """
     from loader.rollout.requests import reshard
 
-    with_registry(url, lambda fleet: reshard(fleet, shards))
+    with_model(url, None, lambda fleet: reshard(fleet, shards))
     click.echo(f"the next versions are divided over {shards} shards")
 
 
@@ -293,7 +293,7 @@ def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
         wished = "done" if begun.state == "running" else "aborted"
         return (await follow_rollout(fleet, begun)).state == wished
 
-    if not with_registry(url, work):
+    if not with_model(url, model, work):
         ctx.exit(1)
 
 

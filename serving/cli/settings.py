@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
+from loader.errors import ConfigError, nearest
 from serving.config import FrontSettings, NodeTlsSettings, TlsSettings, TraceSettings
 
 if TYPE_CHECKING:
@@ -186,6 +187,21 @@ def registry_url(registry: str | None, store: StorePlace | None) -> str:
     return registry_in(store)
 
 
+def check_registry(url: str) -> None:
+    """Raise ConfigError if a registry is in a folder, or in a store, that is not there."""
+    from loader.registry import registry_in
+    from loader.registry.registry import local_path
+
+    if (folder := local_path(url)) is None:
+        return
+    what = "registry"
+    if url == registry_in(folder.parent):
+        what, folder = "store", folder.parent
+    if not folder.is_dir():
+        beside = [other.name for other in folder.absolute().parent.glob("*") if other.is_dir()]
+        raise ConfigError(f"{what} {folder}: there is no such folder; beside it are {nearest(folder.name, beside)}")
+
+
 @contextlib.asynccontextmanager
 async def opened_registry(url: str) -> AsyncIterator[FleetRegistry]:
     """Open a registry, and close it when the block ends. Raises RegistryError."""
@@ -207,6 +223,20 @@ def with_registry(url: str, work: Callable[[FleetRegistry], Awaitable[Result]]) 
             return await work(fleet)
 
     return asyncio.run(program())
+
+
+def with_model(url: str, model: str | None, work: Callable[[FleetRegistry], Awaitable[Result]]) -> Result:
+    """Run `work` as `with_registry` does. Raises ConfigError for a registry, or a model in it, that is not there."""
+    check_registry(url)
+
+    async def checked(fleet: FleetRegistry) -> Result:
+        if model is not None:
+            known = {record.model for record in await fleet.versions()} | (await fleet.wanted()).keys()
+            if model not in known:
+                raise ConfigError(f"registry {fleet.name} has no model {model!r}; it has {nearest(model, known)}")
+        return await work(fleet)
+
+    return with_registry(url, checked)
 
 
 def to_bytes(gigabytes: float | None) -> int | None:

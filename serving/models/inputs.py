@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from loader.snapshot.manifest import ModelSpec, Side
 from router.feature_schema import FeatureSchema
@@ -126,6 +127,46 @@ class RankingInputs(NamedTuple):
     sequences: Mapping[str, SequenceInput]
     request_of_candidate: Tensor
     is_ordered: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        embeddings: Mapping[str, Tensor | SequenceInput],
+        request_of_candidate: Tensor,
+        context_dense: Tensor | None = None,
+        candidate_dense: Tensor | None = None,
+    ) -> RankingInputs:
+        """Lay out what a model of `spec` reads, to train it; gradients flow through.
+
+        Args:
+            spec: the model.
+            embeddings: by feature, pooled, [R, embedding_dim] of a context feature, [N, embedding_dim] of a candidate
+                feature; or the rows of one with pooling `none`.
+            request_of_candidate: int64 [N], ascending.
+            context_dense: [R, dense_inputs.context], None for none.
+            candidate_dense: [N, dense_inputs.candidate], None for none.
+        """
+        shapes = InputShapes.of(spec)
+        sequences = {name: cast(SequenceInput, embeddings[name]) for name in shapes.sequence_dims}
+        pooled = {name: cast(Tensor, rows) for name, rows in embeddings.items() if name not in sequences}
+        of_context = [
+            *(pooled[name] for name in shapes.context.features),
+            *(sequence.rows for sequence in sequences.values()),
+        ]
+        given = [matrix.shape[0] for matrix in (*of_context, context_dense) if matrix is not None]
+        num_requests = max(given, default=int(request_of_candidate.max()) + 1)
+        matrices = []
+        for side, dense, count in (
+            (shapes.context, context_dense, num_requests),
+            (shapes.candidate, candidate_dense, request_of_candidate.numel()),
+        ):
+            parts = [*(pooled[name] for name in side.features), *([] if dense is None else [dense])]
+            matrix = torch.cat(parts, dim=1) if parts else torch.empty(count, 0)
+            if matrix.shape != (count, side.width):
+                raise ValueError(f"embeddings and dense inputs are {list(matrix.shape)}, not {[count, side.width]}")
+            matrices.append(F.pad(matrix, (0, side.padded_width - side.width)))
+        return cls(matrices[0], matrices[1], sequences, request_of_candidate)
 
     def on(self, device: torch.device) -> RankingInputs:
         """Copy the inputs to another device; themselves if they are there."""

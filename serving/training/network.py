@@ -188,20 +188,13 @@ class RankingNetwork(nn.Module):
 
     def inputs(self, batch: RowBatch) -> RankingInputs:
         """Make the ranking model's inputs."""
-        sequences = {name: self._sequence(name, *batch.bags[name]) for name in self.shapes.sequence_dims}
-        # Context features have a bag a request; without any of them no model reads more rows than this.
-        counts = [batch.bags[name][1].numel() - 1 for name in (*self.shapes.context.features, *sequences)]
-        num_requests = max(counts, default=int(batch.request_of_candidate.max()) + 1)
-        matrices = []
-        for side, dense in (
-            (self.shapes.context, torch.empty(num_requests, 0)),
-            (self.shapes.candidate, batch.candidate_dense),
-        ):
-            pooled = [self._pooled(name, *batch.bags[name]) for name in side.features]
-            embeddings = F.dropout(torch.cat([*pooled, dense[:, :0]], dim=1), DROPOUT, self.training)
-            matrix = torch.cat([embeddings, dense], dim=1)
-            matrices.append(F.pad(matrix, (0, side.padded_width - side.width)))
-        return RankingInputs(matrices[0], matrices[1], sequences, batch.request_of_candidate)
+        embeddings: dict[str, Tensor | SequenceInput] = {}
+        for name, bags in batch.bags.items():
+            if name in self.shapes.sequence_dims:
+                embeddings[name] = self._sequence(name, *bags)
+            else:
+                embeddings[name] = F.dropout(self._pooled(name, *bags), DROPOUT, self.training)
+        return RankingInputs.of(self.spec, embeddings, batch.request_of_candidate, None, batch.candidate_dense)
 
     def embeddings(self, feature: str, rows: Tensor) -> Tensor:
         """Return what a feature gets for rows int64 [n] of its table: [n, embedding_dim]."""

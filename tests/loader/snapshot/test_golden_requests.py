@@ -9,6 +9,7 @@ import pytest
 
 from loader.errors import ExportError
 from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.tables import fingerprint_strings
 from shardrank_testing.snapshots import make_spec, random_golden
 
 SPEC = make_spec()
@@ -67,3 +68,58 @@ def test_unknown_and_missing_tensors_are_refused():
     del tensors["scores"]
     with pytest.raises(ExportError, match=r"missing tensors \['scores'\]"):
         GoldenRequests.from_tensors(tensors)
+
+
+def as_requests(golden):
+    """The same as dicts in the API's form; a bag of one candidate's only id as that id."""
+    requests = []
+    for one in map(golden.request, range(golden.num_requests)):
+        context = {"sparse": {}, "weights": {}, "dense": one.context_dense[0].tolist()}
+        candidates = {"sparse": {}, "weights": {}, "dense": one.candidate_dense.tolist()}
+        for name, lengths in one.lengths.items():
+            part, edges = candidates, np.cumsum(lengths)[:-1]
+            if SPEC.feature(name).side == "context":
+                part, edges = context, []
+            for kind, values in (("sparse", one.values), ("weights", one.weights)):
+                if name in values:
+                    bags = [bag.tolist() for bag in np.split(values[name], edges)]
+                    part[kind][name] = bags[0] if part is context else bags
+        requests.append({"context": context, "candidates": candidates})
+    return requests
+
+
+def test_golden_requests_are_made_of_requests_as_the_api_takes_them():
+    golden = random_golden(SPEC, seed=5, num_requests=4)
+    made = GoldenRequests.from_requests(as_requests(golden), golden.scores.tolist(), golden.outputs)
+    made.check(SPEC)
+    for name, array in golden.to_tensors().items():
+        np.testing.assert_array_equal(made.to_tensors()[name], array, err_msg=name)
+
+
+def test_texts_are_ids_by_their_fingerprints_and_single_ids_need_no_list():
+    request = {
+        "context": {"sparse": {"word": ["a", "ü"]}},
+        "candidates": {"sparse": {"item": [3, 4], "tag": [["x"], []]}},
+    }
+    golden = GoldenRequests.from_requests([request], [0.5, 0.25])
+    np.testing.assert_array_equal(golden.values["word"], fingerprint_strings(["a", "ü"]))
+    np.testing.assert_array_equal(golden.values["tag"], fingerprint_strings(["x"]))
+    assert (golden.values["item"].tolist(), golden.lengths["tag"].tolist()) == ([3, 4], [1, 0])
+    assert (golden.context_dense.shape, golden.candidate_dense.shape) == ((1, 0), (2, 0))
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            {"candidates": {"sparse": {"other": [1]}}},
+            r"request 1 has sparse of \['other'\], of the first one \['item'\]",
+        ),
+        ({"candidates": {"sparse": {"item": ["a"]}}}, "golden requests: "),
+        ({"candidates": {"sparse": {"item": [2**70]}}}, "golden requests: "),
+    ],
+)
+def test_requests_that_do_not_fit_each_other_are_refused(second, message):
+    first = {"candidates": {"sparse": {"item": [1]}}}
+    with pytest.raises(ExportError, match=message):
+        GoldenRequests.from_requests([first, second], [0.5, 0.5])

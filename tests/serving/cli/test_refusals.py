@@ -152,6 +152,9 @@ REFUSALS = [
     # Plans.
     ("plan --model merlin-colossal", ERROR, "error: rows take 6374656048000 bytes"),
     ("plan --model merlin-jumbo", ERROR, "rows are left over. Give more pinned memory"),
+    ("versions --store nosuch", ERROR, "nosuch: there is no such folder"),
+    ("rollout status films --registry nosuch", ERROR, "registry nosuch: there is no such folder"),
+    ("dashboard --store nosuch", ERROR, "nosuch: there is no such folder"),
     ("plan --model lunch", USAGE, "no such file, and the catalog has only dlrm-v2"),
     ("plan --model dlrm-v2:2", USAGE, "above 0 and at most 1"),
     ("plan --model merlin-tiny --out /nowhere/plan.json", USAGE, "/nowhere/plan.json: there is no folder"),

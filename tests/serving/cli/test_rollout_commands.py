@@ -82,6 +82,17 @@ def test_versions_tells_what_a_fleet_does_with_them(training: Path, tmp_path: Pa
     assert [(one["uses"], one["nodes"]) for one in listed] == [(["live"], 0), (["staged", "canary 0.05"], 1), ([], 0)]
 
 
+@pytest.mark.parametrize(
+    "words", ["versions smal", "rollout status smal", "rollout start smal 1", "rollout abort smal", "rollback smal"]
+)
+def test_a_model_that_is_not_there_is_refused_with_the_name_that_is_near(
+    training: Path, tmp_path: Path, words: str
+) -> None:
+    shardrank("publish", training / "1", "--store", tmp_path / "store")
+    refused = shardrank(*words.split(), "--store", tmp_path / "store", code=1)
+    assert "has no model 'smal'; it has ['small']" in " ".join(refused.stderr.split())
+
+
 def test_a_bad_snapshot_ends_with_one_line_and_code_1(training: Path, tmp_path: Path) -> None:
     (training / "1" / "dense.safetensors").write_bytes(b"x")
     result = shardrank("publish", training / "1", "--store", tmp_path / "store", code=1)
