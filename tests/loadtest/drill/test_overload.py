@@ -60,7 +60,7 @@ def test_figures_of_a_server_that_refuses_in_time():
         ([ADMITTED, REFUSED, due_in(4, 10, 2, 0.02, FAILED)], 2.0, "p99 admitted, ms"),
         ([ADMITTED, REFUSED, due_in(4, 10, 3, 0.024, WITH_RETRY_AFTER)], 2.0, "p99 refused, ms"),
         ([ADMITTED, REFUSED, due_in(4, 0.1, 10, 0.02, WITHOUT)], 2.0, "retry-after"),
-        ([due_in(4, 10, 89, 0.08, OK), REFUSED], 2.0, "goodput"),
+        ([due_in(4, 10, 87, 0.08, OK), REFUSED], 2.0, "goodput"),
         ([ADMITTED, due_in(4, 10, 180, 0.02, WITH_RETRY_AFTER)], 2.0, "offered"),
         ([ADMITTED, REFUSED, due_in(14, 4, 50, 0.001, WITH_RETRY_AFTER)], 2.0, "steady after, s"),
         ([ADMITTED, REFUSED], 9.5, "client cores"),
