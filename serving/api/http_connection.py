@@ -291,6 +291,8 @@ class HttpConnection(Accepted, HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Go on to the next request, once the peer has read what was written."""
+        if self.state in _CLOSED:
+            return
         exchange = self._exchange
         if exchange is not None:
             exchange.is_answered = True

@@ -333,3 +333,42 @@ async def test_a_request_that_is_cancelled_before_it_is_begun_ends_with_its_conn
     await settled(lambda: not served.tasks)
     connection.connection_lost(None)
     assert (served.left, served.calls) == (1, [])
+
+
+async def test_nothing_is_written_behind_an_answer_that_is_not_read():
+    """Not the refusal of bytes that come meanwhile, for which there is no room, either."""
+    served = Served(hold=True)
+    connection, wire = served.connect()
+    connection.data_received(post())
+    await settled(lambda: served.calls)
+    connection.pause_writing()
+    served.may_answer.set()
+    await settled(lambda: not served.tasks)
+    served.buffers.max_bytes = 0
+    connection.data_received(post()[:10])
+    assert len(statuses(wire.sent)) == 1
+
+
+async def test_an_answer_to_a_dropped_connection_is_not_written(caplog):
+    served, taken = Served(hold=True), list[str]()
+    connection, wire = served.connect()
+    connection.data_received(post())
+    await settled(lambda: served.calls)
+    connection._exchange.once_sent(lambda: taken.append("over"))
+    connection.drop()
+    served.may_answer.set()
+    await settled(lambda: not served.tasks)
+    connection.connection_lost(None)
+    assert (taken, wire.sent) == (["over"], b"")
+    # uvicorn writes to the closed transport, which drops it; here that is an error.
+    assert not (served.is_ranked and [record for record in caplog.records if record.exc_info])
+
+
+async def test_a_client_that_leaves_leaves_no_reference_to_its_request():
+    served = Served(hold=True)
+    connection, _ = served.connect()
+    connection.data_received(post())
+    await settled(lambda: served.calls)
+    exchange = connection._exchange
+    connection.connection_lost(None)
+    assert (exchange.respond, exchange.on_leave, served.left) == (None, None, 1)

@@ -12,6 +12,7 @@ from loader.registry.fleet import NodeRecord, VersionReport
 from loader.rollout.guards import GuardReport, VersionNumbers
 from loader.rollout.plan import Event
 from loader.rollout.requests import FleetState, RolloutStatus, StepStatus, start_rollout
+from serving.cli.output import print_document
 from serving.cli.rollout import NO_COORDINATOR, follow_rollout, print_status
 from shardrank_testing.rollout_fleet import MODEL, NEW, Clock, PlayedFleet
 
@@ -94,3 +95,13 @@ async def test_follow_names_the_live_version_after_another_writer(
         await registry.close()
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "films: version 2 was aborted: version 3 was made live by somebody else; version 3 is live"
+
+
+def test_a_list_is_printed_whole_and_versions_are_no_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    versions = [{"version": 20_261_100 + number, "rows_bytes": 10, "num_rows": 2_000_000} for number in range(20)]
+    print_document({"versions": versions})
+    printed = capsys.readouterr().out
+    assert all(str(entry["version"]) in printed for entry in versions)
+    assert "2 M" in printed
+    print_document({"tables": versions}, max_rows=16)
+    assert "tables, 16 of 20" in capsys.readouterr().out
