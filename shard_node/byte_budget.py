@@ -85,10 +85,7 @@ class ByteAccount:
             if self.held + num_bytes > half // (len(budget.holders) + (self not in budget.holders)):
                 raise budget.refusal("share")
             self._make_room(num_bytes)
-        budget.buffered += num_bytes
-        self.held += num_bytes
-        if self.held:
-            budget.holders.add(self)
+        self.hold(num_bytes)
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that can't be refused any more, such as those of an answer."""

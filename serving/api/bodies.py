@@ -32,6 +32,13 @@ def body_too_large(limit: str, max_bytes: int, received: int | str) -> InvalidRe
     return limit_exceeded("", limit, max_bytes, received, "bytes in the body", kind="body_too_large")
 
 
+def left_early() -> InvalidRequestError:
+    """Return the error of a request whose client has left before it was complete."""
+    return InvalidRequestError(
+        "", "the client closed the connection before its request was complete", kind="client_gone"
+    )
+
+
 async def read_body(receive: Receive, limit: str, max_bytes: int) -> bytes:
     """Read a body of `max_bytes` at most. Raises InvalidRequestError."""
     parts: list[bytes] = []
@@ -39,9 +46,7 @@ async def read_body(receive: Receive, limit: str, max_bytes: int) -> bytes:
     while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise InvalidRequestError(
-                "", "the client closed the connection before its request was complete", kind="client_gone"
-            )
+            raise left_early()
         parts.append(message.get("body", b""))
         received += len(parts[-1])
         if received > max_bytes:

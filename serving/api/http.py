@@ -19,13 +19,13 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import OverloadedError, ShardrankError
-from serving.api.bodies import CODINGS, expand
+from serving.api.bodies import CODINGS, expand, left_early
 from serving.api.documents import RANKING_ROUTE, create_documents, create_probes
 from serving.api.http_connection import CHECK_S, HttpListener, State
 from serving.api.http_messages import Exchange, Fields, HttpReply, error_reply, internal_error_reply
 from serving.api.tokens import Tokens
 from serving.dashboard.board import Board, run_board
-from serving.errors import InvalidRequestError, invalid_field
+from serving.errors import invalid_field
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
@@ -44,7 +44,7 @@ LAST_READ_S = 0.01
 LAST_REQUEST_S = 0.5
 """For bytes that have come to be read, and for a new connection to bring its first request, when the server stops."""
 PROTOBUF = b"application/x-protobuf"
-_GONE = InvalidRequestError("", "the client closed the connection before its request was complete", kind="client_gone")
+_GONE = left_early()
 
 
 class HttpApp:

@@ -131,23 +131,22 @@ class RankingInputs(NamedTuple):
     @classmethod
     def of(
         cls,
-        spec: ModelSpec,
+        shapes: InputShapes,
         embeddings: Mapping[str, Tensor | SequenceInput],
         request_of_candidate: Tensor,
         context_dense: Tensor | None = None,
         candidate_dense: Tensor | None = None,
     ) -> RankingInputs:
-        """Lay out what a model of `spec` reads, to train it; gradients flow through.
+        """Lay out what a model reads, to train it; gradients flow through.
 
         Args:
-            spec: the model.
+            shapes: the model's, `RankingModel.shapes`.
             embeddings: by feature, pooled, [R, embedding_dim] of a context feature, [N, embedding_dim] of a candidate
                 feature; or the rows of one with pooling `none`.
             request_of_candidate: int64 [N], ascending.
             context_dense: [R, dense_inputs.context], None for none.
             candidate_dense: [N, dense_inputs.candidate], None for none.
         """
-        shapes = InputShapes.of(spec)
         sequences = {name: cast(SequenceInput, embeddings[name]) for name in shapes.sequence_dims}
         pooled = {name: cast(Tensor, rows) for name, rows in embeddings.items() if name not in sequences}
         of_context = [

@@ -194,7 +194,7 @@ class RankingNetwork(nn.Module):
                 embeddings[name] = self._sequence(name, *bags)
             else:
                 embeddings[name] = F.dropout(self._pooled(name, *bags), DROPOUT, self.training)
-        return RankingInputs.of(self.spec, embeddings, batch.request_of_candidate, None, batch.candidate_dense)
+        return RankingInputs.of(self.shapes, embeddings, batch.request_of_candidate, None, batch.candidate_dense)
 
     def embeddings(self, feature: str, rows: Tensor) -> Tensor:
         """Return what a feature gets for rows int64 [n] of its table: [n, embedding_dim]."""

@@ -157,7 +157,7 @@ class CpuEngine:
 
     def _pool_group(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
         if len(group.arenas) == 1:
-            slots = bags.values if group.are_slots else self._slots(group, bags, values_per_key)
+            slots = self._slots(group, bags, values_per_key)
             return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         if not bags.num_bags:
             return np.zeros((0, group.group.embedding_dim), np.float32)
