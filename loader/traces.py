@@ -8,6 +8,7 @@ numbers is of string ids, which count by the fingerprint that serving takes them
 from __future__ import annotations
 
 import csv
+import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -19,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.access_counts import MAX_IDS, AccessCounter, AccessCounts, merged_by_table
-from loader.errors import TraceError, cut
+from loader.errors import TraceError, cut, nearest
 from loader.snapshot.manifest import MAX_STRING_ID_BYTES
 from loader.snapshot.tables import fingerprint_strings
+
+logger = logging.getLogger(__name__)
 
 MAX_DISTINCT_IDS = 200_000_000
 """Of one feature: 3.2 GB of ids and counts, and about three times that while they are counted."""
@@ -34,6 +37,10 @@ _PARQUET_ROWS = 1 << 18
 # strings all of a column would be other ids.
 _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?")
 _MISSING = re.compile(r"[+-]?(nan|inf|infinity)|null|none|<na>|n/a|-+", re.IGNORECASE)
+
+
+class _CellError(Exception):
+    """A cell that is no id: its text, and why."""
 
 
 class _IdCounter:
@@ -54,22 +61,25 @@ class _IdCounter:
         if self._counter.is_full:
             self.result()
 
-    def add_texts(self, seen: Mapping[str, int]) -> None:
-        """Count ids by the cells of a CSV column: whether these are numbers is known once all were seen."""
+    def add_texts(self, seen: Mapping[str, int], is_of_rows: bool) -> None:
+        """Count ids by the cells of a CSV column: whether these are numbers is known once all were seen.
+
+        Raises _CellError for a cell that is no id, or is a text in a column of whole numbers: of row numbers, or one in
+        which they are the most.
+        """
         texts, counts = [text for text in seen if text], np.array([seen[text] for text in seen if text], np.int64)
         if texts and len(longest := max(texts, key=len)) > MAX_STRING_ID_BYTES:
-            raise TraceError(
-                f"{self.where}: an id of {len(longest)} characters; at most {MAX_STRING_ID_BYTES} are allowed"
-            )
+            raise _CellError(longest, f"an id of {len(longest)} characters; at most {MAX_STRING_ID_BYTES} are allowed")
         numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
         if all(numbers):
             # As objects, numbers of any length are compared with what is allowed.
             return self.add(np.array([int(text) for text in texts], object), counts)
-        has_numbers = any(numbers)
-        for text in texts:
-            if _FLOAT.fullmatch(text) or (has_numbers and _MISSING.fullmatch(text)):
-                limit = "is neither a whole number nor a string; where there is no id, leave it empty"
-                raise TraceError(f"{self.where}: {text!r} {limit}")
+        is_of_numbers, end = is_of_rows or 2 * sum(numbers) > len(texts), "; where there is no id, leave it empty"
+        for text, is_number in zip(texts, numbers, strict=True):
+            if _FLOAT.fullmatch(text) or (any(numbers) and _MISSING.fullmatch(text)):
+                raise _CellError(text, f"{text!r} is neither a whole number nor a string{end}")
+            if is_of_numbers and not is_number:
+                raise _CellError(text, f"{cut(text)!r} is a text in a column of whole numbers{end}")
         return self.add(fingerprint_strings(texts), counts)
 
     def result(self) -> AccessCounts:
@@ -94,22 +104,24 @@ def count_values(where: str, values: npt.NDArray[Any]) -> AccessCounts:
     return counter.result()
 
 
-def read_traces(traces: Iterable[str], features: Collection[str]) -> dict[str, AccessCounts]:
-    """Count the ids of a model's features in traces.
+def read_traces(
+    traces: Iterable[str], features: Collection[str], of_rows: Collection[str] = ()
+) -> dict[str, AccessCounts]:
+    """Count the ids of a model's features in traces; those of features `of_rows` are row numbers, and never strings.
 
-    Each trace is `FEATURE=FILE.npy`, or the path of a `.csv` or `.parquet` file whose columns are features; other
-    columns are left alone. A feature that several traces have is counted over all of them.
+    Each trace is `FEATURE=FILE.npy`, or the path of a `.csv` or `.parquet` file whose columns are features; of other
+    columns a warning is logged. A feature that several traces have is counted over all of them.
 
     Raises TraceError for a file that can't be read, or is of another kind; a feature that the model does not have, no
     column that is a feature; an id that is negative or too large; too many different ids.
     """
-    return merged_by_table(_read(trace, features) for trace in traces)
+    return merged_by_table(_read(trace, features, of_rows) for trace in traces)
 
 
-def _read(trace: str, features: Collection[str]) -> Mapping[str, AccessCounts]:
-    suffix = Path(trace).suffix.lower()
+def _read(trace: str, features: Collection[str], of_rows: Collection[str]) -> Mapping[str, AccessCounts]:
+    suffix, path = Path(trace).suffix.lower(), Path(trace)
     if suffix in (".csv", ".parquet"):
-        counters = (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features)
+        counters = _read_csv(path, features, of_rows) if suffix == ".csv" else _read_parquet(path, features)
         return {name: counter.result() for name, counter in counters.items()}
     feature, _, file = trace.partition("=")
     if not file or Path(file).suffix != ".npy":
@@ -134,10 +146,14 @@ def _counters(path: Path, columns: Collection[str], features: Collection[str]) -
         raise TraceError(f"{path}: none of its columns {cut(list(columns))} {limit}")
     if len(set(names)) != len(names):
         raise TraceError(f"{path}: a column is there twice: {cut(names)}")
+    if others := [name for name in columns if name not in features]:
+        missing = set(features) - set(names)
+        near = f"; features without a column are {nearest(others[0], missing)}" if missing else ""
+        logger.warning("%s: columns that match no feature are left out: %s%s", path, cut(others), near)
     return {name: _IdCounter(f"{path}, column {name!r}") for name in names}
 
 
-def _read_csv(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
+def _read_csv(path: Path, features: Collection[str], of_rows: Collection[str]) -> dict[str, _IdCounter]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = csv.reader(file)
@@ -157,8 +173,20 @@ def _read_csv(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: can't be read: {cut(error)}") from error
     for name, counter in counters.items():
-        counter.add_texts(texts[name])
+        try:
+            counter.add_texts(texts[name], name in of_rows)
+        except _CellError as error:
+            text, problem = error.args
+            raise TraceError(f"{path}, line {_line_of(path, name, text)}, column {name!r}: {problem}") from None
     return counters
+
+
+def _line_of(path: Path, column: str, text: str) -> int:
+    """Return the line of a CSV file that first has a text in a column."""
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = csv.reader(file)
+        at = next(lines).index(column)
+        return next(lines.line_num for line in lines if line[at] == text)
 
 
 def _read_parquet(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:

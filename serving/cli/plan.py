@@ -155,6 +155,7 @@ def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
     Raises UsageError, ExportError for a description or counts that can't be read, or SnapshotError.
     """
     from loader.access_counts import read_access_counts
+    from loader.errors import ConfigError, nearest, no_path
     from loader.snapshot.reader import Snapshot
     from router.planning.inputs import CATALOG, LookupProfile, catalog_model
     from serving.cli.export import Pruned
@@ -187,7 +188,8 @@ def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
             recorded = {table.name: snapshot.access_counts(table.slices[0].name) for table in spec.tables}
             counts = {table: rows for table, rows in recorded.items() if rows is not None}
     else:
-        raise click.UsageError(f"--model {named}: no such file, and the catalog has only {', '.join(CATALOG)}.")
+        problem = no_path("model", path, "file, folder or published model")
+        raise ConfigError(f"{problem}; published are {nearest(name, CATALOG)}" if path.name == named else problem)
     if dtype is not None:
         odd = [table.name for table in spec.stored_tables if dtype == "int4" and table.embedding_dim % 2]
         if odd:
