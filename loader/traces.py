@@ -11,7 +11,8 @@ import csv
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,6 @@ _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?")
 _MISSING = re.compile(r"[+-]?(nan|inf|infinity)|null|none|<na>|n/a|-+", re.IGNORECASE)
 
 
-class _CellError(Exception):
-    """A cell that is no id: its text, and why."""
-
-
 class _IdCounter:
     """Counts the ids of one feature exactly. `where` they are from is named in errors."""
 
@@ -61,26 +58,29 @@ class _IdCounter:
         if self._counter.is_full:
             self.result()
 
-    def add_texts(self, seen: Mapping[str, int], is_of_rows: bool) -> None:
+    def add_texts(self, seen: Mapping[str, int], line_of: Callable[[str], int], *, is_of_rows: bool) -> None:
         """Count ids by the cells of a CSV column: whether these are numbers is known once all were seen.
 
-        Raises _CellError for a cell that is no id, or is a text in a column of whole numbers: of row numbers, or one in
-        which they are the most.
+        Raises TraceError for a cell that is no id, with its line. A text is none in a column of row numbers, or where
+        most cells are whole numbers.
         """
         texts, counts = [text for text in seen if text], np.array([seen[text] for text in seen if text], np.int64)
-        if texts and len(longest := max(texts, key=len)) > MAX_STRING_ID_BYTES:
-            raise _CellError(longest, f"an id of {len(longest)} characters; at most {MAX_STRING_ID_BYTES} are allowed")
         numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
-        if all(numbers):
-            # As objects, numbers of any length are compared with what is allowed.
-            return self.add(np.array([int(text) for text in texts], object), counts)
-        is_of_numbers, end = is_of_rows or 2 * sum(numbers) > len(texts), "; where there is no id, leave it empty"
+        is_of_numbers = is_of_rows or 2 * sum(numbers) > len(texts)
         for text, is_number in zip(texts, numbers, strict=True):
-            if _FLOAT.fullmatch(text) or (any(numbers) and _MISSING.fullmatch(text)):
-                raise _CellError(text, f"{text!r} is neither a whole number nor a string{end}")
-            if is_of_numbers and not is_number:
-                raise _CellError(text, f"{cut(text)!r} is a text in a column of whole numbers{end}")
-        return self.add(fingerprint_strings(texts), counts)
+            if len(text) > MAX_STRING_ID_BYTES:
+                problem = f"an id of {len(text)} characters; at most {MAX_STRING_ID_BYTES} are allowed"
+            elif _FLOAT.fullmatch(text) or (any(numbers) and _MISSING.fullmatch(text)):
+                problem = f"{text!r} is neither a whole number nor a string; where there is no id, leave it empty"
+            elif is_of_numbers and not is_number:
+                problem = f"{cut(text)!r} is a text in a column of whole numbers"
+            else:
+                continue
+            raise TraceError(f"{self.where}, line {line_of(text)}: {problem}")
+        # As objects, numbers of any length are compared with what is allowed.
+        self.add(
+            np.array([int(text) for text in texts], object) if all(numbers) else fingerprint_strings(texts), counts
+        )
 
     def result(self) -> AccessCounts:
         """Return what was counted. Raises TraceError if there are more than `MAX_DISTINCT_IDS` different ids."""
@@ -173,20 +173,15 @@ def _read_csv(path: Path, features: Collection[str], of_rows: Collection[str]) -
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: can't be read: {cut(error)}") from error
     for name, counter in counters.items():
-        try:
-            counter.add_texts(texts[name], name in of_rows)
-        except _CellError as error:
-            text, problem = error.args
-            raise TraceError(f"{path}, line {_line_of(path, name, text)}, column {name!r}: {problem}") from None
+        counter.add_texts(texts[name], partial(_line_of, path, name), is_of_rows=name in of_rows)
     return counters
 
 
 def _line_of(path: Path, column: str, text: str) -> int:
     """Return the line of a CSV file that first has a text in a column."""
     with path.open(newline="", encoding="utf-8") as file:
-        lines = csv.reader(file)
-        at = next(lines).index(column)
-        return next(lines.line_num for line in lines if line[at] == text)
+        lines = csv.DictReader(file)
+        return next(lines.line_num for line in lines if line[column] == text)
 
 
 def _read_parquet(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
