@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from loader.errors import ConfigError
 from shard_node.bags import TableLayout
 from shard_node.engine.arena import Arena, allocate_rows
 
@@ -20,7 +21,7 @@ def measured_rows_per_s(layout: TableLayout, values: Sequence[float], bags: Sequ
     """Return how many rows a second one core pools, of each dim and dtype as many as a batch looks up.
 
     `values` and `bags` are a batch's, by table. Ids are random, the worst case for caches; an arena has the rows of all
-    its tables, but at most `max_bytes`.
+    its tables, but at most `max_bytes`. Raises ConfigError if nothing is looked up.
     """
     torch.set_num_threads(1)
     rng, num_ids, seconds = np.random.default_rng(0), 0.0, 0.0
@@ -40,4 +41,6 @@ def measured_rows_per_s(layout: TableLayout, values: Sequence[float], bags: Sequ
             arena.pool(ids, offsets, None)
             times.append(time.perf_counter() - started_at)
         num_ids, seconds = num_ids + lookups, seconds + lookups * float(np.median(times)) / float(offsets[-1])
+    if not seconds:
+        raise ConfigError("nothing can be measured: a batch looks up no row")
     return num_ids / seconds
