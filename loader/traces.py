@@ -70,17 +70,18 @@ class _IdCounter:
         for text, is_number in zip(texts, numbers, strict=True):
             if len(text) > MAX_STRING_ID_BYTES:
                 problem = f"an id of {len(text)} characters; at most {MAX_STRING_ID_BYTES} are allowed"
+            elif is_number:
+                continue
             elif _FLOAT.fullmatch(text) or (any(numbers) and _MISSING.fullmatch(text)):
                 problem = f"{text!r} is neither a whole number nor a string; where there is no id, leave it empty"
-            elif is_of_numbers and not is_number:
+            elif is_of_numbers:
                 problem = f"{cut(text)!r} is a text in a column of whole numbers"
             else:
                 continue
             raise TraceError(f"{self.where}, line {line_of(text)}: {problem}")
         # As objects, numbers of any length are compared with what is allowed.
-        self.add(
-            np.array([int(text) for text in texts], object) if all(numbers) else fingerprint_strings(texts), counts
-        )
+        ids = np.array([int(text) for text in texts], object) if all(numbers) else fingerprint_strings(texts)
+        self.add(ids, counts)
 
     def result(self) -> AccessCounts:
         """Return what was counted. Raises TraceError if there are more than `MAX_DISTINCT_IDS` different ids."""
@@ -119,9 +120,9 @@ def read_traces(
 
 
 def _read(trace: str, features: Collection[str], of_rows: Collection[str]) -> Mapping[str, AccessCounts]:
-    suffix, path = Path(trace).suffix.lower(), Path(trace)
+    suffix = Path(trace).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        counters = _read_csv(path, features, of_rows) if suffix == ".csv" else _read_parquet(path, features)
+        counters = (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features, of_rows)
         return {name: counter.result() for name, counter in counters.items()}
     feature, _, file = trace.partition("=")
     if not file or Path(file).suffix != ".npy":
@@ -184,7 +185,7 @@ def _line_of(path: Path, column: str, text: str) -> int:
         return next(lines.line_num for line in lines if line[column] == text)
 
 
-def _read_parquet(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
+def _read_parquet(path: Path, features: Collection[str], of_rows: Collection[str]) -> dict[str, _IdCounter]:
     """Count columns of whole numbers, of strings, or of lists of either: a list is a bag."""
     try:
         import pyarrow
@@ -206,10 +207,10 @@ def _read_parquet(path: Path, features: Collection[str]) -> dict[str, _IdCounter
                 ids = seen.field("values")
                 if types.is_integer(ids.type):
                     numbers = ids.to_numpy(zero_copy_only=False)
-                elif types.is_string(ids.type) or types.is_large_string(ids.type):
+                elif name not in of_rows and (types.is_string(ids.type) or types.is_large_string(ids.type)):
                     numbers = fingerprint_strings(ids.to_pylist())
                 else:
-                    limit = f"ids must be whole numbers or strings, or lists of them; got {ids.type}"
+                    limit = f"ids must be whole numbers, or strings of no row numbers, or lists of them; got {ids.type}"
                     raise TraceError(f"{counters[name].where}: {limit}")
                 counters[name].add(numbers, seen.field("counts").to_numpy().astype(np.int64))
     except (OSError, pyarrow.ArrowException) as error:
