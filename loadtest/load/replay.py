@@ -20,13 +20,15 @@ from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
-from loadtest.load.result import Measured, Recorder, measured, percentiles, show_document, write_document
+from loadtest.load.result import Measured, Recorder, line, measured, percentiles, show_document, write_document
 from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
-from loadtest.servers import stopping_on_signals
+from loadtest.servers import TOLERANCES, stopping_on_signals
 from loadtest.workloads.payloads import Pool, recorded_payload
+from loadtest.workloads.served import describe
 from serving.cli.output import stdout_console
 from serving.client.features import read_rank
+from serving.description import NumberFormat
 from serving.observe.recording import RecordedRequest, read_file, recorded_files
 
 MAX_BYTES = 512 << 20
@@ -40,14 +42,14 @@ class ReplayConfig(Sending):
         speed: times the pace at which they came.
         rate: requests a second in place of that; None for their pace.
         requests: the last so many.
-        tolerance: of a score; more is a difference.
+        tolerance: of a score; more is a difference. None for that of the answering model's number format.
     """
 
     folder: Path
     speed: float = Field(default=1.0, gt=0, le=1e6)
     rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
     requests: int = Field(default=10_000, ge=1, le=1_000_000)
-    tolerance: float = Field(default=1e-4, ge=0)
+    tolerance: float | None = Field(default=None, ge=0)
 
 
 class ReplayResult(Measured):
@@ -58,6 +60,7 @@ class ReplayResult(Measured):
         seconds: from the first to the last one's time.
         compared: answers of the same version, dense step and deltas: `identical` to the bit, `within` the tolerance,
             `different` beyond it; and answers that are `not_comparable`.
+        dtype: of the answering model, where its number format decides the tolerance.
         max_difference: of a score, over all that were compared; None if none was.
         answers_by_version: how many.
         lag_p99_ms: how late the replay itself came to its requests.
@@ -73,6 +76,7 @@ class ReplayResult(Measured):
     different: int
     not_comparable: int
     tolerance: float
+    dtype: NumberFormat | None
     max_difference: float | None
     answers_by_version: dict[int, int]
     lag_p99_ms: float | None
@@ -135,7 +139,7 @@ def prepare(config: ReplayConfig) -> Prepared:
         raise ConfigError(f"{config.folder}: no requests {of_model}are recorded")
     ((model, total),) = totals.items()
     in_order, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.stated_timeout_ms
-    payloads = (recorded_payload(recorded, config.scheme, timeout_ms) for recorded in in_order)
+    payloads = (recorded_payload(each, number, config.scheme, timeout_ms) for number, each in enumerate(in_order))
     pool = Pool("grpc-packed", model, payloads, MAX_BYTES)
     return Prepared(total, in_order[: len(pool)], pool)
 
@@ -147,16 +151,19 @@ def due_times(recorded: Sequence[RecordedRequest], speed: float, rate: float | N
     return [(request.arrived_at - recorded[0].arrived_at) / speed for request in recorded]
 
 
-async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
-    """Send what was prepared. Raises OSError if the target's name is not known."""
+async def replay(config: ReplayConfig, prepared: Prepared, dtype: NumberFormat = "float32") -> ReplayResult:
+    """Send what was prepared to a model of a number format. Raises OSError if the target's name is not known."""
     due = due_times(prepared.recorded, config.speed, config.rate)
-    comparison = ScoreComparison(prepared.recorded, config.tolerance)
+    tolerance = TOLERANCES[dtype] if config.tolerance is None else config.tolerance
+    comparison = ScoreComparison(prepared.recorded, tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
     done = await offer(config, prepared.pool, due, recorder, cpu_s=(0.0, 0.0), judge=comparison)
     counts, rows = comparison.counts, done.records.rows
     return ReplayResult(
         **measured([done.records]),
-        **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
+        **config.model_dump(include={"target", "speed", "rate"}),
+        tolerance=tolerance,
+        dtype=dtype if config.tolerance is None else None,
         **{name: counts[name] for name in ("identical", "within", "different", "not_comparable")},
         model=prepared.pool.model,
         recorded=prepared.total,
@@ -171,10 +178,14 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
 def execute(config: ReplayConfig, json_file: Path | None) -> int:
     """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered."""
     prepared = prepare(config)
+    dtype = describe(config.target, prepared.pool.model).dense_model.dtype
     settle_heap()
     with stopping_on_signals():
-        result = event_loop().run(replay(config, prepared))
+        result = event_loop().run(replay(config, prepared, dtype))
     if json_file is not None:
         write_document(result, json_file)
     show_document(stdout_console(), shown(result))
+    if result.dtype is not None:
+        why = "" if result.dtype == "float32" else ", whose scores depend on the batch that they were in"
+        line(stdout_console(), f"tolerance {result.tolerance:g}: the default for a model in {result.dtype}{why}")
     return 0 if result.answered and not result.different else 1
