@@ -96,15 +96,9 @@ json_option = opts.option("--json", "Write the result to this file.", opts.WRITA
 @opts.option("--warmup S", "Before it; not counted. Default: 2.", float, name="warmup_s")
 @workload_option
 @opts.option("--model NAME", "In place of --workload: a served model; the server says what its requests are.")
+@opts.option("--hotness N|FEATURE=N", "With --model: ids a bag, of all features or one. Repeatable.", multiple=True)
 @opts.option(
-    "--hotness N|FEATURE=N",
-    "With --model: ids in a bag, on average, of all features or of one. Default: 1. Repeatable.",
-    multiple=True,
-)
-@opts.option(
-    "--like FILE|FOLDER",
-    "With --model: draw requests from what `--record` wrote, or from a file with a JSON request in each line.",
-    opts.EXISTING,
+    "--like FILE", "With --model: draw from what `--record` wrote, or from a JSON request a line.", opts.EXISTING
 )
 @opts.option(
     "--api",
@@ -152,12 +146,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 @opts.option("--model NAME", "Whose requests, if the folder has those of several models.")
 @opts.option("--requests N", "The last so many. Default: 10000.", int)
 @opts.option("--timeout-ms MS", "A request is given up after it. Default: 1000.", float)
-@opts.option(
-    "--tolerance X",
-    "A score that is further off differs. Default: 0.0001 of a model in float32, 0.02 in bfloat16, 0.03 in int8, "
-    "whose scores depend on the batch that they were in.",
-    float,
-)
+@opts.option("--tolerance X", "A score that is further off differs. Default: by the model's number format.", float)
 @opts.option("--connections N", "Of HTTP. Default: 512.", int, name="max_connections")
 @json_option
 @click.pass_context

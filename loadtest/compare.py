@@ -24,9 +24,9 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loadtest.bench.harness import BUSY_MEASURES, CPU, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import APIS, request_options, workload_option
-from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, OfferedLoad, RunConfig
+from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, TOLERANCES, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
-from loadtest.servers import HOST, TOLERANCES, ServerCommand, check_scores, running_server, summed
+from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload

@@ -24,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from loader.errors import ConfigError
 from loadtest.errors import LoadError
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
-from serving.description import NumberFormat
 from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS
 from serving.fleet.supervisor import describe_exit, shardrank_command
 from shard_node.bags import Float32Array
@@ -36,8 +35,6 @@ METRICS_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 5.0
 POLL_S = 0.05
 LOG_TAIL_BYTES = 2000
-TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
-"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
 INTERRUPTED = 130
 """Exit code after a signal."""
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")

@@ -43,18 +43,9 @@ from loadtest.bench.harness import (
 )
 from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
-from loadtest.load.config import bench_load
+from loadtest.load.config import TOLERANCES, bench_load
 from loadtest.load.generator import Generators
-from loadtest.servers import (
-    SERVED_PACKAGES,
-    THIS_CHECKOUT,
-    TOLERANCES,
-    Server,
-    check_scores,
-    checked_checkout,
-    commit_of,
-    summed,
-)
+from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
 from loadtest.servers import serving as serving_process
 from loadtest.workloads.catalog import (
     BENCH_REQUESTS,

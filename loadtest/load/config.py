@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from loader.snapshot.tables import Frozen
 from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
-from serving.description import ModelInfo
+from serving.description import ModelInfo, NumberFormat
 from serving.limits import RequestLimits
 
 APIS_BY_SCHEME: dict[str, tuple[Encoding, ...]] = {"http": ("json", "oip-http"), "grpc": GRPC_APIS}
@@ -21,6 +21,8 @@ Arrivals: TypeAlias = Literal["poisson", "constant"]
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0
 MAX_TIMEOUT_MS = 60_000.0
+TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
+"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
 
 
 def parse_target(text: str) -> SplitResult:

@@ -18,17 +18,16 @@ from pydantic import Field
 
 from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
-from loadtest.load.config import MAX_RATE, Sending
+from loadtest.load.config import MAX_RATE, TOLERANCES, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
 from loadtest.load.result import Measured, Recorder, line, measured, percentiles, show_document, write_document
 from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
-from loadtest.servers import TOLERANCES, stopping_on_signals
+from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import Pool, recorded_payload
 from loadtest.workloads.served import describe
 from serving.cli.output import stdout_console
 from serving.client.features import read_rank
-from serving.description import NumberFormat
 from serving.observe.recording import RecordedRequest, read_file, recorded_files
 
 MAX_BYTES = 512 << 20
@@ -60,7 +59,6 @@ class ReplayResult(Measured):
         seconds: from the first to the last one's time.
         compared: answers of the same version, dense step and deltas: `identical` to the bit, `within` the tolerance,
             `different` beyond it; and answers that are `not_comparable`.
-        dtype: of the answering model, where its number format decides the tolerance.
         max_difference: of a score, over all that were compared; None if none was.
         answers_by_version: how many.
         lag_p99_ms: how late the replay itself came to its requests.
@@ -76,7 +74,6 @@ class ReplayResult(Measured):
     different: int
     not_comparable: int
     tolerance: float
-    dtype: NumberFormat | None
     max_difference: float | None
     answers_by_version: dict[int, int]
     lag_p99_ms: float | None
@@ -151,10 +148,10 @@ def due_times(recorded: Sequence[RecordedRequest], speed: float, rate: float | N
     return [(request.arrived_at - recorded[0].arrived_at) / speed for request in recorded]
 
 
-async def replay(config: ReplayConfig, prepared: Prepared, dtype: NumberFormat = "float32") -> ReplayResult:
-    """Send what was prepared to a model of a number format. Raises OSError if the target's name is not known."""
+async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
+    """Send what was prepared. Raises OSError if the target's name is not known."""
     due = due_times(prepared.recorded, config.speed, config.rate)
-    tolerance = TOLERANCES[dtype] if config.tolerance is None else config.tolerance
+    tolerance = TOLERANCES["float32"] if config.tolerance is None else config.tolerance
     comparison = ScoreComparison(prepared.recorded, tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
     done = await offer(config, prepared.pool, due, recorder, cpu_s=(0.0, 0.0), judge=comparison)
@@ -163,7 +160,6 @@ async def replay(config: ReplayConfig, prepared: Prepared, dtype: NumberFormat =
         **measured([done.records]),
         **config.model_dump(include={"target", "speed", "rate"}),
         tolerance=tolerance,
-        dtype=dtype if config.tolerance is None else None,
         **{name: counts[name] for name in ("identical", "within", "different", "not_comparable")},
         model=prepared.pool.model,
         recorded=prepared.total,
@@ -177,15 +173,17 @@ async def replay(config: ReplayConfig, prepared: Prepared, dtype: NumberFormat =
 
 def execute(config: ReplayConfig, json_file: Path | None) -> int:
     """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered."""
-    prepared = prepare(config)
-    dtype = describe(config.target, prepared.pool.model).dense_model.dtype
+    prepared, why = prepare(config), "--tolerance"
+    if config.tolerance is None:
+        dtype = describe(config.target, prepared.pool.model).dense_model.dtype
+        config = config.model_copy(update={"tolerance": TOLERANCES[dtype]})
+        why = f"the default for a model in {dtype}"
+        why += "" if dtype == "float32" else ", whose scores depend on the batch that they were in"
     settle_heap()
     with stopping_on_signals():
-        result = event_loop().run(replay(config, prepared, dtype))
+        result = event_loop().run(replay(config, prepared))
     if json_file is not None:
         write_document(result, json_file)
     show_document(stdout_console(), shown(result))
-    if result.dtype is not None:
-        why = "" if result.dtype == "float32" else ", whose scores depend on the batch that they were in"
-        line(stdout_console(), f"tolerance {result.tolerance:g}: the default for a model in {result.dtype}{why}")
+    line(stdout_console(), f"tolerance {result.tolerance:g}: {why}")
     return 0 if result.answered and not result.different else 1

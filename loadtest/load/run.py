@@ -68,7 +68,12 @@ def execute(
             result = run_sweep(generators, load, run, console, max_rate=max_rate)
         else:
             result = offered(generators, load, run, console)
-    write_files(result, json_file, html_file)
+    if json_file is not None:
+        write_document(result, json_file)
+    if html_file is not None:
+        from loadtest.page import html
+
+        write_text(html(result), html_file)
     show_result(stdout_console(), result)
     if isinstance(result, SweepResult):
         return 0 if result.highest_rate is not None else 1
@@ -76,16 +81,6 @@ def execute(
     if failed > max_failed_share:
         line(stdout_console(), f"{failed:.1%} of the requests failed; --max-failed-share is {max_failed_share:.1%}")
     return 0 if result.valid and failed <= max_failed_share else 1
-
-
-def write_files(document: LoadResult | SweepResult, json_file: Path | None, html_file: Path | None) -> None:
-    """Write a result and its page, as far as they are wanted. Raises ConfigError."""
-    if json_file is not None:
-        write_document(document, json_file)
-    if html_file is not None:
-        from loadtest.page import html
-
-        write_text(html(document), html_file)
 
 
 def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:

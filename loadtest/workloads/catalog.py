@@ -27,8 +27,6 @@ from loadtest.workloads.workload import (
 from router.planning.inputs import catalog_model
 from serving.description import ModelInfo
 
-MAX_HOTNESS = 1000
-
 Head: TypeAlias = Literal["mlp", "dlrm"]
 
 
@@ -55,7 +53,7 @@ def open_workload(
     drawn_ids: IdDistribution = Uniform()
     if isinstance(source, ModelInfo):
         spec, unknown = described_spec(source), _unknown_ids(source)
-        of_each = parse_hotness(["1", *hotness], [feature.name for feature in spec.features])
+        of_each = parse_hotness(["1", *hotness], spec)
         text += f", hotness {' '.join(hotness) or 1}{unknown}"
         if counts.most > (most := source.limits.max_candidates):
             raise ConfigError(f"candidates: {counts.name}: the server's limit max_candidates is {most}")
@@ -69,9 +67,7 @@ def open_workload(
             drawn_ids = Zipf(profile.zipf)
     elif family in ("bench-mlp", "bench-dlrm"):
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
-        if colon and not (suffix.isascii() and suffix.isdigit() and 1 <= int(suffix[:5]) <= MAX_HOTNESS):
-            raise ConfigError(f"workload: {text!r}: {suffix!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
-        of_each = dict.fromkeys((feature.name for feature in spec.features), int(suffix or 1))
+        of_each = parse_hotness([suffix if colon else "1"], spec)
     else:
         raise ConfigError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)

@@ -10,7 +10,7 @@ from loader.errors import ConfigError
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.client import Client
-from serving.description import FeatureInfo, ModelInfo
+from serving.description import ModelInfo
 from serving.errors import InvalidRequestError
 from serving.formats.json_reader import JsonCodec
 from serving.formats.requests import Request
@@ -31,9 +31,6 @@ def describe(target: str, model: str) -> ModelInfo:
 
 def described_spec(described: ModelInfo) -> ModelSpec:
     """Return a model that takes the same requests as one that a server has, packed ones too; its rows are made up."""
-    by_table = dict[str, list[FeatureInfo]]()
-    for feature in described.features:
-        by_table.setdefault(feature.table, []).append(feature)
     num_rows = {table.name: table.num_embeddings for table in described.tables}
     document = {
         "model": described.model,
@@ -43,10 +40,10 @@ def described_spec(described: ModelInfo) -> ModelSpec:
                 "name": name,
                 "num_embeddings": num_rows[name],
                 "embedding_dim": 1,
-                "feature_names": [feature.name for feature in features],
-                "id_mapping": {"kind": "vocabulary", "id_type": features[0].id_type},
+                "feature_names": [feature.name for feature in described.features if feature.table == name],
+                "id_mapping": {"kind": "vocabulary", "id_type": id_type},
             }
-            for name, features in by_table.items()
+            for name, id_type in dict.fromkeys((feature.table, feature.id_type) for feature in described.features)
         ],
         "features": [each.model_dump(include={"name", "side", "pooling", "weighted"}) for each in described.features],
         "dense_inputs": described.dense_inputs,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -28,6 +28,7 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 Float64Array = npt.NDArray[np.float64]
 
 MAX_CANDIDATES = 2**20
+MAX_HOTNESS = 4096
 _RANGE = re.compile(r"(\d+)(?:-(\d+):(\d+(?:\.\d+)?))?", re.ASCII)
 
 
@@ -183,16 +184,16 @@ class RowScatter:
 IdDistribution: TypeAlias = Uniform | Zipf
 
 
-def parse_hotness(texts: Iterable[str], features: Collection[str]) -> dict[str, int]:
-    """Read `N`, of all features, or `FEATURE=N`, of one, each above those before it. Raises ConfigError."""
-    hotness = dict[str, int]()
+def parse_hotness(texts: Iterable[str], spec: ModelSpec) -> dict[str, int]:
+    """Read `N`, ids a bag of all features, or `FEATURE=N`, each above those before it. Raises ConfigError."""
+    hotness, features = dict[str, int](), [feature.name for feature in spec.features]
     for text in texts:
         name, equals, number = text.rpartition("=")
-        if not (number.isascii() and number.isdigit() and int(number[:9])):
-            raise ConfigError(f"hotness: {text!r} is not N or FEATURE=N, whole numbers of ids above 0")
+        if not (number.isascii() and number.isdigit() and 1 <= int(number[:5]) <= MAX_HOTNESS):
+            raise ConfigError(f"hotness: {number!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
         if equals and name not in features:
             raise ConfigError(f"hotness: {text!r}: no feature {name!r}; there are {nearest(name, features)}")
-        hotness |= dict.fromkeys([name] if equals else features, int(number[:9]))
+        hotness |= dict.fromkeys([name] if equals else features, int(number))
     return hotness
 
 

@@ -118,10 +118,7 @@ class RequestRecorder:
         self._thread.start()
 
     def offer(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, arrived_at: float) -> None:
-        """Queue a request that came at a time of the clock, if it is drawn and there is room. Its arrays are kept.
-
-        A replayed one never is: what is recorded is what products sent.
-        """
+        """Queue a request that came at a time of the clock, if drawn, no replay, and with room. Its arrays are kept."""
         if self._draw() >= self._share or request.request_id.startswith(REPLAY_ID):
             return
         bags, weights = request.bags, request.bags.weights
