@@ -96,7 +96,9 @@ json_option = opts.option("--json", "Write the result to this file.", opts.WRITA
 @opts.option("--warmup S", "Before it; not counted. Default: 2.", float, name="warmup_s")
 @workload_option
 @opts.option("--model NAME", "In place of --workload: a served model; the server says what its requests are.")
-@opts.option("--hotness N|FEATURE=N", "With --model: ids a bag, of all features or one. Repeatable.", multiple=True)
+@opts.option(
+    "--hotness N|FEATURE=N", "With --model: ids a bag, in the mean, of all or of one. Repeatable.", multiple=True
+)
 @opts.option(
     "--like FILE", "With --model: draw from what `--record` wrote, or from a JSON request a line.", opts.EXISTING
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -21,7 +21,6 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of, tables_of, value_text
 
-Reported: TypeAlias = LoadResult | SweepResult
 PERCENTILES = {1: "min", 2: "p50", 10: "p90", 100: "p99", 1000: "p99.9"}
 """Where each is drawn: 1 / (1 - q)."""
 STYLE: dict[Any, Any] = {
@@ -129,7 +128,7 @@ def sweep_chart(sweep: SweepResult) -> Markup:
     return to_svg(figure)
 
 
-def html(result: Reported) -> str:
+def html(result: LoadResult | SweepResult) -> str:
     """Write the page as text."""
     loader = PackageLoader("loadtest", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)

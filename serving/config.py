@@ -275,10 +275,8 @@ class FrontSettings(TlsSettings, TraceSettings):
 
     def of_worker(self, worker: int) -> dict[str, object]:
         """Return what one of the serving processes has else: a folder in the folder, and its part of the bytes."""
-        if self.record is None:
-            return {"workers": 1}
-        size = max(1, self.record_max_mb // self.workers)
-        return {"workers": 1, "record": self.record / str(worker), "record_max_mb": size}
+        folder = None if self.record is None else self.record / str(worker)
+        return {"workers": 1, "record": folder, "record_max_mb": max(1, self.record_max_mb // self.workers)}
 
 
 class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings, MemberSettings):

@@ -25,13 +25,10 @@ from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import Pool, recorded_payload
-from loadtest.workloads.served import describe
+from loadtest.workloads.served import MAX_BYTES, describe
 from serving.cli.output import stdout_console
 from serving.client.features import read_rank
 from serving.observe.recording import RecordedRequest, read_file, recorded_files
-
-MAX_BYTES = 512 << 20
-"""Of the bodies that are made ahead; recorded requests beyond are left out."""
 
 
 class ReplayConfig(Sending):
@@ -41,14 +38,14 @@ class ReplayConfig(Sending):
         speed: times the pace at which they came.
         rate: requests a second in place of that; None for their pace.
         requests: the last so many.
-        tolerance: of a score; more is a difference. None for that of the answering model's number format.
+        tolerance: of a score; more is a difference. By default, that of the number format of the model that answers.
     """
 
     folder: Path
     speed: float = Field(default=1.0, gt=0, le=1e6)
     rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
     requests: int = Field(default=10_000, ge=1, le=1_000_000)
-    tolerance: float | None = Field(default=None, ge=0)
+    tolerance: float = Field(default=TOLERANCES["float32"], ge=0)
 
 
 class ReplayResult(Measured):
@@ -151,15 +148,13 @@ def due_times(recorded: Sequence[RecordedRequest], speed: float, rate: float | N
 async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     """Send what was prepared. Raises OSError if the target's name is not known."""
     due = due_times(prepared.recorded, config.speed, config.rate)
-    tolerance = TOLERANCES["float32"] if config.tolerance is None else config.tolerance
-    comparison = ScoreComparison(prepared.recorded, tolerance)
+    comparison = ScoreComparison(prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
     done = await offer(config, prepared.pool, due, recorder, cpu_s=(0.0, 0.0), judge=comparison)
     counts, rows = comparison.counts, done.records.rows
     return ReplayResult(
         **measured([done.records]),
-        **config.model_dump(include={"target", "speed", "rate"}),
-        tolerance=tolerance,
+        **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
         **{name: counts[name] for name in ("identical", "within", "different", "not_comparable")},
         model=prepared.pool.model,
         recorded=prepared.total,
@@ -174,11 +169,10 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
 def execute(config: ReplayConfig, json_file: Path | None) -> int:
     """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered."""
     prepared, why = prepare(config), "--tolerance"
-    if config.tolerance is None:
+    if "tolerance" not in config.model_fields_set:
         dtype = describe(config.target, prepared.pool.model).dense_model.dtype
         config = config.model_copy(update={"tolerance": TOLERANCES[dtype]})
-        why = f"the default for a model in {dtype}"
-        why += "" if dtype == "float32" else ", whose scores depend on the batch that they were in"
+        why = f"the default for a model in {dtype}; scores depend on the batch that they were in"
     settle_heap()
     with stopping_on_signals():
         result = event_loop().run(replay(config, prepared))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -39,7 +39,7 @@ def open_workload(
     *,
     ids: str | None = None,
     candidates: str | None = None,
-    hotness: Iterable[str] = (),
+    hotness: Sequence[str] = (),
     varied: bool = True,
 ) -> Workload:
     """Open the workload that the options of `shardrank loadtest run` describe, where None is the workload's own.
@@ -55,8 +55,8 @@ def open_workload(
         spec, unknown = described_spec(source), _unknown_ids(source)
         of_each = parse_hotness(["1", *hotness], spec)
         text += f", hotness {' '.join(hotness) or 1}{unknown}"
-        if counts.most > (most := source.limits.max_candidates):
-            raise ConfigError(f"candidates: {counts.name}: the server's limit max_candidates is {most}")
+        if counts.most > (allowed := source.limits.max_candidates):
+            raise ConfigError(f"candidates: {counts.name}: the server's limit max_candidates is {allowed}")
     elif family in ("dlrm-v2", "merlin-tiny"):
         if colon and (not _SCALE.fullmatch(suffix) or not 0 < float(suffix) <= 1):
             raise ConfigError(f"workload: {text!r}: the scale {suffix!r} is not a number above 0 and at most 1")

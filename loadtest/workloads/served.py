@@ -13,12 +13,12 @@ from serving.client import Client
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError
 from serving.formats.json_reader import JsonCodec
-from serving.formats.requests import Request
+from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.observe.recording import last_requests
 
 MAX_REQUESTS, MAX_BYTES = 10_000, 512 << 20
-"""The last ones of a folder that are drawn from."""
+"""Of recorded requests that are sent: the last ones, and those whose bodies have no more bytes."""
 
 
 def describe(target: str, model: str) -> ModelInfo:
@@ -52,7 +52,7 @@ def described_spec(described: ModelInfo) -> ModelSpec:
     return ModelSpec.model_validate(document)
 
 
-def requests_like(path: Path, described: ModelInfo) -> tuple[FeatureSchema, list[Request]]:
+def requests_like(path: Path, described: ModelInfo) -> tuple[FeatureSchema, list[RankRequest]]:
     """Read the requests of a file, or of a folder of `--record`, to a model; with the schema that they are made for.
 
     A file has a recorded request in each line, or a JSON request of the API. Raises ConfigError: there is none that
@@ -60,15 +60,16 @@ def requests_like(path: Path, described: ModelInfo) -> tuple[FeatureSchema, list
     """
     schema = RequestSchema(FeatureSchema.of(described_spec(described)), described.limits)
     lines = [] if path.is_dir() else path.read_bytes().splitlines()
+    requests = list[RankRequest]()
     if not lines or b'"schema_digest"' in lines[0]:
-        requests: list[Request] = [*last_requests(path, schema, MAX_REQUESTS, MAX_BYTES)]
-    else:
-        requests = []
-        for number, text in enumerate(lines, 1):
-            try:
-                requests.append(JsonCodec(model=described.model).read(text, described.limits).parse(schema))
-            except InvalidRequestError as error:
-                raise ConfigError(f"--like {path}: line {number}: {error}") from error
+        requests, lines = last_requests(path, schema, MAX_REQUESTS, MAX_BYTES), []
+    for number, text in enumerate(lines, 1):
+        try:
+            request = JsonCodec(model=described.model).read(text, described.limits).parse(schema)
+        except InvalidRequestError as error:
+            raise ConfigError(f"--like {path}: line {number}: {error}") from error
+        assert isinstance(request, RankRequest)
+        requests.append(request)
     if not requests:
         problem = f"no requests to {described.model!r} with the features of version {described.version}"
         raise ConfigError(f"--like {path}: {problem}")
