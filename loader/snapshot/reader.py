@@ -23,6 +23,7 @@ from loader.errors import (
     SnapshotResourceError,
     cut,
     file_error,
+    no_path,
 )
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import RowBuckets
@@ -131,7 +132,7 @@ class Snapshot:
         """
         root = Path(path)
         if not root.is_dir():
-            raise SnapshotNotFoundError(f"{root}: no such snapshot folder")
+            raise SnapshotNotFoundError(no_path("snapshot", root))
         manifest, found = read_manifest(root)
         if identity not in (None, found):
             problem = f"identity (SHA-256 of its manifest) is {found}, published was {identity}"
