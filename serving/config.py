@@ -100,6 +100,11 @@ class MemberSettings(StoreSettings):
         """Whether versions come from a registry."""
         return self.registry is not None
 
+    @property
+    def takes_newest(self) -> bool:
+        """Whether it serves the newest version of a store that passes: nobody says which one."""
+        return not self.in_fleet and self.version is None and self.snapshot is None
+
     @model_validator(mode="after")
     def _check_member(self, info: ValidationInfo) -> Self:
         given = self.given(info)

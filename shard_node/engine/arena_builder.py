@@ -215,6 +215,13 @@ class ArenaLoad(TableLoad):
             raise not_finite(self._snapshot, table.name, self._files[table.name].rows[index], int(rows[bad]))
 
 
+class CheckedLoad(ArenaLoad):
+    """A load of rows that were checked: those of mapped files are read once they are looked up, not before."""
+
+    def _bring_in(self, *_: object) -> None:
+        """Leave them where they are."""
+
+
 def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Tier]:
     """Choose the tables that stay in the mapped snapshot: the largest, until the others fit the budget.
 

@@ -192,6 +192,15 @@ def test_a_store_that_is_not_trusted_is_refused(folder: Path) -> None:
     assert "and outputs ['click', 'buy'], every score within 0.0001" in accepted.output
 
 
+def test_a_program_is_published_unchecked_unless_it_is_trusted(folder: Path, tmp_path: Path) -> None:
+    publish = ["publish", str(folder), "--store", str(tmp_path), "--json"]
+    for flags, reason in (([], "its exported program is run only with --trust-exported"), (["--trust-exported"], None)):
+        published = CliRunner().invoke(command, [*publish, *flags])
+        assert published.exit_code == 0, published.output
+        document = json.loads(published.stdout)
+        assert (document["golden_checked"], document["unchecked"]) == (reason is None, reason)
+
+
 def test_a_program_is_exported_from_the_command_line(model: TwoTasksModel, tmp_path: Path) -> None:
     torch.export.save(export_program(model.spec, model.module), tmp_path / "mmoe.pt2")
     tables = {f"embedding_bags.{name}.weight": torch.from_numpy(rows) for name, rows in model.network.rows().items()}
