@@ -127,12 +127,7 @@ def newest(address: StorePlace, model: str, below: int | None = None) -> Snapsho
 
 
 async def fall_back(
-    fleet: FleetRegistry,
-    store: StorePlace,
-    wanted: WantedModel,
-    reason: str,
-    otherwise: int | None = None,
-    clock: Callable[[], float] = time.time,
+    fleet: FleetRegistry, store: StorePlace, wanted: WantedModel, reason: str, otherwise: int | None = None
 ) -> int | None:
     """Have the next older version that can be read take the place of a live one that no process serves; return it.
 
@@ -141,7 +136,7 @@ async def fall_back(
     older = await asyncio.to_thread(newest, store, wanted.model, wanted.live)
     by = otherwise if older is None else older.version
     if older is not None:
-        await register(fleet, older, clock=clock, store=store)
+        await register(fleet, older, clock=time.time, store=store)
     await fleet.update_wanted(wanted.model, lambda now: now and now.replaced(wanted.live, by, reason))
     instead = "no version" if by is None else f"version {by}"
     logger.warning("version %s of %s is refused, %s is wanted instead: %s", wanted.live, wanted.model, instead, reason)

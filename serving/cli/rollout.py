@@ -359,8 +359,9 @@ def _print_progress(status: RolloutStatus, *, has_coordinator: bool) -> None:
     click.echo(_headline(status))
     if status.state in ("running", "undoing") and not has_coordinator:
         click.echo(NO_COORDINATOR)
-    for version, reason in (status.wanted.refused if status.wanted is not None else {}).items():
-        click.echo(f"  version {version} is refused: {reason}")
+    for version, reason in ({} if status.wanted is None else status.wanted.refused).items():
+        if version != status.live:
+            click.echo(f"  version {version} is refused: {reason}")
     for blocker in status.waiting_for[:SHOWN_BLOCKERS]:
         click.echo(f"  waiting for {blocker}")
     if (left := len(status.waiting_for) - SHOWN_BLOCKERS) > 0:

@@ -261,51 +261,33 @@ def verify_as_server(
         if may_be_unchecked and snapshot.spec.dense_model.kind == "exported" and not trust_exported:
             checks.append("its exported program is run only with --trust-exported")
         else:
-            checks.append(_check_dense(snapshot, trust_exported=trust_exported))
             found["golden_checked"] = snapshot.manifest.golden is not None
-            checks += _golden_checks(snapshot, trust_exported=trust_exported)
+            checks += _scores_checks(snapshot, trust_exported=trust_exported)
     except ShardrankError as error:
         found |= {"ok": False, "problems": (f"{error.kind}: {error}",)}
     return report.model_copy(update={"checks": tuple(checks), **found})
 
 
-def _check_dense(snapshot: Snapshot, *, trust_exported: bool) -> str:
-    """Build the dense model as a server does, and describe it. Raises SnapshotError, or as `load_exported`."""
-    from loader.errors import CheckpointError, SnapshotError
-    from loader.snapshot.manifest import ExportedModelSpec
-    from serving.models.exported import load_exported
+def _scores_checks(snapshot: Snapshot, *, trust_exported: bool) -> Iterator[str]:
+    """Load a version whose files were checked, score its golden requests, and yield what was compared.
 
-    tensors, dense = snapshot.dense_tensors(), snapshot.spec.dense_model
-    if isinstance(dense, ExportedModelSpec):
-        load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
-        return f"dense model: {dense.kind} takes {list(dense.inputs)} and gives {list(dense.outputs)}"
-    try:
-        check_dense_model(snapshot.spec, tensors, tensors.keys())
-    except CheckpointError as error:
-        raise SnapshotError(f"{snapshot.manifest.dense.path}: {error}") from error
-    return f"dense model: {dense.kind} is built from its {len(tensors)} tensors"
-
-
-def _golden_checks(snapshot: Snapshot, *, trust_exported: bool) -> Iterator[str]:
-    """Score a version's golden requests, and yield what was compared. Raises as `load_served_model`.
-
-    Of its rows, which were checked, only those that the requests name are read.
+    Of its rows, only those that the requests name are read. Raises as `load_served_model`.
     """
     from serving.embedded import ModelSource, load_served_model
     from serving.rank.service import RankingService
 
-    entry, outputs = snapshot.manifest.golden, snapshot.spec.dense_model.outputs
-    if entry is None:
-        yield "there are no golden requests"
-        return
+    entry, dense = snapshot.manifest.golden, snapshot.spec.dense_model
     with contextlib.closing(RankingService()) as service:
         # In float32, so that what is measured is the rows' quantisation alone; a server checks its own dtype as well.
         options: Any = {"verify": False, "rows_checked": True, "dtype": "float32", "trust_exported": trust_exported}
         with contextlib.closing(load_served_model(ModelSource(snapshot=snapshot.path, **options), service)) as served:
             differences = served.golden_differences(snapshot)
-    scored = f"golden requests: {entry.num_requests} with {entry.num_candidates} candidates"
-    scored += f" and outputs {list(outputs)}" if outputs else ""
-    yield f"{scored}, every score within {entry.tolerance:g}"
+    yield f"dense model: {dense.kind} is built" + (f" and gives {list(dense.outputs)}" if dense.outputs else "")
+    if entry is None:
+        yield "there are no golden requests"
+        return
+    candidates = f"{entry.num_requests} with {entry.num_candidates} candidates"
+    yield f"golden requests: {candidates}, every score within {entry.tolerance:g}"
     for number_format, difference in differences.items():
         serves = "" if difference <= entry.tolerance else ": a server falls back to a wider format"
         yield f"dense model in {number_format}: golden scores differ by up to {difference:.3g}{serves}"

@@ -54,10 +54,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """One model at the start of a fleet: what is live, who holds which rows, and the store's highest version.
-
-    `before` is what was live before; None for nothing.
-    """
+    """One model at the start of a fleet: what is live, its plan, the store's highest version, and what was live."""
 
     model: str
     version: int
@@ -200,6 +197,8 @@ class GiveWay:
             return False
         if wanted[model].live != version:
             return True
+        if any(node.live.get(model) == version for node in await self._fleet.nodes()):
+            return False
         may_be_none = not self._config.models and any(one.live for one in wanted.values() if one.model != model)
         otherwise = None if may_be_none else self._before[model]
         older = await fall_back(self._fleet, self._config.named_store, wanted[model], reason, otherwise)

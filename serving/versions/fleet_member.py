@@ -193,10 +193,9 @@ class FleetMember:
         self._tasks = [asyncio.create_task(work) for work in running]
         while not self._is_live():
             if self._tasks[0].done() and (error := self._tasks[0].exception()) is not None:
-                wanted, older = next(iter(self.agent.desired.values())), None
-                if self._config.falls_back:
-                    older = await fall_back(self.fleet, self._config.store, wanted, str(error))
-                if older is None:
+                desired = next(iter(self.agent.desired.values()))
+                may_fall_back = self._config.falls_back
+                if not may_fall_back or await fall_back(self.fleet, self._config.store, desired, str(error)) is None:
                     raise error
                 self._tasks[0] = asyncio.create_task(self.agent.run())
             await asyncio.sleep(LIVE_POLL_S)

@@ -188,8 +188,8 @@ def test_a_store_that_is_not_trusted_is_refused(folder: Path) -> None:
     accepted = CliRunner().invoke(command, [*verify, "--trust-exported"])
     assert accepted.exit_code == 0, accepted.output
     assert "ok: exported program: nothing in it is pickled" in accepted.output
-    assert "dense model: exported takes ['context', 'candidates', 'request_of_candidate']" in accepted.output
-    assert "and outputs ['click', 'buy'], every score within 0.0001" in accepted.output
+    assert "dense model: exported is built and gives ['click', 'buy']" in accepted.output
+    assert "candidates, every score within 0.0001" in accepted.output
 
 
 def test_a_program_is_published_unchecked_unless_it_is_trusted(folder: Path, tmp_path: Path) -> None:
