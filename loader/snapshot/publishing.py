@@ -137,9 +137,9 @@ async def fall_back(
     by = otherwise if older is None else older.version
     if older is not None:
         await register(fleet, older, clock=time.time, store=store)
+        refused = wanted.live, wanted.model, by
+        logger.warning("version %s of %s is refused, version %s is wanted instead: %s", *refused, reason)
     await fleet.update_wanted(wanted.model, lambda now: now and now.replaced(wanted.live, by, reason))
-    instead = "no version" if by is None else f"version {by}"
-    logger.warning("version %s of %s is refused, %s is wanted instead: %s", wanted.live, wanted.model, instead, reason)
     return None if older is None else by
 
 

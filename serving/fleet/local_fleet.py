@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -45,6 +46,8 @@ from serving.fleet.supervisor import (
 )
 from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
+
+logger = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
 EXPIRY_S = 5.0
@@ -202,6 +205,8 @@ class GiveWay:
         may_be_none = not self._config.models and any(one.live for one in wanted.values() if one.model != model)
         otherwise = None if may_be_none else self._before[model]
         older = await fall_back(self._fleet, self._config.named_store, wanted[model], reason, otherwise)
+        if older is None and may_be_none:
+            logger.error("no version of %s is served: version %d is refused: %s", model, version, reason)
         return older is not None or may_be_none
 
 
