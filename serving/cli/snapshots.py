@@ -219,8 +219,8 @@ def verify(ctx: click.Context, /, trust_exported: bool, as_json: bool, **named: 
 
     Exits with 0 if it may be served, with 1 and the reason if not. Checks the manifest, every file's size and
     SHA-256, dtypes and shapes, every row for NaN and inf, that the dense model can be built, and the golden requests:
-    it compares their scores with those that training computed, with the dense model in float32, and then in each
-    narrower number format that this machine has.
+    it compares their scores with those that training computed, with the dense model in float32, and then in narrower
+    number formats of this machine until one is close enough to serve.
 
     Examples:
       shardrank verify --store models --model films
@@ -278,16 +278,14 @@ def _scores_checks(snapshot: Snapshot, *, trust_exported: bool) -> Iterator[str]
 
     entry, dense = snapshot.manifest.golden, snapshot.spec.dense_model
     with contextlib.closing(RankingService()) as service:
-        # In float32, so that what is measured is the rows' quantisation alone; a server checks its own dtype as well.
-        options: Any = {"verify": False, "rows_checked": True, "dtype": "float32", "trust_exported": trust_exported}
+        options = {"verify": False, "rows_checked": True, "trust_exported": trust_exported}
         with contextlib.closing(load_served_model(ModelSource(snapshot=snapshot.path, **options), service)) as served:
-            differences = served.golden_differences(snapshot)
+            checked = served.checked
     yield f"dense model: {dense.kind} is built" + (f" and gives {list(dense.outputs)}" if dense.outputs else "")
     if entry is None:
         yield "there are no golden requests"
         return
     candidates = f"{entry.num_requests} with {entry.num_candidates} candidates"
     yield f"golden requests: {candidates}, every score within {entry.tolerance:g}"
-    for number_format, difference in differences.items():
-        serves = "" if difference <= entry.tolerance else ": a server falls back to a wider format"
-        yield f"dense model in {number_format}: golden scores differ by up to {difference:.3g}{serves}"
+    fallback = f"; {checked.fallback}" if checked.fallback else ""
+    yield f"dense model in {checked.dtype}: golden scores differ by up to {checked.difference or 0:.3g}{fallback}"
