@@ -81,9 +81,11 @@ class MemberSettings(StoreSettings):
     fleet_only: ClassVar[frozenset[str]] = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share"})
 
     models: tuple[str, ...] = setting((), "--model NAME")
-    """With --registry only this model, repeatable; default: all. Without, the model; default: the only one."""
+    """With --registry only this model, repeatable; default: all that are rolled out, now or later. Without, the model;
+    default: the only one."""
     version: int | None = setting(None, ge=1)
-    """Without --registry: the version; default: the store's latest."""
+    """Without --registry: the version; default: the store's newest, of one worker with its rows the newest that passes
+    its checks."""
     snapshot: Path | None = setting(None, "FOLDER")
     """Without --registry: the snapshot's own folder, in place of --store, --model, --version."""
     node_id: str | None = setting(None, "NAME")
@@ -99,6 +101,11 @@ class MemberSettings(StoreSettings):
     def in_fleet(self) -> bool:
         """Whether versions come from a registry."""
         return self.registry is not None
+
+    @property
+    def takes_newest(self) -> bool:
+        """Whether it serves the newest version of a store that passes: nobody says which one."""
+        return not self.in_fleet and self.version is None and self.snapshot is None
 
     @model_validator(mode="after")
     def _check_member(self, info: ValidationInfo) -> Self:

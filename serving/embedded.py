@@ -30,6 +30,7 @@ from serving.rank.service import RankingService, answer_in_thread
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from shard_node.buckets import Sharding
 from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.engine.arena_builder import CheckedLoad
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
 
@@ -130,6 +131,7 @@ class ModelSource(LoadOptions):
         cards: of each shard.
         memory_budget_bytes: RAM for rows, what does not fit stays in mapped files; None to hold all of them.
         card_set: the cards for rows; None to pool on the CPU.
+        rows_checked: all rows were: they stay in the files, and only those that are looked up are read.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -141,6 +143,7 @@ class ModelSource(LoadOptions):
     replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
     memory_budget_bytes: int | None = Field(default=None, ge=0)
     card_set: CardSet | None = None
+    rows_checked: bool = False
 
 
 def load_served_model(
@@ -163,14 +166,11 @@ def load_served_model(
     plan, nodes = Plan.of_snapshot(snapshot, *division, source.plan), list[ShardNode]()
     with ExitStack() as closing:
         for index in range(source.local_shards):
-            tables = load_tables(
-                snapshot,
-                plan.partition(index),
-                plan.digest,
-                memory_budget_bytes=source.memory_budget_bytes,
-                card_set=source.card_set,
-                progress=progress,
-            )
+            part, budget = (snapshot, plan.partition(index), plan.digest), source.memory_budget_bytes
+            if source.rows_checked:
+                tables = CheckedLoad(*part, memory_budget_bytes=0).run(())
+            else:
+                tables = load_tables(*part, memory_budget_bytes=budget, card_set=source.card_set, progress=progress)
             nodes.append(ShardNode(plan.identity(index)))
             closing.callback(nodes[-1].close)
             nodes[-1].generations.stage(model, version, tables)

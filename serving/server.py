@@ -235,6 +235,8 @@ def fleet_member(
         options,
         node_id=options.node_id or node_id("serve", str(options.http_port or f"pid{os.getpid()}")),
         store=membership.store,
+        # Shard nodes would not know of it.
+        falls_back=options.has_rows and options.takes_newest,
         stage_cpu_share=options.stage_cpu_share if version is None else 1.0,
         node_tls=node_tls,
         plan=plan,

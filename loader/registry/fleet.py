@@ -142,6 +142,7 @@ class WantedModel(Record):
         follow: those of `hold` to which deltas are applied.
         node_hold: what single shard nodes hold in place of `hold`, by node id; for rolling replica by replica.
         num_shards: over how many shards a version's rows are divided; a version not named is on every shard node.
+        refused: versions that a fleet began with and could not serve, and why, until the next rollout.
     """
 
     model: Name
@@ -153,6 +154,7 @@ class WantedModel(Record):
     canary: Canary | None = None
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
     num_shards: dict[Version, NumShards] = Field(default_factory=dict)
+    refused: dict[Version, str] = Field(default_factory=dict)
 
     def named(self) -> frozenset[int]:
         """Return every version that it names: none of them may be dropped."""
@@ -168,6 +170,15 @@ class WantedModel(Record):
     def divided(self, num_shards: int) -> WantedModel:
         """Return the record with every version that it names divided over so many shards."""
         return self.model_copy(update={"num_shards": dict.fromkeys(sorted(self.named()), num_shards)})
+
+    def replaced(self, version: int | None, by: int | None, reason: str) -> WantedModel:
+        """Return the record with another version, or none, in place of a live one that is refused, if it is live."""
+        if version is None or version != self.live:
+            return self
+        only = () if by is None else (by,)
+        held: dict[str, object] = {name: only if getattr(self, name) else () for name in ("hold", "serve", "follow")}
+        held["num_shards"] = dict.fromkeys(only, self.num_shards[version]) if version in self.num_shards else {}
+        return self.model_copy(update={"live": by, "refused": self.refused | {version: reason}, **held})
 
     def wants_same(self, other: WantedModel) -> bool:
         """Return whether both want the same, whatever their epochs."""

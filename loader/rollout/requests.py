@@ -82,10 +82,11 @@ async def start_rollout(
         versions = [record.version for record in await fleet.versions(model)]
         raise RolloutError(f"{model}: version {version} is not published; published are {versions}")
     wanted = await fleet.wanted_model(model)
-    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
+    everyone = FleetView.of(await fleet.nodes(), await fleet.fleet())
     # Without shard nodes that only hold versions of an earlier number of shards.
-    view = view.divided(view.num_shards)
-    _check_nodes(view, model, wanted)
+    everyone = everyone.divided(everyone.num_shards)
+    view = everyone.for_model(model)
+    _check_nodes(everyone, view, model, wanted)
     live = None if wanted is None else wanted.live
     if live == version:
         raise RolloutError(f"{model}: version {version} is live already")
@@ -213,15 +214,18 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
     await fleet.registry.put(FLEET, changed.encode(), entry.revision)
 
 
-def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> None:
+def _check_nodes(everyone: FleetView, view: FleetView, model: str, wanted: WantedModel | None) -> None:
+    others = [node.node_id for node in (*everyone.serving(), *everyone.shard_nodes()) if not node.is_for(model)]
+    restart = f"; started for other models are {', '.join(others)}: restart them with --model {model} too, or with none"
+    hint = restart if others else ""
     if not view.serving():
-        raise RolloutError(f"{model}: no serving process is announced")
+        raise RolloutError(f"{model}: no serving process is announced{hint}")
     if view.needs_shards():
         announced = {node.shard_index for node in view.shard_nodes()}
         if bare := [shard for shard in range(view.num_shards or 0) if shard not in announced]:
-            raise RolloutError(f"{model}: no node is announced of shards {bare}")
+            raise RolloutError(f"{model}: no node is announced of shards {bare}{hint}")
         if not announced:
-            raise RolloutError(f"{model}: no shard node")
+            raise RolloutError(f"{model}: no shard node{hint}")
     epoch = 0 if wanted is None else wanted.epoch
     if ahead := [node.node_id for node in view.nodes if node.applied.get(model, 0) > epoch]:
         raise RolloutError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,14 +21,16 @@ from loader.errors import (
     DeltaError,
     RegistryConflictError,
     SnapshotCorruptError,
+    SnapshotError,
     SnapshotExistsError,
 )
 from loader.progress import Progress, no_progress
-from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
+from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel, delta_stream
 from loader.rollout.plan import read_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import Manifest, ModelSpec
-from loader.snapshot.reader import Snapshot, verify_snapshot
+from loader.snapshot.reader import Snapshot, VerifyReport, verify_snapshot
+from loader.snapshot.store import Store
 from loader.stores import open_store
 from loader.stores.cache import StorePlace
 
@@ -37,12 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 class Publication(NamedTuple):
-    """The record, the folder or URL of the version, whether it was copied there, and whether the record is new."""
+    """The record, the version's folder or URL, whether it was copied there, is new on record, and what was checked."""
 
     record: PublishedVersion
     where: str
     copied: bool
     is_new: bool
+    report: VerifyReport
 
 
 async def publish(
@@ -51,12 +55,14 @@ async def publish(
     store: StorePlace,
     *,
     clock: Callable[[], float],
-    threads: int = 2,
+    verify: Callable[[Path], VerifyReport] = verify_snapshot,
+    as_next: bool = False,
     progress: Progress = no_progress,
 ) -> Publication:
     """Check a snapshot in full, copy it into the store unless it is there, and put it on record.
 
-    May be repeated after any interruption, and for a version that is published already.
+    May be repeated after any interruption, and for a version that is published already. With `as_next` it becomes the
+    store's next version, unless its number is higher, or it is one of the store's.
 
     Raises:
         SnapshotError: it must not be served, or the store has another snapshot of that version.
@@ -66,11 +72,22 @@ async def publish(
     """
     # Its own path says model and version, whatever link leads to it.
     snapshot = await asyncio.to_thread(lambda: Snapshot.open(folder.resolve(), verify=False))
+    if as_next:
+        snapshot = await asyncio.to_thread(_renumbered, snapshot, open_store(store))
     await _check_published(fleet, snapshot)
     await _check_lineage(fleet, snapshot.manifest, store)
-    target, copied = await asyncio.to_thread(_put_in_store, snapshot, store, threads, progress)
+    target, copied, report = await asyncio.to_thread(_put_in_store, snapshot, store, verify, progress)
     record, is_new = await register(fleet, snapshot, clock=clock, store=store)
-    return Publication(record, target, copied, is_new)
+    return Publication(record, target, copied, is_new, report)
+
+
+def _renumbered(snapshot: Snapshot, store: Store) -> Snapshot:
+    model = snapshot.spec.model
+    for version in store.versions(model):
+        same, stored = snapshot.as_version(version), store.manifest(model, version)
+        if stored is not None and stored[1] == same.identity:
+            return same
+    return snapshot.as_version(max(snapshot.version, store.next_version(model)))
 
 
 async def register(
@@ -91,6 +108,39 @@ async def register(
     await fleet.put_spec(record.model, record.version, snapshot.spec.model_dump_json())
     await fleet.put_version(record)
     return record, True
+
+
+def newest(address: StorePlace, model: str, below: int | None = None) -> Snapshot | None:
+    """Open a store's highest version of a model, below another one, whose manifest and headers can be read.
+
+    None if there is none; those that can't be read are named in the log.
+    """
+    store = open_store(address)
+    for version in reversed(store.versions(model)):
+        if below is None or version < below:
+            try:
+                with store.hold(model, version, with_rows=False, verify=False) as held:
+                    return Snapshot.open(held.path, verify=False, rows_here=isinstance(address, Path))
+            except SnapshotError as error:
+                logger.warning("version %d of %s is passed over: %s", version, model, error)
+    return None
+
+
+async def fall_back(
+    fleet: FleetRegistry, store: StorePlace, wanted: WantedModel, reason: str, otherwise: int | None = None
+) -> int | None:
+    """Have the next older version that can be read take the place of a live one that no process serves; return it.
+
+    None if there is none: then `otherwise` is wanted, if any. Raises as `register`.
+    """
+    older = await asyncio.to_thread(newest, store, wanted.model, wanted.live)
+    by = otherwise if older is None else older.version
+    if older is not None:
+        await register(fleet, older, clock=time.time, store=store)
+        refused = wanted.live, wanted.model, by
+        logger.warning("version %s of %s is refused, version %s is wanted instead: %s", *refused, reason)
+    await fleet.update_wanted(wanted.model, lambda now: now and now.replaced(wanted.live, by, reason))
+    return None if older is None else by
 
 
 def version_record(snapshot: Snapshot, published_at: float) -> PublishedVersion:
@@ -136,7 +186,7 @@ async def _check_published(fleet: FleetRegistry, snapshot: Snapshot) -> Publishe
     if known is not None and known.identity != snapshot.identity:
         raise RegistryConflictError(
             f"version {version} of {model!r} is published with identity {known.identity}, {snapshot.path} has "
-            f"{snapshot.identity}: a version is immutable, export this one with another number"
+            f"{snapshot.identity}: a version is immutable; `publish --next` makes a new one of it"
         )
     return known
 
@@ -193,26 +243,28 @@ def _row_addresses(manifest: Manifest) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _put_in_store(snapshot: Snapshot, address: StorePlace, threads: int, progress: Progress) -> tuple[str, bool]:
+def _put_in_store(
+    snapshot: Snapshot, address: StorePlace, verify: Callable[[Path], VerifyReport], progress: Progress
+) -> tuple[str, bool, VerifyReport]:
     source, store = snapshot.path, open_store(address)
     stored = store.manifest(snapshot.spec.model, snapshot.version)
     if stored is None or not isinstance(address, Path):
-        _verify(source, threads, progress)
-        return store.put(source, snapshot.identity, progress)
+        report = _servable(verify(source))
+        renumbered = None if source.name == str(snapshot.version) else snapshot.manifest
+        return *store.put(source, snapshot.identity, progress, renumbered), report
     target = address.resolve() / snapshot.spec.model / str(snapshot.version)
     if stored[1] != snapshot.identity:
-        problem = f"has identity {stored[1]}, {source} has {snapshot.identity}: a version is immutable"
-        raise SnapshotExistsError(f"{target} {problem}")
-    _verify(target, threads, progress)
-    return str(target), False
+        problem = f"{target} has identity {stored[1]}, {source} has {snapshot.identity}: a version is immutable"
+        raise SnapshotExistsError(f"{problem}; `publish --next` makes a new one of it")
+    return str(target), False, _servable(verify(target))
 
 
-def _verify(folder: Path, threads: int, progress: Progress) -> None:
-    report = verify_snapshot(folder, threads=threads, progress=progress)
+def _servable(report: VerifyReport) -> VerifyReport:
     if not report.ok:
         more = len(report.problems) - _QUOTED_PROBLEMS
         quoted = "; ".join(report.problems[:_QUOTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
-        raise SnapshotCorruptError(f"{folder} must not be served: {quoted}")
+        raise SnapshotCorruptError(f"{report.path} must not be served: {quoted}")
+    return report
 
 
 class Retained(NamedTuple):

@@ -30,6 +30,7 @@ from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
 from loader.snapshot.manifest import (
+    CHECKSUM_NAME,
     MAX_DENSE_BYTES,
     MAX_PLAN_BYTES,
     PLAN_TENSOR,
@@ -38,6 +39,7 @@ from loader.snapshot.manifest import (
     Manifest,
     TableFiles,
     check_manifest_checksum,
+    manifest_texts,
     read_manifest,
     snapshot_file,
 )
@@ -205,6 +207,16 @@ class Snapshot:
             if table.row_classes is not None:
                 self.row_classes(table.table)
 
+    def as_version(self, version: int) -> Snapshot:
+        """Return the same snapshot under another number, which its folder does not have."""
+        if version == self.version:
+            return self
+        # A stream that this version begins, the other one begins.
+        base = None if self.manifest.delta_base == self.version else self.manifest.delta_base
+        manifest = self.manifest.model_copy(update={"version": version, "delta_base": base})
+        identity = manifest_texts(manifest)[CHECKSUM_NAME].split()[0]
+        return Snapshot(self.path, manifest, identity, self._headers)
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all files but the manifest."""
@@ -355,6 +367,7 @@ class VerifyReport(Frozen):
         problems: each names the file, or the table and row, and the reason. A snapshot that can't be opened has only
             one.
         checks: what was checked and right.
+        golden_checked: scores of golden requests were compared, which is not done here.
         files: all that the manifest names; empty if it can't be read.
         model, version: what the manifest says; None if it can't be read.
     """
@@ -363,18 +376,19 @@ class VerifyReport(Frozen):
     ok: bool
     problems: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    golden_checked: bool = False
     files: tuple[FileEntry, ...] = ()
     model: str | None = None
     version: int | None = None
 
 
-def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = no_progress) -> VerifyReport:
+def verify_snapshot(path: str | Path, *, progress: Progress = no_progress) -> VerifyReport:
     """Check a snapshot in full, every row included, and report; a bad one raises nothing.
 
     Raises SnapshotResourceError if file descriptors or memory ran out, which says nothing about the snapshot.
     """
     try:
-        snapshot = Snapshot.open(path, verify=True, threads=threads, progress=progress)
+        snapshot = Snapshot.open(path, verify=True, progress=progress)
     except SnapshotResourceError:
         raise
     except SnapshotError as error:

@@ -47,6 +47,7 @@ from loader.snapshot.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
+    manifest_texts,
     read_bounded,
     read_manifest,
     snapshot_file,
@@ -203,14 +204,16 @@ class Store:
         folder = self.path / model / str(version)
         return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
 
-    def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
+    def put(
+        self, source: Path, identity: str, progress: Progress = no_progress, renumbered: Manifest | None = None
+    ) -> tuple[str, bool]:
         """Copy a snapshot of that identity into the store. Return where it is, and whether it was not there before.
 
         An interrupted copy goes on at the next try. Raises SnapshotError if a file is not what the manifest says, or
         the store has another snapshot of that version, ExportError if another process writes that version, or the disk
-        fails.
+        fails. A `renumbered` manifest, of that identity, is put in place of the folder's.
         """
-        texts, manifest = manifest_texts_of(source, identity), read_manifest(source)[0]
+        manifest, texts = stated_by(source, identity, renumbered)
         target = self.path.resolve() / manifest.spec.model / str(manifest.version)
         entries = manifest.files()
         done, total = 0, sum(entry.size_bytes for entry in entries)
@@ -317,13 +320,18 @@ def _folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
 
 
-def manifest_texts_of(source: Path, identity: str) -> dict[str, str]:
-    """Read manifest and checksum, byte for byte. Raises SnapshotCorruptError if they changed since they were read."""
+def stated_by(source: Path, identity: str, renumbered: Manifest | None) -> tuple[Manifest, dict[str, str]]:
+    """Read manifest and checksum, byte for byte, unless there is another one; return it and its `manifest_texts`.
+
+    Raises SnapshotCorruptError if they changed since they were read.
+    """
+    if renumbered is not None:
+        return renumbered, manifest_texts(renumbered)
     try:
         texts = {name: snapshot_file(source, name).read_bytes() for name in (MANIFEST_NAME, CHECKSUM_NAME)}
         if hashlib.sha256(texts[MANIFEST_NAME]).hexdigest() != identity:
             raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: changed while it was published")
-        return {name: text.decode("utf-8") for name, text in texts.items()}
+        return read_manifest(source)[0], {name: text.decode("utf-8") for name, text in texts.items()}
     except UnicodeDecodeError as error:
         raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
     except OSError as error:

@@ -61,7 +61,6 @@ from loader.snapshot.manifest import (
     check_relative_path,
     checksum_line,
     parse_manifest,
-    read_manifest,
     snapshot_file,
 )
 from loader.snapshot.store import (
@@ -72,9 +71,9 @@ from loader.snapshot.store import (
     Store,
     fsync_path,
     make_folders,
-    manifest_texts_of,
     missing_files,
     rename,
+    stated_by,
     try_lock,
     version_numbers,
 )
@@ -206,9 +205,11 @@ class RemoteStore(Store):
             raise StoreError(f"store cache {self.path}: {error}", kind="store_cache") from error
         return snapshot
 
-    def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
+    def put(
+        self, source: Path, identity: str, progress: Progress = no_progress, renumbered: Manifest | None = None
+    ) -> tuple[str, bool]:
         """As `Store.put`: files first, the manifest last. Who writes another snapshot of that version is refused."""
-        texts, manifest = manifest_texts_of(source, identity), read_manifest(source)[0]
+        manifest, texts = stated_by(source, identity, renumbered)
         model, version, entries = manifest.spec.model, manifest.version, manifest.files()
         folder, claim = f"{model}/{version}", f"{model}/{WORK_FOLDER_PREFIX}{version}"
         url = f"{self.name}/{folder}"

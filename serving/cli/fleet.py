@@ -122,12 +122,12 @@ def _versions(config: FleetConfig) -> dict[str, Any]:
         raise click.UsageError("Name a store: --store FOLDER|URL [--model NAME ...], or --snapshot FOLDER.")
     opened = open_store(store)
     opened.check_exists()
-    models = models or tuple(opened.models())
     if version is None:
-        return {"models": models}
+        return {}
+    models = models or tuple(opened.models())
     if len(models) != 1:
         raise click.UsageError(f"--version is of one model, but there are several: {list(models)}")
-    return {"models": models, "versions": {models[0]: version}}
+    return {"versions": {models[0]: version}}
 
 
 async def _run(config: FleetConfig) -> None:

@@ -300,7 +300,6 @@ def fleet_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 follow_option = switch("--follow", "Show how far it is until it ends; exit code 1 unless it is done.")
-hash_threads_option = count("--threads", "How many files are hashed at a time.", 1, 64, 2)
 network_options = together(
     option("--network-gb-per-s GB", "Of the router's line to the shards, one direction.",
            FiniteRange(0, min_open=True), DEFAULT_NETWORK_GB_PER_S),

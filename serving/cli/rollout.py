@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_time, print_document, print_json, progress_bars
 from serving.cli.settings import config_of, published_folder, registry_url, with_model, with_registry
+from serving.config import FrontSettings
 
 if TYPE_CHECKING:
-    from loader.registry.fleet import FleetRegistry, WantedModel
+    from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, WantedModel
     from loader.rollout.plan import Rollout
     from loader.rollout.requests import RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
@@ -44,42 +46,55 @@ Sleep = Callable[[float], Awaitable[None]]
 @click.argument("snapshot", type=opts.store_text)
 @opts.store_options("The store of the fleet's processes; default: the one in which the snapshot lies.")
 @opts.registry_option
+@opts.switch(
+    "--next",
+    "Publish it as the model's next version in the store, if its own number is not higher: of a folder that every "
+    "export begins anew, and so with version 1. Run again, it stays the version that it became.",
+    name="as_next",
+)
 @opts.option(
     "--retain K",
     "Keep the K highest published versions of the model and delete the others from the store, but never one that is "
     "wanted, rolled out, or the last rollout's origin. Default: keep all.",
     click.IntRange(1),
 )
-@opts.hash_threads_option
+@opts.setting_option(FrontSettings, "trust_exported")
 @opts.json_flag("what was published")
 def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **options: Any) -> None:
     """Check a snapshot in full, copy it into the store, and put it on record.
 
-    SNAPSHOT is its folder or, of one that lies in a store at a URL, URL/MODEL/VERSION.
+    SNAPSHOT is its folder or, of one that lies in a store at a URL, URL/MODEL/VERSION. Checked is what `shardrank
+    verify` checks, golden scores as well; one that must not be served is not published. An exported program is run only
+    with --trust-exported: else its scores are `unchecked`.
     Nothing is rolled out by this: see `shardrank rollout start`. Without --registry it is the one in the folder.
     May be run again: a copy that was interrupted goes on, and what is published already stays as it is.
 
     Examples:
       shardrank publish models/films/3
       shardrank publish /training/out/films/3 --store models --retain 5
+      shardrank publish /training/out/films/1 --store models --next
       shardrank publish /training/out/films/3 --store models --registry redis://10.0.0.9:6379/0
       shardrank publish /training/out/films/3 --store s3://bucket/models --registry redis://10.0.0.9:6379/0
     """
     from loader.snapshot import publishing
+    from serving.cli.snapshots import verify_as_server
 
     folder, own = published_folder(snapshot, store)
     where = own if store is None else store
 
     async def work(fleet: FleetRegistry) -> tuple[Publication, Retained | None]:
-        done = await publishing.publish(
-            fleet, folder, where, clock=time.time, threads=options["threads"], progress=bars
-        )
+        checks = {"trust_exported": options["trust_exported"], "may_be_unchecked": True, "progress": bars}
+        verify = partial(verify_as_server, **checks)
+        flags = {"as_next": options["as_next"], "verify": verify, "progress": bars}
+        done = await publishing.publish(fleet, folder, where, clock=time.time, **flags)
         retain = options["retain"]
         return done, None if retain is None else await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
         published, retained = with_registry(registry_url(options["registry"], where), work)
     done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
+    report = published.report
+    done |= {"golden_checked": report.golden_checked, "unchecked": None if report.golden_checked else report.checks[-1]}
     kept, deleted = (None, None) if retained is None else (retained.kept, retained.dropped)
     document = published.record.model_dump(mode="json") | done | {"kept": kept, "deleted": deleted}
     (print_json if as_json else print_document)(document)
@@ -92,6 +107,9 @@ def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **opt
 def versions(model: str | None, url: str, as_json: bool) -> None:
     """List the versions that are published, and what they are used for.
 
+    A version that is to answer is `wanted`, and `live` once a serving process answers with it. One that a fleet was
+    started with and could not serve is `refused`.
+
     Examples:
       shardrank versions --store models
       shardrank versions films --registry redis://10.0.0.9:6379/0 --json
@@ -101,7 +119,7 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
         published, wanted, nodes = await fleet.versions(model), await fleet.wanted(), await fleet.nodes()
         return [
             record.model_dump(mode="json")
-            | {"uses": _uses(record.version, wanted.get(record.model))}
+            | {"uses": _uses(record, wanted.get(record.model), nodes)}
             | {"nodes": sum(node.has(record.model, record.version, "ready") for node in nodes)}
             for record in sorted(published, key=lambda record: (record.model, record.version))
         ]
@@ -113,12 +131,14 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
         click.echo("no version is published")
 
 
-def _uses(version: int, wanted: WantedModel | None) -> tuple[str, ...]:
+def _uses(record: PublishedVersion, wanted: WantedModel | None, nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
     if wanted is None:
         return ()
-    uses: list[str] = []
+    uses, version = list[str](), record.version
     if version == wanted.live:
-        uses.append("live")
+        uses.append("live" if any(node.live.get(record.model) == version for node in nodes) else "wanted")
+    elif version in wanted.refused:
+        uses.append(f"refused: {wanted.refused[version]}")
     elif version in wanted.hold or any(version in held for held in wanted.node_hold.values()):
         uses.append("staged")
     if wanted.canary is not None and version == wanted.canary.version:
@@ -339,6 +359,9 @@ def _print_progress(status: RolloutStatus, *, has_coordinator: bool) -> None:
     click.echo(_headline(status))
     if status.state in ("running", "undoing") and not has_coordinator:
         click.echo(NO_COORDINATOR)
+    for version, reason in ({} if status.wanted is None else status.wanted.refused).items():
+        if version != status.live:
+            click.echo(f"  version {version} is refused: {reason}")
     for blocker in status.waiting_for[:SHOWN_BLOCKERS]:
         click.echo(f"  waiting for {blocker}")
     if (left := len(status.waiting_for) - SHOWN_BLOCKERS) > 0:

@@ -211,30 +211,26 @@ def _inspection(snapshot: Snapshot) -> dict[str, Any]:
 
 @click.command(cls=WithExamples)
 @opts.snapshot_options
-@opts.option("--golden/--no-golden", "Re-score its golden requests through the path that serves.", default=True)
-@opts.hash_threads_option
 @opts.setting_option(FrontSettings, "trust_exported")
 @opts.json_flag("the result")
 @click.pass_context
-def verify(
-    ctx: click.Context, /, golden: bool, threads: int, trust_exported: bool, as_json: bool, **named: Any
-) -> None:
+def verify(ctx: click.Context, /, trust_exported: bool, as_json: bool, **named: Any) -> None:
     """Check a snapshot in full.
 
     Exits with 0 if it may be served, with 1 and the reason if not. Checks the manifest, every file's size and
     SHA-256, dtypes and shapes, every row for NaN and inf, that the dense model can be built, and the golden requests:
-    it loads the version in this process and compares its scores with those that training computed, with the dense
-    model in float32, and then in each narrower number format that this machine has.
+    it compares their scores with those that training computed, with the dense model in float32, and then in narrower
+    number formats of this machine until one is close enough to serve.
 
     Examples:
       shardrank verify --store models --model films
-      shardrank verify --snapshot models/films/3 --no-golden --json
+      shardrank verify --snapshot models/films/3 --json
     """
     folder = snapshot_folder(**named)
     with progress_bars() as bars:
-        found, scored = _verify(folder, golden=golden, threads=threads, trust_exported=trust_exported, progress=bars)
+        found = verify_as_server(folder, trust_exported=trust_exported, progress=bars)
     if as_json:
-        print_json(found.model_dump(mode="json") | {"golden_checked": scored})
+        print_json(found.model_dump(mode="json"))
     else:
         for check in found.checks:
             click.echo(f"ok: {check}")
@@ -246,63 +242,50 @@ def verify(
     ctx.exit(0 if found.ok else 1)
 
 
-def _verify(
-    folder: Path, *, golden: bool, threads: int, trust_exported: bool, progress: Progress
-) -> tuple[VerifyReport, bool]:
-    """Check files, then the dense model and scores; return also whether golden requests were scored. Raises nothing."""
+def verify_as_server(
+    folder: Path, *, trust_exported: bool, may_be_unchecked: bool = False, progress: Progress
+) -> VerifyReport:
+    """Check files, then the dense model and scores. Raises nothing that says that it must not be served.
+
+    With `may_be_unchecked`, an exported program that is not trusted is no problem: the last of the checks says so.
+    """
     from loader.errors import ShardrankError
     from loader.snapshot.reader import Snapshot, verify_snapshot
 
-    report = verify_snapshot(folder, threads=threads, progress=progress)
+    report = verify_snapshot(folder, progress=progress)
     if not report.ok:
-        return report, False
+        return report
     snapshot = Snapshot.open(folder, verify=False)
-    is_scored, checks = False, list(report.checks)
+    checks, found = list(report.checks), dict[str, Any]()
     try:
-        checks.append(_check_dense(snapshot, trust_exported=trust_exported))
-        if golden and snapshot.manifest.golden is not None:
-            is_scored = True
-            checks += _golden_checks(snapshot, trust_exported=trust_exported, progress=progress)
-        elif golden:
-            checks.append("there are no golden requests")
+        if may_be_unchecked and snapshot.spec.dense_model.kind == "exported" and not trust_exported:
+            checks.append("its exported program is run only with --trust-exported")
+        else:
+            found["golden_checked"] = snapshot.manifest.golden is not None
+            checks += _scores_checks(snapshot, trust_exported=trust_exported)
     except ShardrankError as error:
-        problem = {"ok": False, "problems": (f"{error.kind}: {error}",)}
-        return report.model_copy(update={"checks": tuple(checks), **problem}), is_scored
-    return report.model_copy(update={"checks": tuple(checks)}), is_scored
+        found |= {"ok": False, "problems": (f"{error.kind}: {error}",)}
+    return report.model_copy(update={"checks": tuple(checks), **found})
 
 
-def _check_dense(snapshot: Snapshot, *, trust_exported: bool) -> str:
-    """Build the dense model as a server does, and describe it. Raises SnapshotError, or as `load_exported`."""
-    from loader.errors import CheckpointError, SnapshotError
-    from loader.snapshot.manifest import ExportedModelSpec
-    from serving.models.exported import load_exported
+def _scores_checks(snapshot: Snapshot, *, trust_exported: bool) -> Iterator[str]:
+    """Load a version whose files were checked, score its golden requests, and yield what was compared.
 
-    tensors, dense = snapshot.dense_tensors(), snapshot.spec.dense_model
-    if isinstance(dense, ExportedModelSpec):
-        load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
-        return f"dense model: {dense.kind} takes {list(dense.inputs)} and gives {list(dense.outputs)}"
-    try:
-        check_dense_model(snapshot.spec, tensors, tensors.keys())
-    except CheckpointError as error:
-        raise SnapshotError(f"{snapshot.manifest.dense.path}: {error}") from error
-    return f"dense model: {dense.kind} is built from its {len(tensors)} tensors"
-
-
-def _golden_checks(snapshot: Snapshot, *, trust_exported: bool, progress: Progress) -> Iterator[str]:
-    """Load a version, score its golden requests, and yield what was compared. Raises as `load_served_model`."""
+    Of its rows, only those that the requests name are read. Raises as `load_served_model`.
+    """
     from serving.embedded import ModelSource, load_served_model
     from serving.rank.service import RankingService
 
-    entry, outputs = snapshot.manifest.golden, snapshot.spec.dense_model.outputs
-    assert entry is not None
+    entry, dense = snapshot.manifest.golden, snapshot.spec.dense_model
     with contextlib.closing(RankingService()) as service:
-        # In float32, so that what is measured is the rows' quantisation alone; a server checks its own dtype as well.
-        source = ModelSource(snapshot=snapshot.path, verify=False, dtype="float32", trust_exported=trust_exported)
-        with contextlib.closing(load_served_model(source, service, progress)) as served:
-            differences = served.golden_differences(snapshot)
-    scored = f"golden requests: {entry.num_requests} with {entry.num_candidates} candidates"
-    scored += f" and outputs {list(outputs)}" if outputs else ""
-    yield f"{scored}, every score within {entry.tolerance:g}"
-    for number_format, difference in differences.items():
-        serves = "" if difference <= entry.tolerance else ": a server falls back to a wider format"
-        yield f"dense model in {number_format}: golden scores differ by up to {difference:.3g}{serves}"
+        options = {"verify": False, "rows_checked": True, "trust_exported": trust_exported}
+        with contextlib.closing(load_served_model(ModelSource(snapshot=snapshot.path, **options), service)) as served:
+            checked = served.checked
+    yield f"dense model: {dense.kind} is built" + (f" and gives {list(dense.outputs)}" if dense.outputs else "")
+    if entry is None:
+        yield "there are no golden requests"
+        return
+    candidates = f"{entry.num_requests} with {entry.num_candidates} candidates"
+    yield f"golden requests: {candidates}, every score within {entry.tolerance:g}"
+    fallback = f"; {checked.fallback}" if checked.fallback else ""
+    yield f"dense model in {checked.dtype}: golden scores differ by up to {checked.difference or 0:.3g}{fallback}"

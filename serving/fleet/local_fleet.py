@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,7 +27,7 @@ from loader.registry.fleet import (
 )
 from loader.rollout.coverage import answering_version
 from loader.rollout.plan import read_rollout
-from loader.snapshot.publishing import register
+from loader.snapshot.publishing import fall_back, newest, register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.stores import open_store
@@ -46,6 +47,8 @@ from serving.fleet.supervisor import (
 from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
+logger = logging.getLogger(__name__)
+
 COORDINATOR = "coordinator"
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
@@ -54,12 +57,13 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """One model at the start of a fleet: what is live, who holds which rows, and the store's highest version."""
+    """One model at the start of a fleet: what is live, its plan, the store's highest version, and what was live."""
 
     model: str
     version: int
     plan: Plan
     latest: int
+    before: int | None
 
 
 class _OccupiedError(FleetError):
@@ -72,7 +76,7 @@ async def begin(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> tuple[Beginning, ...]:
-    """Make the registry ready for a fleet of this shape. Returns its models, in the order of `config.models`.
+    """Make the registry ready for a fleet of this shape. Returns its models: `config.models`, or all of the store.
 
     Raises:
         FleetError: a fleet with these nodes runs already, nodes of another shape do, a version was asked for while
@@ -96,12 +100,12 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
             "stop it first, or give this one another --registry"
         )
     store, wanted = open_store(config.named_store), await fleet.wanted()
-    found = []
-    for model in config.models:
+    found, models = [], config.models or tuple(await asyncio.to_thread(store.models))
+    for model in models:
         chosen = await _choose(fleet, config, model, wanted.get(model), nodes)
-        snapshot, plan = await asyncio.to_thread(_planned, store, config, model, chosen)
-        latest = await asyncio.to_thread(store.latest, model)
-        found.append((snapshot, Beginning(model, chosen, plan, latest)))
+        snapshot, plan = await asyncio.to_thread(_planned, store, config, models, model, chosen)
+        latest, before = await asyncio.to_thread(store.latest, model), wanted[model].live if model in wanted else None
+        found.append((snapshot, Beginning(model, snapshot.version, plan, latest, before)))
     await _write_fleet_record(fleet, config, nodes)
     # Where no shard node runs all of them are about to be of this number of shards.
     shards = None if any(node.kind == "shard" for node in nodes) else config.shards
@@ -111,22 +115,25 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
     return tuple(one for _, one in found)
 
 
-def _planned(store: Store, config: FleetConfig, model: str, version: int) -> tuple[Snapshot, Plan]:
-    """Read what divides a version; children fetch and check what they load."""
-    with store.hold(model, version, with_rows=False, verify=False) as held:
-        rows_here = isinstance(config.named_store, Path)
-        snapshot = Snapshot.open(held.path, verify=False, rows_here=rows_here)
-        file = None if config.plan_file is None else PlanFile.read(config.plan_file)
-        if file is not None and file.model not in config.models:
-            raise PlanError(f"{config.plan_file}: model is {file.model!r}, allowed here are {list(config.models)}")
-        division = config.shards, config.sharding, config.cards, config.replicate_bytes
-        return snapshot, Plan.of_snapshot(snapshot, *division, file)
+def _planned(
+    store: Store, config: FleetConfig, models: Sequence[str], model: str, version: int | None
+) -> tuple[Snapshot, Plan]:
+    """Read what divides a version, None for the newest that can be read; children fetch and check what they load."""
+    snapshot = newest(config.named_store, model) if version is None else None
+    if snapshot is None:
+        with store.hold(model, version, with_rows=False, verify=False) as held:
+            snapshot = Snapshot.open(held.path, verify=False, rows_here=isinstance(config.named_store, Path))
+    file = None if config.plan_file is None else PlanFile.read(config.plan_file)
+    if file is not None and file.model not in models:
+        raise PlanError(f"{config.plan_file}: model is {file.model!r}, allowed here are {list(models)}")
+    division = config.shards, config.sharding, config.cards, config.replicate_bytes
+    return snapshot, Plan.of_snapshot(snapshot, *division, file)
 
 
 async def _choose(
     fleet: FleetRegistry, config: FleetConfig, model: str, wanted: WantedModel | None, nodes: list[NodeRecord]
-) -> int:
-    """Chooses the version that a model begins with. Raises FleetError or SnapshotNotFoundError."""
+) -> int | None:
+    """Choose the version that a model begins with, None for the newest. Raises FleetError."""
     last = await read_rollout(fleet, model)
     rollout = last.rollout if last is not None and last.rollout.active else None
     numbers = () if rollout is None else (rollout.from_shards, rollout.to_shards)
@@ -138,7 +145,7 @@ async def _choose(
     asked = config.versions.get(model)
     live = None if wanted is None else wanted.live
     if live is None or asked == live:
-        return await asyncio.to_thread(open_store(config.named_store).latest, model) if asked is None else asked
+        return asked
     if asked is None:
         return live
     hint = f"start without a version, then: shardrank rollout start {model} {asked}"
@@ -177,10 +184,38 @@ async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: 
     await fleet.registry.put(FLEET, record.model_dump_json().encode(), 0 if entry is None else entry.revision)
 
 
-async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], process_id: int) -> None:
+class GiveWay:
+    """Has versions that nodes of a fleet refuse at its start give way to the store's next older ones."""
+
+    def __init__(self, fleet: FleetRegistry, config: FleetConfig, begun: Sequence[Beginning]) -> None:
+        self._fleet, self._config = fleet, config
+        self._before = {one.model: one.before for one in begun}
+        self.is_over = False
+
+    async def __call__(self, model: str, version: int, reason: str) -> bool:
+        """Return whether another version is expected now, or none of that model since others are served."""
+        wanted, last = await self._fleet.wanted(), await read_rollout(self._fleet, model)
+        is_rolling = last is not None and last.rollout.active
+        if self.is_over or is_rolling or model in self._config.versions or model not in self._before:
+            return False
+        if wanted[model].live != version:
+            return True
+        if any(node.live.get(model) == version for node in await self._fleet.nodes()):
+            return False
+        may_be_none = not self._config.models and any(one.live for one in wanted.values() if one.model != model)
+        otherwise = None if may_be_none else self._before[model]
+        older = await fall_back(self._fleet, self._config.named_store, wanted[model], reason, otherwise)
+        if older is None and may_be_none:
+            logger.error("no version of %s is served: version %d is refused: %s", model, version, reason)
+        return older is not None or may_be_none
+
+
+async def ask_node(
+    fleet: FleetRegistry, node_id: str, models: Sequence[str], process_id: int, give_way: GiveWay | None = None
+) -> None:
     """Raise NotYetError or RefusedError unless a node announces that it has the live version of each model.
 
-    A `Probe` of `process_id`. A model of which no version is live yet asks for nothing.
+    A `Probe` of `process_id`. No models stand for all; one of which no version is live yet asks for nothing.
     """
     announced = {node.node_id: node for node in await fleet.nodes() if node.process_id == process_id}
     if node_id not in announced:
@@ -190,10 +225,12 @@ async def ask_node(fleet: FleetRegistry, node_id: str, models: Sequence[str], pr
         version = wanted.live
         if record.kind == "shard":
             version = answering_version(wanted, record.node_id, record.num_shards)
-        if model not in models or version is None:
+        if (models and model not in models) or version is None:
             continue
         report = record.report(model, version)
         if report is not None and report.state == "refused":
+            if give_way is not None and await give_way(model, version, report.reason):
+                raise NotYetError(f"version {version} of {model!r} gives way")
             raise RefusedError(f"version {version} of {model!r}: {report.reason}")
         if report is None or report.state != "ready":
             state = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
@@ -241,21 +278,24 @@ async def running_fleet(
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
-        on_begin(await begin(fleet, config))
+        begun = await begin(fleet, config)
+        on_begin(begun)
+        give_way = GiveWay(fleet, config, begun)
         supervisor = await stack.enter_async_context(supervised(config.supervision))
         folder, environment = supervisor.run_directory, dict(config.environment)
         if config.passes == "flags":
             environment["SHARDRANK_REGISTRY"] = config.registry_url
-        await supervisor.start(_node_specs(config, fleet, folder, environment), on_ready)
+        await supervisor.start(_node_specs(config, fleet, folder, environment, give_way), on_ready)
         workers = [config.serve_config(name) for name in config.worker_names]
-        probes = [partial(ask_node, fleet, name, config.models) for name in config.worker_names]
+        probes = [partial(ask_node, fleet, name, config.models, give_way=give_way) for name in config.worker_names]
         specs = worker_specs(folder, ports, workers, config.child_arguments, environment, probes)
         await supervisor.start(specs, on_ready)
+        give_way.is_over = True
         yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
 
 
 def _node_specs(
-    config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str]
+    config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str], give_way: GiveWay
 ) -> list[ChildSpec]:
     """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
@@ -266,7 +306,7 @@ def _node_specs(
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
         node = config.shard_node_config(name, str(listen))
         command = config.child_arguments("shard-node", node, run_directory / f"{name}.toml")
-        probe = partial(ask_node, fleet, name, config.models)
+        probe = partial(ask_node, fleet, name, config.models, give_way=give_way)
         specs.append(ChildSpec(name, shardrank_command(*command), probe, environment))
     return specs
 

@@ -34,7 +34,7 @@ from serving.settings import write_private
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry
     from serving.fleet.config import FleetConfig
-    from serving.fleet.local_fleet import Beginning
+    from serving.fleet.local_fleet import Beginning, GiveWay
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ async def fleet_on_ray(
     """
     from loader.registry import open_registry
     from loader.registry.fleet import FleetRegistry
-    from serving.fleet.local_fleet import begin
+    from serving.fleet.local_fleet import GiveWay, begin
 
     registry = open_registry(config.registry_url)
     async with contextlib.AsyncExitStack() as stack:
@@ -336,8 +336,10 @@ async def fleet_on_ray(
         groups = groups_of(config)
         check_hosts(groups, cluster.hosts())
         missing = missing_of(groups, running)
+        give_way = None
         if not running:
-            on_begin(await begin(fleet, config))
+            on_begin(begun := await begin(fleet, config))
+            give_way = GiveWay(fleet, config, begun)
         elif not config.detached:
             raise FleetError(f"the fleet of {fleet.name} runs already; --detach adds to it what is missing")
         else:
@@ -346,7 +348,7 @@ async def fleet_on_ray(
         try:
             for group, processes in missing.items():
                 cluster.start(group, processes, config.log_level)
-            waiting = [_until_ready(cluster, fleet, config, name, on_ready) for name in started]
+            waiting = [_until_ready(cluster, fleet, config, name, on_ready, give_way) for name in started]
             await all_or_first_error(waiting)
         except BaseException:
             await end_in_order(cluster, started)
@@ -401,6 +403,7 @@ async def _until_ready(
     config: FleetConfig,
     name: str,
     on_ready: Callable[[str], None],
+    give_way: GiveWay | None,
 ) -> None:
     """Wait until a process serves. Raises FleetError if it ends before, or in vain."""
     from serving.fleet.local_fleet import ask_coordinator, ask_node
@@ -414,7 +417,7 @@ async def _until_ready(
             if _group_of(name) == "coordinator":
                 await ask_coordinator(fleet, process_id)
             else:
-                await ask_node(fleet, name, config.models, process_id)
+                await ask_node(fleet, name, config.models, process_id, give_way)
         except (NotYetError, RegistryError) as not_ready:
             reason = str(not_ready)
             await asyncio.sleep(_LOOK_S)

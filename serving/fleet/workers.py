@@ -22,7 +22,7 @@ from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, PublishedVersion
 from loader.registry.memory import single_process_fleet
 from loader.registry.registry import Registry
-from loader.snapshot.publishing import version_record
+from loader.snapshot.publishing import newest, version_record
 from loader.snapshot.reader import Snapshot
 from loader.stores.cache import StorePlace
 from serving.cli import settings
@@ -220,7 +220,8 @@ class Membership:
             return cls(FleetRegistry(reopen()), reopen, options.named_store, agent)
         folder = settings.member_folder(options, with_rows=False)
         place = folder.parent.parent if store is None or isinstance(store, Path) else store
-        snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
+        snapshot = newest(place, folder.parent.name) if options.takes_newest else None
+        snapshot = snapshot or Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
         version = version_record(snapshot, time.time())
         fleet = single_process_fleet(f"process {os.getpid()}", version)
         return cls(fleet, lambda: fleet.registry, place, AgentConfig.for_only_process(version.model), version)

@@ -34,6 +34,7 @@ from loader.registry.fleet import (
     WantedModel,
 )
 from loader.registry.registry import Registry
+from loader.snapshot.publishing import fall_back
 from loader.snapshot.reader import Snapshot
 from loader.stores import open_store
 from loader.stores.cache import StoreUrl
@@ -70,10 +71,14 @@ TTL_S = 60.0
 
 
 class ServingConfig(LoadOptions):
-    """A serving process of a fleet; checking files takes at most `stage_cpu_share` of one core."""
+    """A serving process of a fleet; checking files takes at most `stage_cpu_share` of one core.
+
+    `falls_back`: the only process of its fleet serves the store's next older version in place of one that is refused.
+    """
 
     node_id: NodeId
     store: Path | StoreUrl
+    falls_back: bool = False
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
 
 
@@ -187,8 +192,12 @@ class FleetMember:
             running.append(self._fixed.announce(self.fleet, self._service.watch))
         self._tasks = [asyncio.create_task(work) for work in running]
         while not self._is_live():
-            if self._tasks[0].done():
-                self._tasks[0].result()
+            if self._tasks[0].done() and (error := self._tasks[0].exception()) is not None:
+                desired = next(iter(self.agent.desired.values()))
+                may_fall_back = self._config.falls_back
+                if not may_fall_back or await fall_back(self.fleet, self._config.store, desired, str(error)) is None:
+                    raise error
+                self._tasks[0] = asyncio.create_task(self.agent.run())
             await asyncio.sleep(LIVE_POLL_S)
 
     async def leave(self) -> None:

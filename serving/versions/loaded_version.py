@@ -251,21 +251,6 @@ class LoadedVersion:
         _on_all(replicas, offer)
         self.dense_step = record.step
 
-    def golden_differences(self, snapshot: Snapshot) -> dict[NumberFormat, float]:
-        """Return the largest difference from a golden score in each number format of this machine. Blocks."""
-        golden, entry, replicas = snapshot.golden(), snapshot.manifest.golden, cast("list[Replica]", self._replicas)
-        if golden is None or entry is None:
-            return {}
-        check = _GoldenCheck(snapshot, replicas[0].ranking.parts, replicas, golden, entry.tolerance, time.monotonic)
-        if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
-            return {replicas[0].ranking.parts.dtype: check.difference(replicas[0])}
-        differences: dict[NumberFormat, float] = {}
-        for number_format in ("float32", *formats_to_try("int8")):
-            parts = ranking_parts(snapshot, self.schema, number_format)
-            if parts.dtype == number_format:
-                differences[number_format] = check.difference(replicas[0], parts)
-        return differences
-
     def close(self) -> None:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self.batcher, self._replicas)

@@ -62,6 +62,8 @@ class Remembered:
         for model, record in read.items():
             known = self.desired.get(model)
             if (self._models is None or model in self._models) and (known is None or record.epoch >= known.epoch):
+                if known is None and self._models is None:
+                    logger.info("model %s is rolled out: it is taken, since no --model names others", model)
                 self.desired[model] = record
         now = ((known, read.get(known.model)) for known in self.desired.values())
         lost = [known for known, there in now if there is None or there.epoch < known.epoch]
@@ -251,8 +253,9 @@ class Agent:
                     self._problems["agent"] = _said(error)
                 else:
                     self._problems.pop("agent", None)
-                if self._config.staging.must_serve and self._stagings.refusal is not None:
-                    raise self._stagings.refusal
+                refusal, self._stagings.refusal = self._stagings.refusal, None
+                if self._config.staging.must_serve and refusal is not None:
+                    raise refusal
                 await self._sleep(self._config.poll_s * self._random.uniform(0.75, 1.25))
         finally:
             await self.close()

@@ -215,6 +215,13 @@ class ArenaLoad(TableLoad):
             raise not_finite(self._snapshot, table.name, self._files[table.name].rows[index], int(rows[bad]))
 
 
+class CheckedLoad(ArenaLoad):
+    """A load of rows that were checked: those of mapped files are read once they are looked up, not before."""
+
+    def _bring_in(self, *_: object) -> None:
+        """Leave them where they are."""
+
+
 def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
     """Return the layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
     layout = TableLayout.of(snapshot.spec)

@@ -188,8 +188,17 @@ def test_a_store_that_is_not_trusted_is_refused(folder: Path) -> None:
     accepted = CliRunner().invoke(command, [*verify, "--trust-exported"])
     assert accepted.exit_code == 0, accepted.output
     assert "ok: exported program: nothing in it is pickled" in accepted.output
-    assert "dense model: exported takes ['context', 'candidates', 'request_of_candidate']" in accepted.output
-    assert "and outputs ['click', 'buy'], every score within 0.0001" in accepted.output
+    assert "dense model: exported is built and gives ['click', 'buy']" in accepted.output
+    assert "candidates, every score within 0.0001" in accepted.output
+
+
+def test_a_program_is_published_unchecked_unless_it_is_trusted(folder: Path, tmp_path: Path) -> None:
+    publish = ["publish", str(folder), "--store", str(tmp_path), "--json"]
+    for flags, reason in (([], "its exported program is run only with --trust-exported"), (["--trust-exported"], None)):
+        published = CliRunner().invoke(command, [*publish, *flags])
+        assert published.exit_code == 0, published.output
+        document = json.loads(published.stdout)
+        assert (document["golden_checked"], document["unchecked"]) == (reason is None, reason)
 
 
 def test_a_program_is_exported_from_the_command_line(model: TwoTasksModel, tmp_path: Path) -> None:

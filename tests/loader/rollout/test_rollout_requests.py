@@ -41,6 +41,16 @@ async def test_a_shard_without_a_node_is_named_before_the_start(fleet):
         await fleet.start()
 
 
+async def test_processes_that_were_started_for_other_models_are_named(fleet):
+    await fleet.begin(2, 1, 1)
+    for name in ("shard-1-0", "serve-0"):
+        node = next(node for node in await fleet.fleet.nodes() if node.node_id == name)
+        await fleet.fleet.announce_node(node.model_copy(update={"models": ("shop",)}), 60)
+    restart = "started for other models are serve-0, shard-1-0: restart them with --model films too, or with none"
+    with pytest.raises(RolloutError, match=f"films: no serving process is announced; {restart}"):
+        await fleet.start()
+
+
 async def test_a_models_first_version_has_nothing_to_compare_with(fleet):
     await fleet.begin(1, 2, 1, live=None)
     for call, problem in (

@@ -138,7 +138,7 @@ async def test_a_damaged_snapshot_is_refused_and_leaves_no_trace(shop: Shop) -> 
 async def test_another_snapshot_of_a_published_version_is_refused(shop: Shop) -> None:
     folder, (other, _) = shop.train(), write_snapshot(shop.folder / "elsewhere", SPEC, seed=2)
     first = await shop.publish(folder)
-    with pytest.raises(RegistryConflictError, match="a version is immutable, export this one with another number"):
+    with pytest.raises(RegistryConflictError, match="a version is immutable; `publish --next` makes a new one of it"):
         await shop.publish(other)
     shutil.rmtree(shop.fleet.registry.path)
     with pytest.raises(SnapshotExistsError, match=first.record.identity):

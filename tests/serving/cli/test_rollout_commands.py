@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,15 +22,17 @@ from loader.rollout.coordinator import CoordinatorConfig
 from shardrank_testing.background import in_background
 from shardrank_testing.command_line import shardrank
 from shardrank_testing.processes import running, wait_until
+from shardrank_testing.ranking import random_tensors
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
 from shardrank_testing.rollout_fleet import MODEL, Clock, PlayedFleet
-from shardrank_testing.snapshots import one_table_spec, write_snapshot
+from shardrank_testing.snapshots import one_table_spec, rewrite_manifest, write_snapshot
 
 
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
+    spec = one_table_spec(260)
     for seed in range(3):
-        write_snapshot(tmp_path / "training", one_table_spec(260), seed=seed)
+        write_snapshot(tmp_path / "training", spec, seed=seed, dense=random_tensors(spec, seed))
     return tmp_path / "training" / "small"
 
 
@@ -41,7 +44,7 @@ def test_publish_tells_what_it_did_and_versions_lists_it(kind: str, training: Pa
         first = shardrank("publish", training / "1", *where)
         assert "model small, version 1, identity " in first.output
         assert "rows_bytes 4.2 kB, published_at 20" in first.output
-        assert f"folder {store}/small/1, copied yes, is_new yes\n" in first.output
+        assert f"folder {store}/small/1, copied yes, is_new yes, golden_checked no, unchecked there" in first.output
         assert "is_new no" in shardrank("publish", training / "1", *where).output
         report = json.loads(shardrank("publish", training / "2", *where, "--json").stdout)
         assert (report["version"], report["copied"], report["is_new"], report["kept"]) == (2, True, True, None)
@@ -52,6 +55,22 @@ def test_publish_tells_what_it_did_and_versions_lists_it(kind: str, training: Pa
             ("small", 2, [], 0),
         ]
         assert listed[1]["identity"] == report["identity"]
+
+
+def test_a_version_of_a_fresh_folder_is_published_as_the_next_one(training: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shardrank("publish", training / "2", "--store", store)
+    for version in (1, 3):
+        shutil.copytree(training / str(version), tmp_path / f"fresh-{version}" / "small" / "1", dirs_exist_ok=True)
+        rewrite_manifest(tmp_path / f"fresh-{version}" / "small" / "1", lambda manifest: manifest.update(version=1))
+    for fresh, becomes, is_new in (("fresh-1", 3, True), ("fresh-3", 4, True), ("fresh-1", 3, False)):
+        flags = ("--store", store, "--next", "--json")
+        published = json.loads(shardrank("publish", tmp_path / fresh / "small" / "1", *flags).stdout)
+        assert (published["version"], published["delta_base"], published["is_new"]) == (becomes, becomes, is_new)
+        assert "may be served" in shardrank("verify", "--store", store, "--version", becomes).output
+    assert shardrank("publish", tmp_path / "fresh-1" / "small" / "1", "--store", store).output
+    refused = shardrank("publish", tmp_path / "fresh-3" / "small" / "1", "--store", store, code=1)
+    assert "a version is immutable; `publish --next` makes a new one of it" in " ".join(refused.stderr.split())
 
 
 def test_retain_deletes_all_but_the_highest(training: Path, tmp_path: Path) -> None:
@@ -71,15 +90,27 @@ def test_versions_tells_what_a_fleet_does_with_them(training: Path, tmp_path: Pa
     async def use() -> None:
         fleet = FleetRegistry(DirectoryRegistry(registry))
         canary = Canary(version=2, share=0.05)
-        await fleet.put_wanted(WantedModel(model="small", epoch=1, live=1, hold=(1, 2), canary=canary), None)
+        wanted = {"live": 1, "hold": (1, 2), "canary": canary, "refused": {3: "golden scores differ"}}
+        await fleet.put_wanted(WantedModel.model_validate({"model": "small", "epoch": 1, **wanted}), None)
         for node_id, state in (("a", "ready"), ("b", "staging")):
             report = VersionReport(model="small", version=2, state=state)
             node = NodeRecord(node_id=node_id, kind="shard", process_id=1, address="h:1", versions=(report,))
             await fleet.announce_node(node, 60)
 
+    def uses() -> list[tuple[list[str], int]]:
+        listed = json.loads(shardrank("versions", "small", "--registry", registry, "--json").stdout)["versions"]
+        return [(one["uses"], one["nodes"]) for one in listed]
+
     asyncio.run(use())
-    listed = json.loads(shardrank("versions", "small", "--registry", registry, "--json").stdout)["versions"]
-    assert [(one["uses"], one["nodes"]) for one in listed] == [(["live"], 0), (["staged", "canary 0.05"], 1), ([], 0)]
+    others = [(["staged", "canary 0.05"], 1), (["refused: golden scores differ"], 0)]
+    assert uses() == [(["wanted"], 0), *others]
+    assert (
+        "  version 3 is refused: golden scores differ\n"
+        in shardrank("rollout", "status", "small", "--registry", registry).output
+    )
+    serving = NodeRecord(node_id="c", kind="serving", process_id=1, address="h:2", live={"small": 1})
+    asyncio.run(FleetRegistry(DirectoryRegistry(registry)).announce_node(serving, 60))
+    assert uses() == [(["live"], 0), *others]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from loader.rollout.plan import Rollout
 from router.errors import PlanError
 from serving.errors import FleetError
 from serving.fleet.config import FleetConfig
-from serving.fleet.local_fleet import Beginning, ask_coordinator, ask_node, begin
+from serving.fleet.local_fleet import Beginning, GiveWay, ask_coordinator, ask_node, begin
 from serving.fleet.supervisor import NotYetError, RefusedError
 from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
@@ -148,6 +148,52 @@ def test_what_a_snapshot_does_not_allow_is_refused_first(store: Path) -> None:
     assert on(store, lambda fleet: fleet.wanted()) == {}
     assert on(store, lambda fleet: fleet.versions()) == []
     assert on(store, lambda fleet: fleet.fleet()) is None
+
+
+def test_without_models_all_of_the_store_begin_each_with_the_newest_that_can_be_read(store: Path) -> None:
+    write_snapshot(store, make_spec())
+    (store / "small" / "3" / "dense.safetensors").write_bytes(b"")
+    assert [(one.model, one.version, one.latest) for one in begun(store, models=())] == [
+        ("films", 1, 1),
+        ("small", 2, 3),
+    ]
+
+
+def gives_way(store: Path, *refused: tuple[str, int], **settings: object) -> list[bool]:
+    """Whether another version is expected after each refusal, at the start of a fleet."""
+    config = FleetConfig.model_validate({"store": store, **settings})
+
+    async def work(fleet: FleetRegistry) -> list[bool]:
+        give_way = GiveWay(fleet, config, await begin(fleet, config, sleep=no_sleep))
+        return [await give_way(*version, "golden scores differ") for version in refused]
+
+    return on(store, work)
+
+
+def test_a_version_that_is_refused_gives_way_to_the_next_older_one(store: Path) -> None:
+    # The second refusal is an echo of the first.
+    assert gives_way(store, ("small", 3), ("small", 3)) == [True, True]
+    record = wanted(store)
+    assert (record.live, record.hold, record.num_shards) == (2, (2,), {2: 2})
+    assert record.refused == {3: "golden scores differ"}
+
+
+def test_what_was_live_before_is_wanted_again_if_no_version_passes(store: Path) -> None:
+    begun(store, versions={"small": 2})
+    assert gives_way(store, ("small", 2), ("small", 1)) == [True, False]
+    assert wanted(store).live == 2
+
+
+def test_a_version_that_was_named_does_not_give_way(store: Path) -> None:
+    assert gives_way(store, ("small", 3), versions={"small": 3}) == [False]
+
+
+def test_a_model_without_a_version_that_passes_keeps_no_other_from_being_served(store: Path) -> None:
+    write_snapshot(store, make_spec())
+    assert gives_way(store, ("films", 1)) == [True]
+    assert on(store, lambda fleet: fleet.wanted_model("films")).live is None
+    # One that was named is to be served.
+    assert gives_way(store, ("films", 1), models=("films", "small")) == [False]
 
 
 WANTED = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), serve=(1, 2), follow=(1, 2))

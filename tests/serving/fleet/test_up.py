@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -272,3 +273,34 @@ def test_serve_alone_has_the_rows_and_obeys_its_limits(other_store: Path, tmp_pa
         assert len(program.rank("films", one).json()["scores"]) == 1
         assert httpx.get(f"{program.url}/v1/models/films").json()["dense_model"]["dtype"] == "float32"
         assert program.stop(signal.SIGINT) == 0
+
+
+def test_processes_take_the_newest_version_that_passes_and_models_that_come_later(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store / "films" / "1", tmp_path / "store" / "films" / "1")
+    shutil.copytree(store / "films" / "1", tmp_path / "store" / "films" / "2")
+    rewrite_manifest(
+        tmp_path / "store" / "films" / "2", lambda bad: (bad.update(version=2), bad["golden"].update(tolerance=1e-9))
+    )
+    shutil.copytree(store / "films" / "2", tmp_path / "incoming" / "shop" / "2")
+    rewrite_manifest(tmp_path / "incoming" / "shop" / "2", lambda manifest: manifest["spec"].update(model="shop"))
+    place = ("--store", str(tmp_path / "store"))
+    with running("serve", *place, *ANY_PORTS) as alone:
+        assert rank(alone).json()["version"] == 1
+        assert (
+            "version 2 of films is refused, version 1 is wanted instead: model 'films' version 2: golden"
+            in alone.output
+        )
+    with running("up", *place, "--shards", "2", *ANY_PORTS) as program:
+        assert rank(program).json()["version"] == 1
+        assert "version 2 of films is refused, version 1 is wanted instead: RankingModelError: " in program.output
+        first, second = json.loads(shardrank("versions", *place, "--json").stdout)["versions"]
+        assert (first["uses"], first["nodes"]) == (["live"], 3)
+        assert second["uses"][0].startswith("refused: RankingModelError: model 'films' version 2: golden scores differ")
+        shardrank("publish", tmp_path / "incoming" / "shop" / "2", *place)
+        shardrank("rollout", "start", "shop", 2, *place, "--follow")
+        assert program.rank("shop", REQUEST).json()["version"] == 2
+        assert program.stop(signal.SIGTERM) == 0
+    with running("up", *place, "--model", "films", "--shards", "1", *ANY_PORTS) as films_only:
+        assert rank(films_only).json()["version"] == 1
+        refused = shardrank("rollout", "start", "shop", 2, *place, code=1)
+        assert "started for other models are serve-0, shard-0-0: restart them with --model shop too" in refused.stderr
