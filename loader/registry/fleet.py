@@ -425,11 +425,8 @@ class FleetRegistry:
         for key, value in (await self.registry.announced(NODES)).items():
             known = self._nodes.get(key)
             if known is None or known[0] != value:
-                was_skipped = known is not None and known[1] is None
                 try:
                     known = value, parse_record(key, value, NodeRecord)
-                    if was_skipped:
-                        _log.info("the announcement %s is read again", key)
                 except RegistryRecordError as error:
                     _log.warning("a node's announcement is skipped: %s", error)
                     known = value, None

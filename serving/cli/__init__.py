@@ -81,9 +81,13 @@ class WithExamples(click.Command):
         if not LOGGED.keys() & {param.name for param in self.params}:
             self.params += _LOG_OPTIONS
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, once it logs as its options say."""
+    def log(self, ctx: click.Context) -> None:
+        """Log as the options say that were read."""
         start_logging(**{name: ctx.meta.get(name, default) for name, default in LOGGED.items()})
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        self.log(ctx)
         return super().invoke(ctx)
 
 

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from serving.cli import LOGGED, WithExamples
 from serving.cli.options import FILE, option, settings_options, switch, together
 from serving.fleet.config import KNOWN_VARIABLES
-from serving.observe.logs import start_logging
 from serving.settings import Settings, assignments, plain_type
 
 logger = logging.getLogger(__name__)
@@ -70,10 +69,11 @@ class ConfiguredCommand(WithExamples):
         """Leave `config` as the only parameter, or print it and exit. Raises UsageError, StoreError."""
         left = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
+            given = {name for name in LOGGED if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+            ctx.meta.update({name: ctx.params[name] for name in given})
+            self.log(ctx)
             config = read_config(ctx, self.schema)
             ctx.meta.update({name: getattr(config, name) for name in LOGGED})
-            start_logging(**{name: ctx.meta[name] for name in LOGGED})
-            warn_of_ignored(os.environ)
             if ctx.params["print_config"]:
                 click.echo(config.to_toml(masked=True), nl=False)
                 ctx.exit()
@@ -154,22 +154,18 @@ def read_file(path: Path, schema: type[Settings]) -> dict[str, Any]:
 
 
 def read_variables(schema: type[Settings], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that variables have."""
+    """Return the settings that variables have, and warn of those that are none."""
     values: dict[str, Any] = {}
-    for name in schema.names():
-        variable = f"{_PREFIX}{name.upper()}"
-        if (text := environment.get(variable)) and not _is_service(variable, text):
+    ignored = []
+    for variable, text in environment.items():
+        if not variable.startswith(_PREFIX) or not text:
+            continue
+        name = variable.removeprefix(_PREFIX).lower()
+        is_service = variable.endswith("_PORT") and text.startswith(_KUBERNETES)
+        if is_service or variable not in KNOWN_VARIABLES | _OTHERS:
+            ignored.append(variable)
+        elif name in schema.names():
             values[name] = text.split() if plain_type(schema.model_fields[name]) in (tuple, dict) else text
-    return values
-
-
-def warn_of_ignored(environment: Mapping[str, str]) -> None:
-    """Log the variables that look like settings and are none."""
-    given = {variable: text for variable, text in environment.items() if variable.startswith(_PREFIX) and text}
-    known = KNOWN_VARIABLES | _OTHERS
-    if ignored := [name for name, text in given.items() if name not in known or _is_service(name, text)]:
+    if ignored:
         logger.warning("ignored, no setting: %s", ", ".join(sorted(ignored)))
-
-
-def _is_service(variable: str, text: str) -> bool:
-    return variable.endswith("_PORT") and text.startswith(_KUBERNETES)
+    return values
