@@ -67,7 +67,7 @@ def lower_own_priority() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
     except OSError as error:
-        logger.warning("background work keeps its priority: %s", error)
+        logger.warning("versions are loaded at the usual priority: %s", error)
 
 
 class CalledOffError(ShardrankError, kind="called_off"):

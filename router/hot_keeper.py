@@ -203,7 +203,7 @@ class HotRowsKeeper:
                 except ShardrankError as error:
                     self._warn(f"{type(error).__name__}: {error}")
                 except Exception:
-                    logger.exception("%s: none are held, since keeping them failed", self._name)
+                    logger.exception("%s: none, since keeping them failed", self._name)
                 # What can't be kept up to date must not be looked up: the nodes have all rows.
                 await self._replace(None)
                 self._begun.set()

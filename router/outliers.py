@@ -7,6 +7,7 @@ and retries have one budget, a token bucket like that of Finagle's `RetryBudget`
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
@@ -17,6 +18,8 @@ from typing import Final, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from loader.snapshot.tables import Frozen
+
+logger = logging.getLogger(__name__)
 
 Reason: TypeAlias = Literal["failures", "slow", "unfit"]
 """Why a replica is ejected; `unfit` has not what is asked of it, such as the version or rows that are new enough."""
@@ -118,6 +121,7 @@ class ReplicaHealth:
     """The record of one replica. `Outliers` alone changes it.
 
     Attributes:
+        name: of the replica, in the log.
         answers: when each of the last answers came, and how many seconds it took.
         failures: in a row.
         reason: why it is ejected, or let in for probes; None in service.
@@ -126,6 +130,7 @@ class ReplicaHealth:
         probes: seconds that each answer has taken since it was let in.
     """
 
+    name: str = ""
     answers: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_WINDOW))
     failures: int = 0
     reason: Reason | None = None
@@ -156,9 +161,9 @@ class Outliers:
         """How long a replica is waited for alone."""
         return max(self._policy.hedge_after_ms / 1e3, self._policy.slow_factor * self._typical_s)
 
-    def join(self) -> ReplicaHealth:
+    def join(self, name: str = "") -> ReplicaHealth:
         """Add a replica."""
-        self._members.append(health := ReplicaHealth())
+        self._members.append(health := ReplicaHealth(name))
         return health
 
     def leave(self, health: ReplicaHealth) -> None:
@@ -199,6 +204,7 @@ class Outliers:
             health.reason, health.failures = None, 0
             health.probes.clear()
             self._events.ejected_change(self._shard, -1)
+            logger.info("%s is in service again", health.name)
 
     def failed(self, health: ReplicaHealth) -> None:
         """Note that a replica did not answer though it should have."""
@@ -247,6 +253,7 @@ class Outliers:
             health.ejections += 1
         if health.reason is None:
             self._events.ejected_change(self._shard, 1)
+            logger.warning("%s is ejected: %s", health.name, reason)
         self._events.ejected(self._shard, reason)
         health.reason, health.ejected_until = reason, now + seconds
         health.failures = 0

@@ -103,12 +103,16 @@ class ReplicaDirectory:
         for node_id, node in self._nodes.items():
             if node_id not in announced and node.missing_since is None:
                 node.missing_since = now
+                logger.warning("shard node %s is gone", node_id)
+        for node_id, node in announced.items():
+            if node_id not in self._nodes or self._nodes[node_id].missing_since is not None:
+                logger.info("shard node %s is there, at %s", node_id, node.address)
         self._nodes |= announced
         present = {node.record.shard_index for node in self._nodes.values() if node.missing_since is None}
         for node_id, node in list(self._nodes.items()):
             is_over = node.missing_since is not None and now - node.missing_since >= self._forget_after_s
             if is_over and node.record.shard_index in present:
-                logger.info("shard node %s is forgotten", node_id)
+                logger.debug("shard node %s is forgotten", node_id)
                 del self._nodes[node_id]
 
 

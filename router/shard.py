@@ -241,7 +241,7 @@ class ReplicatedShard:
         known = {replica.client.address for replica in self._replicas}
         for address in dict.fromkeys(addresses):
             if address not in known:
-                replica = _Replica(self._source.connect(address), self._outliers.join())
+                replica = _Replica(self._source.connect(address), self._outliers.join(f"{self._name} at {address}"))
                 self._replicas.append(replica)
                 replica.client.check = partial(self._check, replica)
                 replica.client.connect()

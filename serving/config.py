@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 
 from pydantic import DirectoryPath, FilePath, ValidationInfo, model_validator
 
+from serving.observe.logs import LogFormat, LogLevel
 from serving.settings import Limits, Policy, RoleUris, Settings, Shard, Staleness, Store, setting
 
 if TYPE_CHECKING:
@@ -221,6 +222,15 @@ class NodeTlsSettings(RoleSettings):
         return self
 
 
+class LogSettings(Settings):
+    """What is logged."""
+
+    log_level: LogLevel = "info"
+    """How much to log to stderr."""
+    log_format: LogFormat = "text"
+    """Lines of text, or each of them a JSON object."""
+
+
 class TraceSettings(Settings):
     """Where traces are sent."""
 
@@ -231,7 +241,7 @@ class TraceSettings(Settings):
     """OTLP over gRPC or HTTP. Default: what OTEL_EXPORTER_OTLP_PROTOCOL says, else grpc at port 4317, and http."""
 
 
-class FrontSettings(TlsSettings, TraceSettings):
+class FrontSettings(TlsSettings, LogSettings, TraceSettings):
     """Ports of serving processes, and how they rank; `up` passes them on to its serving processes."""
 
     host: str = setting("127.0.0.1", "HOST")
@@ -245,6 +255,8 @@ class FrontSettings(TlsSettings, TraceSettings):
     free one."""
     tokens: Path | None = setting(None, "FILE")
     """Let in only who has one of these tokens; see `shardrank token new`. Probes need none. Read again on change."""
+    access_log: bool = False
+    """Log a line for each request: model, version, candidates, status, ms, request id; see docs/logs.md."""
     workers: int = setting(1, ge=1, le=64)
     """Serving processes that share the ports; each holds all rows, if it holds any."""
     ranking_replicas: int | None = setting(None, file_only=True, ge=0, le=64)
@@ -339,7 +351,7 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
         return self
 
 
-class ShardNodeConfig(TraceSettings, RoleSettings, RowSettings, DivisionSettings, MemberSettings):
+class ShardNodeConfig(LogSettings, TraceSettings, RoleSettings, RowSettings, DivisionSettings, MemberSettings):
     """What `shardrank shard-node` runs by."""
 
     advertise: str | None = setting(None, "ADDRESS")

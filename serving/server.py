@@ -10,9 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-import click
 import uvloop
 
 from loader.memory import settle_heap
@@ -26,8 +25,9 @@ from serving.cli.settings import Protection, config_of
 from serving.config import ServeConfig
 from serving.dashboard.board import Board
 from serving.fleet.process import notify_ready, num_workers, run_until_stopped
-from serving.fleet.workers import Membership, node_id, reachable_host, reserved_ports
+from serving.fleet.workers import Membership, WorkerPorts, node_id, reachable_host, reserved_ports
 from serving.limits import RequestLimits
+from serving.observe.access import AccessLog
 from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FixedShards, FleetMember, LocalRows, ServingConfig
@@ -82,13 +82,14 @@ async def running_server(
         admit=app.admit,
     )
     grpc = GrpcServer(service, *_protection(service, config, tls, "grpc"))
-    watching: asyncio.Future[tuple[None, None]] | None = None
+    watching: asyncio.Future[Any] | None = None
     try:
         http_port = await http.start(config.host, config.http_port)
         grpc_port = grpc.listen(config.host, config.grpc_port, "gRPC")
         # Only now, so that whoever is told that the process is ready can connect.
         await service.watch.refresh()
-        watching = asyncio.gather(service.watch.run(), service.metrics.keep_up())
+        logs = [service.access_log.run()] if service.access_log is not None else []
+        watching = asyncio.gather(service.watch.run(), service.metrics.keep_up(), *logs)
         logger.info("listening on %s: HTTP %d, gRPC %d", config.host, http_port, grpc_port)
         yield Listening(config.host, http_port, grpc_port)
     finally:
@@ -194,17 +195,15 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         member.address = options.advertise or url
 
     def on_ready(listening: Listening) -> None:
-        base = f"{scheme}://{listening.host}"
-        click.echo(f"HTTP: {base}:{listening.http_port}/docs")
-        click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
-        if (port := listening.admin_port) is not None:
-            click.echo(f"probes and metrics: {base}:{port}/metrics, status page: {base}:{port}/")
+        ports = WorkerPorts(listening.host, listening.http_port, listening.grpc_port, (), listening.admin_port)
+        ports.announce(scheme)
 
     if options.probe_port is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
-        with reserved_ports(options.host, options.http_port, options.grpc_port, workers=0):
+        with reserved_ports(options, workers=0):
             pass
     traces = settings.trace_config(options, "shardrank-serve")
+    service.access_log = AccessLog() if options.access_log else None
     with running_tracer(traces, service.metrics) as service.tracer, settings.recording(options, service):
         program = partial(
             serve,

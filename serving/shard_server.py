@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import click
 import torch
 import uvloop
 
@@ -23,6 +22,7 @@ from serving.cli.settings import config_of
 from serving.config import ShardNodeConfig
 from serving.fleet.process import notify_ready, run_until_stopped, until_ready
 from serving.fleet.workers import Membership, node_id, reachable_host
+from serving.observe.logs import announce
 from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, join_fleet, watch_cards
 from shard_node.cuda.card_set import CardSet
@@ -150,14 +150,14 @@ async def _listen(
         from serving.api.node_port import running_node_port  # only who is asked pays for it
 
         metrics, url = await stack.enter_async_context(running_node_port(node, admin, tls))
-        click.echo(f"metrics: {url}")
+        announce(f"metrics: {url}")
     server = NodeServer(node, limits, tls=None if tls is None else server_context(tls), watch=metrics)
     stack.push_async_callback(server.close)
     await server.start(addresses)
     if metrics is not None:
         metrics.of(server, _advertised(options, server))
     for address in server.addresses:
-        click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
+        announce(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
     return server
 
 
@@ -165,7 +165,10 @@ async def _join(fleet: FleetRegistry, division: FleetRecord) -> None:
     level = logging.WARNING
     while True:
         try:
-            return await join_fleet(fleet, division)
+            await join_fleet(fleet, division)
+            if level == logging.DEBUG:
+                logger.info("the registry answers")
+            return
         except RegistryUnavailableError as error:
             logger.log(level, "waits for the registry: %s", error)
             level = logging.DEBUG

@@ -67,7 +67,7 @@ class OtlpSink(SpanExporter):
         self._note("failed" if is_failing else "exported", len(spans))
         if is_failing != self._is_failing:
             self._is_failing = is_failing
-            logger.warning("the collector %s spans", "does not answer, or refuses" if is_failing else "accepts again")
+            logger.warning("the collector of traces %s", "does not answer, or refuses" if is_failing else "works again")
         return result
 
     def shutdown(self) -> None:

@@ -344,7 +344,7 @@ class AsyncDeltaPublisher:
             first = bounds.last + 1 if bounds.last else lost[0][0]
             # Unless other publishers' are missing in between.
             if [sequence for sequence, _ in lost] == list(range(first, known + 1)):
-                _log.warning("stream %s: the registry lost deltas %d to %d; given back", self._stream, first, known)
+                _log.warning("stream %s: the registry had lost deltas %d to %d: restored", self._stream, first, known)
                 for sequence, payload in lost:
                     if not await self._put(sequence, payload):
                         break

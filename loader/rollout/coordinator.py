@@ -99,13 +99,13 @@ class _StepRunner:
             later = rollout.model_copy(update={"step_index": index})
             if wanted.wants_same(wanted_in_step(later, wanted.epoch)):
                 # This record is older than the wanted one.
-                text = f"step {later.step} is wanted already"
+                text = f"the registry had lost how far it was: step {later.step}"
                 change = {"step_index": index, "step_began_at": now, "base_epoch": wanted.epoch - 1}
                 return changed(rollout, now, text, **change)
         if wanted.live not in (rollout.from_version, rollout.to_version):
             reason = f"version {wanted.live} was made live by somebody else"
             return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=reason)
-        text = f"epoch {wanted.epoch} of what is wanted is not this step's: it is done again"
+        text = "the registry had lost what this step wrote: it is done again"
         return changed(rollout, now, text, base_epoch=wanted.epoch)
 
     async def _judge(self, on_record: OnRecord, view: FleetView, epoch: int) -> Rollout | None:
@@ -214,7 +214,7 @@ class Coordinator:
                 try:
                     await self._fleet.registry.release(COORDINATOR_LOCK, self._owner)
                 except RegistryError as error:
-                    logger.warning("the lock is left to expire: %s", error)
+                    logger.warning("the next coordinator has to wait until the lock of this one expires: %s", error)
 
     async def tick(self) -> bool:
         """Read everything once, and make one move of each rollout that can be moved. Return whether one was."""
@@ -248,16 +248,16 @@ class Coordinator:
             return False
         self._lock_until = now + ttl_s
         if not led:
-            logger.info("this coordinator (%s) carries the rollouts", self._owner)
+            logger.info("this coordinator (%s) carries out the rollouts", self._owner)
         return True
 
     async def _tick_model(self, model: str, view: FleetView) -> bool:
         try:
             key, rollout, known = rollout_key(model), self._rollouts.get(model), self._wanted.get(model)
             if rollout is not None and await self._fleet.restore_raw(key, rollout.encode(), rollout.epoch):
-                logger.warning("%s: the registry had lost epoch %d of %s: given back", model, rollout.epoch, key)
+                logger.warning("the registry had lost the rollout of %s: restored", model)
             if known is not None and await self._fleet.restore_wanted(known):
-                logger.warning("%s: the registry had lost epoch %d of what is wanted: given back", model, known.epoch)
+                logger.warning("the registry had lost which versions of %s shall serve: restored", model)
             on_record, wanted = await read_rollout(self._fleet, model), await self._fleet.wanted_model(model)
             if on_record is not None:
                 self._rollouts[model] = on_record.rollout
@@ -299,4 +299,4 @@ class Coordinator:
             self._problems[subject] = problem
             logger.warning("%s", problem, exc_info=error)
         else:
-            logger.info("no longer: %s", self._problems.pop(subject))
+            logger.info("it has passed: %s", self._problems.pop(subject))

@@ -378,6 +378,7 @@ async def oracle_fleet(
             replicate_bytes=REPLICATE_BYTES,
             http_port=0,
             grpc_port=0,
+            log_dir=folder,
             # What is killed again and again on purpose shall not be taken for a process that can't live.
             supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
             # Scores are compared to a hundred-thousandth.
@@ -392,9 +393,6 @@ async def oracle_fleet(
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)
-        # The fleet removes its logs when it ends.
-        logs = local.supervisor.run_directory.glob
-        stack.callback(lambda: [shutil.copy(log, folder) for log in logs("*.log")])
         server = Server(local.http_port, local.grpc_port, ())
         load = await stack.enter_async_context(running_load(config, server, folder / "answers.npy"))
         await asyncio.sleep(WARMUP_S)

@@ -418,7 +418,7 @@ class _Documents(FastAPI):
         async def endpoint(request: Request) -> Any:
             model = request.path_params.get("model", "")
             self._check(request, right)
-            with self._service.call(api, counted) as call:
+            with self._service.call(api, counted, request.headers.get("x-request-id", "")) as call:
                 if not is_probe:
                     self._service.complete(call)
                 if reads_body:

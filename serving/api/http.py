@@ -63,7 +63,7 @@ class HttpApp:
         service, fields = self._service, exchange.fields
         api, method = ("oip_http", "rank") if route["model"] is None else ("http", route["method"])
         try:
-            call = service.admit(api, method, None)
+            call = service.admit(api, method, None, exchange.request_id)
         except OverloadedError as error:
             return error
         try:

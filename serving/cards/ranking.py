@@ -260,7 +260,7 @@ class CardScorer:
             except MemoryBudgetError as error:
                 if not self._batches:
                     raise
-                logger.warning("buffers of %d classes of batches are given up: %s", len(self._batches), error)
+                logger.warning("buffers for %d sizes of batches are freed to make room: %s", len(self._batches), error)
                 self.keep([])
                 buffers = CardBatch(self.lane, *key)
             self._batches[key] = buffers
@@ -294,7 +294,7 @@ class CardScorer:
             if not self._batches:
                 raise
             count = batch_class.num_candidates
-            logger.warning("batches of %d candidates and more find room when they come, or none: %s", count, error)
+            logger.warning("no room is reserved for batches of %d candidates and more: %s", count, error)
             return False
         self._trim()
         return True

@@ -10,14 +10,15 @@ import importlib
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
+from serving.observe.logs import ERROR_PREFIX, LogFormat, LogLevel, announce, start_logging
 
 PLUGIN_GROUP = "shardrank.commands"
 """Entry-point group by which other packages add commands; the name is the command's, the object a click command."""
@@ -47,14 +48,47 @@ COMMANDS = {
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
+LOGGED = {"log_level": "warning", "log_format": "text"}
+"""What is logged of a command by default; of those that have settings, these say it."""
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Keep an option of logs for the command that is run: the last on the command line counts, then its variable."""
+    name = str(param.name)
+    if value is not None and (name not in ctx.meta or ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE):
+        ctx.meta[name] = value
+
+
+def _log_option(name: str, values: Any, text: str) -> click.Option:
+    flag, kind, variable = f"--{name.replace('_', '-')}", click.Choice(get_args(values)), f"SHARDRANK_{name.upper()}"
+    return click.Option([flag], type=kind, envvar=variable, callback=_keep, expose_value=False, help=text)
+
+
+_LOG_OPTIONS = [
+    _log_option("log_level", LogLevel, "How much to log to stderr. Default: warning, of servers info."),
+    _log_option("log_format", LogFormat, "Lines of text (default), or JSON objects."),
+]
+
+
 class WithExamples(click.Command):
-    """A command whose docstring may end in a block `Examples:`, shown line by line after the options."""
+    """A command that has the options of logs; its docstring may end in `Examples:`, shown line by line at the end."""
 
     def __init__(self, name: str | None, **more: Any) -> None:
         more["help"], _, examples = inspect.cleandoc(more.get("help") or "").partition("\nExamples:\n")
         if examples:
             more["epilog"] = f"\b\nExamples:\n{examples}"
         super().__init__(name, **more)
+        if not LOGGED.keys() & {param.name for param in self.params}:
+            self.params += _LOG_OPTIONS
+
+    def log(self, ctx: click.Context) -> None:
+        """Log as the options say that were read."""
+        start_logging(**{name: ctx.meta.get(name, default) for name, default in LOGGED.items()})
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        self.log(ctx)
+        return super().invoke(ctx)
 
 
 class GroupWithExamples(WithExamples, click.Group):
@@ -111,7 +145,7 @@ class ShardrankGroup(LazyGroup):
             message = str(error)
             if isinstance(error, OSError) and error.strerror:
                 message = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
-            click.echo(f"error: {message}", err=True)
+            announce(f"{ERROR_PREFIX}{message}", logging.ERROR)
             ctx.exit(1)
 
 
@@ -125,17 +159,9 @@ def _plugins() -> dict[str, EntryPoint]:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(package_name="shardrank", prog_name="shardrank")
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="warning",
-    show_default=True,
-    envvar="SHARDRANK_LOG_LEVEL",
-    help="How much to log to stderr.",
-)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
-def main(ctx: click.Context, /, log_level: str, debug: bool) -> None:
+def main(ctx: click.Context, /, debug: bool) -> None:
     """Online ranking from sharded embeddings: ids in, scores out.
 
     Examples:
@@ -147,14 +173,5 @@ def main(ctx: click.Context, /, log_level: str, debug: bool) -> None:
     del debug  # read from the context, where an error finds it
     # What a command imports stays. Going over it while it comes is a fifth of a server's start: 2.2 s of CPU, not 1.8.
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
-    # Handlers are replaced, because the group may run more than once in one process. Libraries stay at warning.
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if log_level == "debug" else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
-    for package in ("loader", "shard_node", "router", "serving", "loadtest"):
-        logging.getLogger(package).setLevel(log_level.upper())
     ctx.obj = {"is_supervised": PARENT_PID_VARIABLE in os.environ}
     die_with_parent(os.environ)

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 from pydantic import ValidationError
 
-from serving.cli import WithExamples
+from serving.cli import LOGGED, WithExamples
 from serving.cli.options import FILE, option, settings_options, switch, together
 from serving.fleet.config import KNOWN_VARIABLES
 from serving.settings import Settings, assignments, plain_type
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
 _PREFIX = "SHARDRANK_"
-_OTHERS = frozenset({"SHARDRANK_LOG_LEVEL", "SHARDRANK_TOKEN", "SHARDRANK_WORKER", "SHARDRANK_FORK_SERVER"})
+_OTHERS = frozenset({"SHARDRANK_TOKEN", "SHARDRANK_WORKER", "SHARDRANK_FORK_SERVER"})
 """Variables of which something else reads the value."""
 _KUBERNETES = ("tcp://", "udp://", "sctp://")
 """How SHARDRANK_GRPC_PORT begins where Kubernetes makes it of a service's name."""
@@ -38,6 +38,16 @@ def configured(name: str, schema: type[Settings]) -> Callable[[Callable[..., Any
     return lambda function: click.command(name, cls=ConfiguredCommand, schema=schema)(options(function))
 
 
+GROUPS = {
+    "Memory": "hot_rows_gb pinned_memory_gb replicate_bytes store_cache store_cache_gb",
+    "Cards": "cards device",
+    "Network and TLS": "host http_port grpc_port admin_port admin_listen advertise address tokens tls_cert tls_key "
+    "tls_client_ca node_ca node_cert node_key limits",
+    "Observing": "log_level log_format log_dir access_log trace_endpoint record record_share",
+}
+"""What of a process' options is under which heading of its help; all others come first."""
+
+
 class ConfiguredCommand(WithExamples):
     """A command that is called with the `config` that its flags, its variables and its file make."""
 
@@ -45,11 +55,25 @@ class ConfiguredCommand(WithExamples):
         super().__init__(name, **more)
         self.schema = schema
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under the headings of GROUPS."""
+        heading = {name: title for title, names in GROUPS.items() for name in names.split()}
+        params = self.get_params(ctx)
+        for title in ("Basics", *GROUPS):
+            shown = [param.get_help_record(ctx) for param in params if heading.get(str(param.name), "Basics") == title]
+            if records := [record for record in shown if record is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Leave `config` as the only parameter, or print it and exit. Raises UsageError, StoreError."""
         left = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
+            given = {name for name in LOGGED if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+            ctx.meta.update({name: ctx.params[name] for name in given})
+            self.log(ctx)
             config = read_config(ctx, self.schema)
+            ctx.meta.update({name: getattr(config, name) for name in LOGGED})
             if ctx.params["print_config"]:
                 click.echo(config.to_toml(masked=True), nl=False)
                 ctx.exit()
@@ -68,6 +92,7 @@ def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
     sources = {
         f"--config {path}: ": {} if path is None else read_file(path, schema),
         _PREFIX: read_variables(schema, os.environ),
+        "before the command: ": {name: ctx.meta[name] for name in LOGGED if name in ctx.meta},
         "": {name: ctx.params[name] for name in schema.names() if is_given(name) is ParameterSource.COMMANDLINE},
     }
     order = list(sources)

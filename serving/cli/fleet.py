@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from serving.cli import GroupWithExamples, WithExamples, settings
+from serving.cli import LOGGED, GroupWithExamples, WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.configured import configured
 from serving.cli.output import stdout_console
@@ -21,6 +21,7 @@ from serving.cli.settings import Protection, config_of, opened_registry
 from serving.config import DivisionSettings, FrontSettings, RowSettings, TlsSettings
 from serving.fleet.config import CoordinatorSettings, FleetConfig
 from serving.fleet.process import StopRequestedError, run_until_signalled, run_until_stopped
+from serving.observe.logs import announce
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning
@@ -61,13 +62,13 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     """
     from serving.demo import DemoConfig, run_demo
 
-    config, fleet = config_of(DemoConfig, options), config_of(FleetConfig, options, store=None)
+    logged = {name: ctx.meta[name] for name in LOGGED if name in ctx.meta}
+    config, fleet = config_of(DemoConfig, options), config_of(FleetConfig, options, store=None, **logged)
     ctx.exit(run_demo(config, fleet, stdout_console(), once=once, json_file=json_file))
 
 
 @configured("up", FleetConfig)
-@click.pass_context
-def up(ctx: click.Context, /, config: FleetConfig) -> None:
+def up(config: FleetConfig) -> None:
     """Run a whole fleet on this machine, or on a Ray cluster.
 
     Runs until Ctrl-C. Starts a coordinator, shards × replicas shard nodes on private Unix sockets and the serving
@@ -86,12 +87,11 @@ def up(ctx: click.Context, /, config: FleetConfig) -> None:
     """
     settings.warn_if_open("its host's address" if config.on == "ray" else config.host, Protection.of(config))
     config = _on_ray(config) if config.on == "ray" else config
-    log_level = ctx.find_root().params["log_level"]
-    config = config_of(FleetConfig, config, "", (), **_versions(config), log_level=log_level)
+    config = config_of(FleetConfig, config, "", (), **_versions(config))
     try:
         run_until_signalled(partial(_run_on_ray if config.on == "ray" else _run, config))
     except StopRequestedError:
-        click.echo("stopped")
+        announce("stopped")
 
 
 def _on_ray(config: FleetConfig) -> FleetConfig:
@@ -134,31 +134,30 @@ async def _run(config: FleetConfig) -> None:
     from serving.fleet.local_fleet import running_fleet
 
     async with running_fleet(config, _ready, on_begin=_tell) as fleet:
-        click.echo(f"logs: {fleet.supervisor.run_directory}")
-        click.echo(f"registry: {fleet.registry.name}")
-        click.echo(f"HTTP: {settings.scheme(config)}://{fleet.host}:{fleet.http_port}/docs")
-        click.echo(f"gRPC: {fleet.host}:{fleet.grpc_port}")
+        announce(f"logs: {fleet.supervisor.log_directory}")
+        announce(f"registry: {fleet.registry.name}")
+        fleet.ports.announce(settings.scheme(config))
         await asyncio.Event().wait()
 
 
 def _ready(name: str) -> None:
-    click.echo(f"{name} is ready")
+    announce(f"{name} is ready")
 
 
 async def _run_on_ray(config: FleetConfig) -> None:
     from serving.fleet.ray_fleet import fleet_on_ray
 
     async with fleet_on_ray(config, _ready, on_begin=_tell) as fleet:
-        click.echo(f"registry: {fleet.registry.name}")
+        announce(f"registry: {fleet.registry.name}")
         for address in fleet.addresses:
-            click.echo(f"HTTP: {address}/docs")
+            announce(f"HTTP: {address}/docs")
         for model, shards in fleet.earlier.items():
-            click.echo(
+            announce(
                 f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
                 f"{config.shards}; the same command then ends the nodes that are left over"
             )
         if fleet.ended:
-            click.echo(f"ended: {', '.join(fleet.ended)}")
+            announce(f"ended: {', '.join(fleet.ended)}")
         if not config.detached:
             await asyncio.Event().wait()
 
@@ -191,9 +190,9 @@ def down(registry: str | None, address: str | None) -> None:
 
 def _tell(beginnings: Sequence[Beginning]) -> None:
     for one in beginnings:
-        click.echo(f"{one.model} version {one.version}: {one.plan.num_shards} shards, plan {one.plan.digest[:12]}")
+        announce(f"{one.model} version {one.version}: {one.plan.num_shards} shards, plan {one.plan.digest[:12]}")
         if one.latest != one.version:
-            click.echo(
+            announce(
                 f"{one.model}: version {one.version} is live, the store's latest is {one.latest}; "
                 "see shardrank publish and shardrank rollout start"
             )
@@ -217,7 +216,7 @@ def coordinator(config: CoordinatorSettings) -> None:
 
     async def program() -> None:
         async with opened_registry(settings.registry_url(config.registry, config.store_place)) as fleet:
-            click.echo(f"coordinator {name} works with registry {fleet.name}")
+            announce(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
 
     run_until_stopped(program)
@@ -259,7 +258,7 @@ def dashboard(url: str, **options: Any) -> None:
         # A service that serves nothing: it has the limits and metrics of the port.
         admin = running_admin(RankingService(), options["host"], options["port"], tokens=tokens, ssl=ssl, page=page)
         async with admin as port:
-            click.echo(f"dashboard: {settings.scheme(files)}://{options['host']}:{port}/")
+            announce(f"dashboard: {settings.scheme(files)}://{options['host']}:{port}/")
             await asyncio.Event().wait()
 
     run_until_stopped(program)
@@ -303,8 +302,7 @@ def new(name: str, scope: Literal["rank", "describe", "admin"], tokens: Path | N
 
 
 @configured("serve", ServeConfig)
-@click.pass_context
-def serve(ctx: click.Context, /, config: ServeConfig) -> None:
+def serve(config: ServeConfig) -> None:
     """Serve models over HTTP and gRPC.
 
     With --registry the process belongs to a fleet: it finds the shard nodes there, serves the versions that the fleet's
@@ -336,7 +334,7 @@ def serve(ctx: click.Context, /, config: ServeConfig) -> None:
     if config.workers > 1:
         from serving.fleet.workers import run_workers
 
-        run_workers(config, ctx.find_root().params["log_level"])
+        run_workers(config)
         return
     # Only now: a supervisor of workers has no use for a server's modules, which take 1.7 s and 214 MB.
     from serving.server import run_serving

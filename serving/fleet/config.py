@@ -14,6 +14,7 @@ from serving.config import (
     BY_SNAPSHOT,
     DivisionSettings,
     FrontSettings,
+    LogSettings,
     RowSettings,
     ServeConfig,
     ShardNodeConfig,
@@ -23,7 +24,7 @@ from serving.config import (
 from serving.settings import Settings, seconds, setting
 
 
-class CoordinatorSettings(CoordinatorConfig, StoreSettings):
+class CoordinatorSettings(CoordinatorConfig, LogSettings, StoreSettings):
     """What `shardrank coordinator` runs by."""
 
     owner: str | None = setting(None, file_only=True)
@@ -85,6 +86,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     """This machine, or the hosts of a Ray cluster; see docs/ray.md."""
     address: str | None = setting(None, "HOST:PORT")
     """With --on ray: the cluster. Default: RAY_ADDRESS, or the one that runs on this machine."""
+    log_dir: Path | None = setting(None, "FOLDER")
+    """Keep the logs of the processes here. Default: a temporary folder, which stays only if one of them failed."""
     cpus: float = setting(1.0, ge=0, le=1024)
     """With --on ray: CPUs that Ray sets aside for each process."""
     detached: bool = setting(False, "--detach")
@@ -96,7 +99,6 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     coordinator: dict[str, Any] = setting({}, file_only=True)
     """Further settings of each coordinator, by field; a table of a file."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", exclude=True)
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, exclude=True)
     environment: dict[str, str] = Field(default_factory=dict, exclude=True)
     passes: Literal["file", "flags"] = Field("file", exclude=True)
@@ -112,6 +114,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
                 raise ValueError(f"{section}.{kept[0]}: the fleet sets it for each process.")
         if self.on != "ray" and (wrong := self.given(info) & _ON_RAY):
             raise ValueError(f"{self.labels(wrong)}: only with --on ray.")
+        if self.on == "ray" and self.log_dir is not None:
+            raise ValueError("--log-dir: not with --on ray, which has the logs in a folder of each host.")
         if self.on == "ray" and self.registry is None:
             raise ValueError("--on ray needs --registry: one that every host of the cluster reaches, such as Redis.")
         if self.registry is None and not isinstance(self.store_place, Path | None):
@@ -152,13 +156,13 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     def coordinator_config(self, owner: str) -> CoordinatorSettings:
         """Return the settings of a coordinator: one that comes after another is the same owner."""
-        values = {"registry": self.registry_url, "owner": owner, **self.coordinator}
+        values = {"registry": self.registry_url, "owner": owner, **self._of(LogSettings), **self.coordinator}
         return CoordinatorSettings.model_validate(values, context={"given": {*self.coordinator}})
 
     def shard_node_config(self, name: str, listen: str) -> ShardNodeConfig:
         """Return the settings of one of `shard_nodes`."""
         shard = self.shard_nodes[name], self.shards
-        values = self._values_of(RowSettings, DivisionSettings, TraceSettings)
+        values = self._values_of(RowSettings, DivisionSettings, LogSettings, TraceSettings)
         values |= {"node_id": name, "shard": shard, "listen": (listen,), **self.shard_node}
         return ShardNodeConfig.model_validate(values, context={"given": {*self.shard_node}})
 
@@ -170,19 +174,19 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     def _values_of(self, *schemas: type[Settings]) -> dict[str, Any]:
         """Return what a child has of these settings, and of what it serves."""
-        sections: tuple[type[Settings], ...] = (StoreSettings, *schemas)
-        names = {name for section in sections for name in section.names()}
-        values = {name: getattr(self, name) for name in (*names, "models", "verify")}
-        return values | {"registry": self.registry_url}
+        served = {"registry": self.registry_url, "models": self.models, "verify": self.verify}
+        return self._of(StoreSettings, *schemas) | served
+
+    def _of(self, *schemas: type[Settings]) -> dict[str, Any]:
+        return {name: getattr(self, name) for schema in schemas for name in schema.names()}
 
     def child_arguments(self, command: str, config: Settings, file: Path) -> list[str]:
         """Return the arguments of `shardrank` for a child, whose settings are written to a file."""
         if self.passes == "flags":
-            given = config.to_flags(without={"registry"})
-        else:
-            config.write(file)
-            given = ["--config", str(file)]
-        return ["--log-level", self.log_level, command, *given]
+            given = config.to_flags(without={"registry", *LogSettings.names()})
+            return ["--log-level", self.log_level, command, *given]
+        config.write(file)
+        return [command, "--config", str(file)]
 
 
 PROCESSES: Final[tuple[type[Settings], ...]] = (ServeConfig, ShardNodeConfig, CoordinatorSettings, FleetConfig)

@@ -69,7 +69,7 @@ class ForkedProcess:
             async with asyncio.timeout(START_TIMEOUT_S):
                 packet = await asyncio.get_running_loop().sock_recv(connection, MAX_PACKET_BYTES)
         except OSError as error:
-            logger.warning("started by exec, the fork server does not answer: %s", error)
+            logger.warning("a process starts slower than it could, the fork server does not answer: %s", error)
             return None
         return cls.from_reply(connection, packet)
 
@@ -79,7 +79,7 @@ class ForkedProcess:
         reply = json.loads(packet or '{"refused": "the fork server has ended"}')
         if "pid" in reply:
             return cls(connection, reply["pid"])
-        logger.warning("started by exec: %s", reply.get("refused", "the fork has ended at once"))
+        logger.warning("a process starts slower than it could: %s", reply.get("refused", "the fork has ended at once"))
         connection.close()
         return None
 

@@ -233,7 +233,7 @@ async def ask_node(
                 raise NotYetError(f"version {version} of {model!r} gives way")
             raise RefusedError(f"version {version} of {model!r}: {report.reason}")
         if report is None or report.state != "ready":
-            state = "not there yet" if report is None else f"{report.state} {report.reason}".rstrip()
+            state = "not loaded yet" if report is None else f"{report.state} {report.reason}".rstrip()
             raise NotYetError(f"version {version} of {model!r} is {state}")
         if record.kind == "serving" and record.live.get(model) != version:
             raise NotYetError(f"version {version} of {model!r} is not live yet")
@@ -242,7 +242,7 @@ async def ask_node(
 async def ask_coordinator(fleet: FleetRegistry, process_id: int) -> None:
     """Find out whether anybody coordinates: a process that stands by is as good as the one that does. A `Probe`."""
     if await fleet.registry.holder(COORDINATOR_LOCK) is None:
-        raise NotYetError(f"nobody holds {COORDINATOR_LOCK} yet")
+        raise NotYetError("no coordinator leads yet")
 
 
 @dataclass(frozen=True)
@@ -254,6 +254,7 @@ class LocalFleet:
     grpc_port: int
     supervisor: Supervisor
     registry: FleetRegistry
+    ports: WorkerPorts
 
 
 @contextlib.asynccontextmanager
@@ -273,15 +274,14 @@ async def running_fleet(
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        numbers = config.host, config.http_port, config.grpc_port, config.workers
-        ports = reserved or stack.enter_context(reserved_ports(*numbers))
+        ports = reserved or stack.enter_context(reserved_ports(config, config.workers))
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
         begun = await begin(fleet, config)
         on_begin(begun)
         give_way = GiveWay(fleet, config, begun)
-        supervisor = await stack.enter_async_context(supervised(config.supervision))
+        supervisor = await stack.enter_async_context(supervised(config.supervision, config.log_dir))
         folder, environment = supervisor.run_directory, dict(config.environment)
         if config.passes == "flags":
             environment["SHARDRANK_REGISTRY"] = config.registry_url
@@ -291,7 +291,7 @@ async def running_fleet(
         specs = worker_specs(folder, ports, workers, config.child_arguments, environment, probes)
         await supervisor.start(specs, on_ready)
         give_way.is_over = True
-        yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
+        yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet, ports)
 
 
 def _node_specs(

@@ -128,14 +128,14 @@ def _group_of(name: str) -> str:
 class RayProcess:
     """The actor: starts one process, and ends with it so that Ray restarts both. Its methods are called by `up`."""
 
-    def __init__(self, name: str, command: str, settings: str, log_level: str) -> None:
+    def __init__(self, name: str, command: str, settings: str) -> None:
         # This host's address in the cluster, and the folder of Ray's logs, to which ours go.
         host: str = _imported("ray.util").get_node_ip_address()
         folder = Path(_imported("ray._private.worker")._global_node.get_logs_dir_path())
         self._settings = tempfile.TemporaryDirectory(prefix="shardrank-")
         file = Path(self._settings.name) / f"{name}.toml"
         write_private(file, settings.replace(HOST, host))
-        arguments = shardrank_command("--log-level", log_level, command, "--config", str(file))
+        arguments = shardrank_command(command, "--config", str(file))
         spec = ChildSpec(name, arguments, _nobody_asks, {"PYTHONUNBUFFERED": "1"})
         self._child = Child(spec, folder / f"shardrank-{name}.log")
         self._failure: str | None = None
@@ -236,7 +236,7 @@ class RayCluster:
         """Return what each host that is up has in all."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    def start(self, group: str, processes: Sequence[PlacedProcess], log_level: str) -> None:
+    def start(self, group: str, processes: Sequence[PlacedProcess]) -> None:
         """Have a group started; that its hosts are found, and its processes run, is not waited for."""
         bundles = [dict(process.claims) for process in processes]
         placement = self._ray.util.placement_group(bundles, "STRICT_SPREAD", name=group, lifetime=self._lifetime)
@@ -253,7 +253,7 @@ class RayCluster:
                     placement, index
                 ),
             )
-            self._actors.append(options.remote(process.name, process.command, process.settings, log_level))
+            self._actors.append(options.remote(process.name, process.command, process.settings))
 
     async def look(self, name: str) -> tuple[int, str | None]:
         """Return `RayProcess.look` of a process that runs, or has just ended. Raises NotYetError."""
@@ -347,7 +347,7 @@ async def fleet_on_ray(
         started = [process.name for processes in missing.values() for process in processes]
         try:
             for group, processes in missing.items():
-                cluster.start(group, processes, config.log_level)
+                cluster.start(group, processes)
             waiting = [_until_ready(cluster, fleet, config, name, on_ready, give_way) for name in started]
             await all_or_first_error(waiting)
         except BaseException:

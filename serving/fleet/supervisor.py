@@ -21,6 +21,7 @@ from serving.errors import FleetError
 from serving.fleet.config import KNOWN_VARIABLES, SupervisionConfig
 from serving.fleet.fork_server import FORK_SERVER_VARIABLE, ForkedProcess, running_fork_server
 from serving.fleet.process import PARENT_PID_VARIABLE
+from serving.observe.logs import ERROR_PREFIX, message_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,6 @@ yet, and `RefusedError` when it will not by itself."""
 
 LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 16_384
-_ERROR_PREFIX = "error: "
-"""How the command line prints an error that is raised on purpose; nothing but the exit follows it."""
 
 
 class NotYetError(Exception):
@@ -132,8 +131,8 @@ class Child:
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             lines = log.read().decode("utf-8", "replace").splitlines()
-        if lines and lines[-1].startswith(_ERROR_PREFIX):
-            reason = f": {lines[-1].removeprefix(_ERROR_PREFIX)}"
+        if lines and (last := message_of(lines[-1])).startswith(ERROR_PREFIX):
+            reason = f": {last.removeprefix(ERROR_PREFIX)}"
         else:
             tail = "\n".join(lines[-LOG_TAIL_LINES:]) or "(empty log)"
             reason = f". The end of its log:\n{tail}"
@@ -155,8 +154,9 @@ class Supervisor:
 
     Children are started in groups, each group ready before the next is started, and stopped in reverse. A child that
     ends before it was first ready fails the start; one that ends later is started again after a pause that doubles
-    from `first_backoff_s` to `max_backoff_s` and is forgotten once it has lived for `healthy_after_s`. Logs go to the
-    run directory, which must exist. Processes are forked by the fork server at a socket, if one is named.
+    from `first_backoff_s` to `max_backoff_s` and is forgotten once it has lived for `healthy_after_s`. Logs go to
+    `log_directory`, by default the run directory; both must exist. Processes are forked by the fork server at a socket,
+    if one is named.
     """
 
     def __init__(
@@ -166,8 +166,9 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         fork_server: str | None = None,
+        log_directory: Path | None = None,
     ) -> None:
-        self.run_directory = run_directory
+        self.run_directory, self.log_directory = run_directory, log_directory or run_directory
         self._fork_server = fork_server
         self._config = config
         self._clock = clock
@@ -189,7 +190,7 @@ class Supervisor:
         """
         if taken := self.children.keys() & {spec.name for spec in specs}:
             raise FleetError(f"a child named {min(taken)!r} is here already")
-        group = [Child(spec, self.run_directory / f"{spec.name}.log", self._fork_server) for spec in specs]
+        group = [Child(spec, self.log_directory / f"{spec.name}.log", self._fork_server) for spec in specs]
         self._groups.append(group)
 
         async def start_one(child: Child) -> None:
@@ -220,7 +221,7 @@ class Supervisor:
         config, told = self._config, set[str]()
         deadline = self._clock() + config.ready_timeout_s
         ended = asyncio.create_task(child.wait())
-        reason = "it was not asked yet"
+        reason = "it was not checked yet"
         try:
             while self._clock() < deadline:
                 try:
@@ -284,31 +285,34 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
-    """Make a supervisor with a run directory, removed at the end unless the block fails: it has the logs.
+async def supervised(config: SupervisionConfig, log_directory: Path | None = None) -> AsyncIterator[Supervisor]:
+    """Make a supervisor with a run directory, removed at the end unless it has the logs and something failed.
 
-    Its children are forked by the fork server that the environment names, or one that is started for them.
+    Its children are forked by the fork server that the environment names, or one that is started for them. Raises
+    OSError if the directory of logs can't be made.
     """
-    run_directory, is_kept = Path(tempfile.mkdtemp(prefix="shardrank-")), False
+    if log_directory is not None:
+        os.makedirs(log_directory, exist_ok=True)
+    run_directory, has_failed = Path(tempfile.mkdtemp(prefix="shardrank-")), False
     with contextlib.ExitStack() as stack:
         fork_server = os.environ.get(FORK_SERVER_VARIABLE)
         if fork_server is None:
             fork_server = str(run_directory / "fork.sock")
             stack.enter_context(running_fork_server(fork_server))
-        supervisor = Supervisor(run_directory, config, fork_server=fork_server)
+        supervisor = Supervisor(run_directory, config, fork_server=fork_server, log_directory=log_directory)
         try:
             yield supervisor
-        except Exception as error:
-            is_kept = True
-            # The message of a child that failed ends with the path of its log.
-            if not isinstance(error, FleetError) or error.kind != "child_failed":
-                logger.error("the logs of the child processes are kept in %s", run_directory)
+        except Exception:
+            has_failed = True
             raise
         finally:
             await supervisor.stop()
-            if not is_kept:
+            has_failed = has_failed or any(child.restarts for child in supervisor.children.values())
+            if has_failed and log_directory is None:
+                logger.warning("a process failed: the logs are kept in %s", run_directory)
+                _remove_settings(run_directory)
+            else:
                 shutil.rmtree(run_directory, ignore_errors=True)
-            _remove_settings(run_directory)
 
 
 def _remove_settings(run_directory: Path) -> None:

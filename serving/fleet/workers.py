@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import click
 import httpx
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -26,7 +25,7 @@ from loader.snapshot.publishing import newest, version_record
 from loader.snapshot.reader import Snapshot
 from loader.stores.cache import StorePlace
 from serving.cli import settings
-from serving.config import MemberSettings, ServeConfig
+from serving.config import FrontSettings, MemberSettings, ServeConfig
 from serving.errors import FleetError
 from serving.fleet.config import SupervisionConfig
 from serving.fleet.process import WORKER_VARIABLE, notify_ready, run_until_stopped
@@ -37,6 +36,7 @@ from serving.fleet.supervisor import (
     shardrank_command,
     supervised,
 )
+from serving.observe.logs import announce
 from serving.settings import Settings
 from shard_node.agent.agent import AgentConfig
 
@@ -76,24 +76,39 @@ def connectable_host(host: str) -> str:
 class WorkerPorts:
     """Ports that are held for workers.
 
-    HTTP and gRPC are shared by all. `probes` has a private port on loopback for each: at the shared port, whichever
-    worker the kernel picks would answer the question whether this one is ready.
+    HTTP, gRPC and `admin` (None: no such port) are shared by all. `probes` has a private port on loopback for each: at
+    a shared port, whichever worker the kernel picks would answer the question whether this one is ready.
     """
 
     host: str
     http: int
     grpc: int
     probes: tuple[int, ...]
+    admin: int | None
+
+    def announce(self, scheme: str) -> None:
+        """Print where the APIs, the metrics and the status page are."""
+        base = f"{scheme}://{connectable_host(self.host)}"
+        announce(f"HTTP: {base}:{self.http}/docs")
+        announce(f"gRPC: {connectable_host(self.host)}:{self.grpc}")
+        if self.admin is None:
+            announce(f"metrics: {base}:{self.http}/metrics; --admin-port PORT adds a status page")
+        else:
+            announce(f"probes and metrics: {base}:{self.admin}/metrics, status page: {base}:{self.admin}/")
 
 
 @contextlib.contextmanager
-def reserved_ports(host: str, http_port: int, grpc_port: int, workers: int) -> Iterator[WorkerPorts]:
+def reserved_ports(config: FrontSettings, workers: int) -> Iterator[WorkerPorts]:
     """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
-        http = held.enter_context(shared_port(host, http_port))
-        grpc = held.enter_context(shared_port(host, grpc_port))
+        http, grpc = (
+            held.enter_context(shared_port(config.host, port)) for port in (config.http_port, config.grpc_port)
+        )
+        admin = config.admin_port
+        if admin is not None:
+            admin = held.enter_context(shared_port(config.host, admin))
         probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
-        yield WorkerPorts(host, http, grpc, probes)
+        yield WorkerPorts(config.host, http, grpc, probes, admin)
 
 
 def worker_specs(
@@ -121,6 +136,7 @@ def worker_specs(
     specs = []
     for worker, probe_port in enumerate(ports.probes):
         bound = {"host": ports.host, "http_port": ports.http, "grpc_port": ports.grpc, "probe_port": probe_port}
+        bound |= {} if ports.admin is None else {"admin_port": ports.admin}
         config = configs[worker].model_copy(update=bound)
         name = f"serve-{worker}"
         command = shardrank_command(*start("serve", config, run_directory / f"{name}.toml"))
@@ -142,7 +158,7 @@ async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> No
         raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
 
 
-def run_workers(config: ServeConfig, log_level: str) -> None:
+def run_workers(config: ServeConfig) -> None:
     """Run the workers of `shardrank serve` until SIGTERM or SIGINT.
 
     Raises FleetError if a port is taken or a worker does not come up, SnapshotError for a version that can't be read.
@@ -157,21 +173,19 @@ def run_workers(config: ServeConfig, log_level: str) -> None:
             version = {"models": (snapshot.spec.model,), "version": snapshot.version}
         config = config.model_copy(update=version)
     workers = [worker_config(config, worker) for worker in range(config.workers)]
-    scheme = settings.scheme(config)
 
     def start(command: str, worker: Settings, file: Path) -> Sequence[str]:
         worker.write(file)
-        return "--log-level", log_level, command, "--config", str(file)
+        return command, "--config", str(file)
 
     async def program() -> None:
-        with reserved_ports(config.host, config.http_port, config.grpc_port, len(workers)) as ports:
+        with reserved_ports(config, len(workers)) as ports:
             # Workers leave their fleet once they have drained, which may take as long again as the default grace.
             grace_s = SupervisionConfig().stop_grace_s + config.shutdown_delay_s
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
                 await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, start, {}))
-                click.echo(f"logs: {supervisor.run_directory}")
-                click.echo(f"HTTP: {scheme}://{ports.host}:{ports.http}/docs")
-                click.echo(f"gRPC: {ports.host}:{ports.grpc}")
+                announce(f"logs: {supervisor.log_directory}")
+                ports.announce(settings.scheme(config))
                 notify_ready()
                 await asyncio.Event().wait()
 

@@ -85,6 +85,7 @@ class Call:
         api, method: `http`, `grpc`, `oip_http`, `oip_grpc` or `embedded`; `rank`, `lookup` or `model`.
         model: name of the served model, once it is known; never what a client made up.
         version, counter: of what answers it, once that is chosen: at `leased_at`.
+        request_id: of its metadata; that of the request itself is in `request`.
         is_pinned: its client named the version, so no guard counts it.
         is_complete: whether it counts towards `max_in_flight`; until then towards `max_receiving`.
         lease: on the version that answers, unset before `leased_at`; released before the answer is passed on.
@@ -100,6 +101,7 @@ class Call:
     api: str
     method: str
     started_at: float
+    request_id: str = ""
     model: str = ""
     version: int = 0
     counter: VersionCounter | None = None

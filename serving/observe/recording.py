@@ -145,6 +145,8 @@ class RequestRecorder:
             try:
                 if self._clock() - failed_at >= RETRY_S:
                     written = self._add(schema, request, answer, arrived_at)
+                    if failed_at != -inf:
+                        logger.info("requests are recorded again")
                     failed_at = -inf
             except Exception as error:
                 # A full disk is logged once, and what is not an OSError is a bug, which must not end the thread.
@@ -252,13 +254,13 @@ def last_requests(folder: Path, schema: RequestSchema, count: int, max_bytes: in
                 if (recorded.model, recorded.schema_digest) == expected:
                     last.append(recorded)
         except (OSError, RecordingDamagedError) as error:
-            logger.warning("recorded requests are passed by: %s", error)
+            logger.warning("recorded requests are skipped: %s", error)
         # To parse one takes many times what it takes to pass it by, and others answer meanwhile.
         for recorded in reversed(last):
             try:
                 request = MessageCodec(model=recorded.model).read(recorded.request, schema.limits).parse(schema)
             except InvalidRequestError as error:
-                logger.warning("a recorded request is passed by: %s", error)
+                logger.warning("a recorded request is skipped: %s", error)
             else:
                 assert isinstance(request, RankRequest)
                 requests.appendleft(request)

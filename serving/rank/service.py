@@ -29,6 +29,7 @@ from serving.formats.requests import (
 )
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
+from serving.observe.access import AccessLog
 from serving.observe.calls import Call, Outcome, outcome_of
 from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import Parent, Tracer, call_span
@@ -77,6 +78,7 @@ class RankingService(VersionChoice):
         self.watch = Readiness(self, max_staleness_s, wall_clock)
         self.metrics = ServingMetrics(StateCollector(self.watch.samples))
         self.tracer: Tracer | None = None
+        self.access_log: AccessLog | None = None
         self.untaken = LookupMemoryLimit(self.limits.max_untaken_floats)
         self.buffers = ByteBudget(self.limits.max_buffered_bytes, partial(self.metrics.count, "buffer_refusals"))
         self.metrics.buffered_bytes = lambda: self.buffers.buffered
@@ -88,9 +90,9 @@ class RankingService(VersionChoice):
         self._counting = threading.Lock()
 
     @contextlib.contextmanager
-    def call(self, api: str, method: str) -> Iterator[Call]:
+    def call(self, api: str, method: str, request_id: str = "") -> Iterator[Call]:
         """Count one call in that is never queued, and out with its status; all about it happens in a `with` block."""
-        call = self.admit(api, method, None, is_queued=False)
+        call = self.admit(api, method, None, request_id, is_queued=False)
         try:
             yield call
         except BaseException as error:
@@ -98,16 +100,18 @@ class RankingService(VersionChoice):
             raise
         self.end_call(call)
 
-    def admit(self, api: str, method: str, remaining_s: float | None, *, is_queued: bool = True) -> Call:
+    def admit(
+        self, api: str, method: str, remaining_s: float | None, request_id: str = "", *, is_queued: bool = True
+    ) -> Call:
         """Count in a call whose head has come, as being received until it is complete; `end_call` must follow.
 
         One that is queued, on the loop of the APIs, is not let in if it would wait in vain: if, for each live model,
         an answer were due too late (`Batcher.overload`) within `remaining_s`, the seconds until its deadline, None if
         that is not known yet. Raises OverloadedError.
         """
+        call = Call(api, method, self.clock(), request_id)
         if is_queued and self.in_flight:
-            self._check_queues(api, method, remaining_s)
-        call = Call(api, method, self.clock())
+            self._check_queues(call, remaining_s)
         if remaining_s is not None:
             call.deadline = call.started_at + remaining_s
         with self._counting:
@@ -119,10 +123,11 @@ class RankingService(VersionChoice):
             limit = f"max_receiving = {self.limits.max_receiving}"
             error = OverloadedError(f"too many requests that are not complete yet; the limit is {limit}")
             self.metrics.call_ended(call, error.kind, None, call.started_at)
+            self._log(call, call.started_at, error.kind, error)
             raise error
         return call
 
-    def _check_queues(self, api: str, method: str, remaining_s: float | None) -> None:
+    def _check_queues(self, call: Call, remaining_s: float | None) -> None:
         refusal, live = None, self.generations.live()
         for generation in live:
             # Those that were admitted in this loop iteration are not queued yet.
@@ -130,7 +135,9 @@ class RankingService(VersionChoice):
             if refusal is None:
                 break
         if refusal is not None:
-            self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", refusal.kind)
+            call.model = live[0].model if len(live) == 1 else ""
+            self.metrics.refused(call.api, call.method, call.model, refusal.kind)
+            self._log(call, call.started_at, refusal.kind, refusal)
             try:
                 raise refusal
             finally:
@@ -177,11 +184,16 @@ class RankingService(VersionChoice):
         else:
             call.counter.ended(call, outcome, now)
         self.metrics.call_ended(call, status, outcome, now)
+        self._log(call, now, status, error)
         if call.trace is not None:
             call_span(call.trace, call, now, error)
         # The lease ended with the batch, so the version may be freed, and its metrics dropped, by now.
         if outcome is not None and call.lease.generation.state == "retired":
             self._forget(call.model, call.version)
+
+    def _log(self, call: Call, now: float, status: str, error: BaseException | None) -> None:
+        if self.access_log is not None:
+            self.access_log.add(call, now - call.started_at, status, error)
 
     async def wait(self, call: Call, watch_client: WatchClient) -> Response:
         """Return a replica's answer to a request, on the loop of the call; its lease will be released.
@@ -237,7 +249,7 @@ class RankingService(VersionChoice):
         for generation in self.generations.retire_all():
             # No request outlives its deadline by more than the batch that it is in.
             if not generation.retired.wait(self.limits.max_timeout_ms / 1000 + CLOSE_GRACE_S):
-                logger.error("%s %d still has leases; it is not freed", generation.model, generation.version)
+                logger.error("version %d of %s still answers requests: not freed", generation.version, generation.model)
 
     def _forget(self, model: str, version: int) -> None:
         self.metrics.forget_version(model, version)

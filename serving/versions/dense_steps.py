@@ -32,20 +32,23 @@ READ_FOR_S: Final = 30.0
 """A step whose file can't be read is tried for so long: a shared file system may show it later."""
 
 
-async def poll(work: Callable[[], Awaitable[object]], period_s: float, meanwhile: str) -> None:
+async def poll(work: Callable[[], Awaitable[object]], period_s: float, what: str) -> None:
     """Do something again and again, until cancelled; each pause is up to a quarter shorter or longer than `period_s`.
 
-    What fails is logged, with what holds `meanwhile`, once until it passes: a bug must not end the following for good.
+    That `what` it does fails, or works again, is logged once: a bug must not end the following for good.
     """
-    is_silent = False
+    fails = False
     while True:
         try:
             await work()
-            is_silent = False
+            if fails:
+                logger.info("%s works again", what)
+            fails = False
         except Exception as error:
-            if not is_silent:
-                logger.warning("%s: %s", meanwhile, error, exc_info=not isinstance(error, RegistryError))
-            is_silent = True
+            if not fails:
+                is_bug = not isinstance(error, RegistryError)
+                logger.warning("%s fails, what was known before stays in use: %s", what, error, exc_info=is_bug)
+            fails = True
         await asyncio.sleep(period_s * random.uniform(0.75, 1.25))
 
 
@@ -113,7 +116,7 @@ class DenseSteps:
             # What the file system refused has its OSError as cause; a file that is not what was published has none.
             is_unread = isinstance(error.__cause__, OSError)
             if error.http_status in (503, 504) or (is_unread and self._is_read_again(record)):
-                logger.warning("dense step %d of %s %d can't be taken yet: %s", record.step, *key, error)
+                logger.warning("dense step %d of %s %d can't be used yet: %s", record.step, *key, error)
                 return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")
             self.refused[key] = record, reason
@@ -123,7 +126,7 @@ class DenseSteps:
         self.refused.pop(key, None)
         self._unread.pop(key, None)
         self._metrics.set_version("dense_step", *key, record.step)
-        logger.info("dense step %d of %s %d is offered, rows from delta %d on", record.step, *key, record.sequence)
+        logger.info("dense step %d of %s %d is loaded, rows need delta %d", record.step, *key, record.sequence)
         return True
 
     async def follow(self, generations: Generations[LoadedVersion]) -> None:

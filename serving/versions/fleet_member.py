@@ -185,9 +185,9 @@ class FleetMember:
         Raises the error of a version that is refused, if `StagingConfig.must_serve` says so.
         """
         follow = partial(self._dense.follow, self._service.generations)
-        running = [self.agent.run(), poll(follow, DENSE_POLL_S, "dense weights are those that answer")]
+        running = [self.agent.run(), poll(follow, DENSE_POLL_S, "reading dense steps")]
         if self._local is None:
-            running.append(poll(self._watch_nodes, POLL_S, "nodes are those that are known"))
+            running.append(poll(self._watch_nodes, POLL_S, "reading which nodes there are"))
         if self._fixed is not None:
             running.append(self._fixed.announce(self.fleet, self._service.watch))
         self._tasks = [asyncio.create_task(work) for work in running]
@@ -256,7 +256,7 @@ class FleetMember:
         loaded = {version for name, version in self.loaded() if name == model}
         if live is not None and live in loaded and (before := self._service.live(model)) != live:
             self._service.flip(model, live)
-            logger.info("version %d of %s is live, after %s", live, model, before)
+            logger.info("version %d of %s is live%s", live, model, f", in place of {before}" if before else "")
         if canary is None or canary.version not in loaded:
             self._service.set_canary(model, None)
         else:

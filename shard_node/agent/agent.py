@@ -76,9 +76,7 @@ class Remembered:
         finally:
             for known in lost:
                 if await self._fleet.restore_wanted(known):
-                    logger.warning(
-                        "the registry had lost what is wanted of %s: epoch %d restored", known.model, known.epoch
-                    )
+                    logger.warning("the registry had lost which versions of %s shall serve: restored", known.model)
 
     async def _restore(self) -> None:
         there = await self._fleet.fleet()
@@ -113,7 +111,7 @@ class Remembered:
             if entry is not None and epoch >= known_epoch:
                 self._rollouts[model] = (epoch, entry.value)
             elif epoch < known_epoch and await self._fleet.restore_raw(rollout, known, known_epoch):
-                logger.warning("the registry had lost the rollout of %s: epoch %d restored", model, known_epoch)
+                logger.warning("the registry had lost the rollout of %s: restored", model)
         self._polled_at = self._clock()
 
 
@@ -249,10 +247,12 @@ class Agent:
                 try:
                     await self.round()
                 except Exception as error:  # a fault of ours must not take the process out of the fleet
-                    logger.exception("a round of the agent failed")
+                    if "agent" not in self._problems:
+                        logger.exception("following the registry fails, and is tried again and again")
                     self._problems["agent"] = _said(error)
                 else:
-                    self._problems.pop("agent", None)
+                    if self._problems.pop("agent", None) is not None:
+                        logger.info("following the registry works again")
                 refusal, self._stagings.refusal = self._stagings.refusal, None
                 if self._config.staging.must_serve and refusal is not None:
                     raise refusal
@@ -272,7 +272,7 @@ class Agent:
             self._retire()
             if self._clock() - self._polled_at >= self._config.heartbeat_s:
                 self._polled_at = self._clock()
-                await self._tried("looking again at what was refused", self._stagings.retry_republished())
+                await self._tried("reading again what was refused", self._stagings.retry_republished())
         await self._tried("announcing", self._announce())
 
     async def leave(self) -> None:
@@ -390,7 +390,7 @@ class Agent:
 
     def _tell_problem(self, name: str, error: Exception) -> None:
         if name not in self._problems:
-            logger.warning("%s fails, goes on with what is known: %s", name, _said(error))
+            logger.warning("%s fails, what was known before stays in use: %s", name, _said(error))
         self._problems[name] = _said(error)
 
 

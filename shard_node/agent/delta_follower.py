@@ -161,6 +161,7 @@ class DeltaFollower:
         if not entries:
             return config.poll_s
         started_at = time.perf_counter()
+        refused = self._position.snapshot().reason
         work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries)
         try:
             await asyncio.shield(work)
@@ -173,6 +174,8 @@ class DeltaFollower:
             self._refuse(str(error))
             self._looked_at_end = None  # is it lost, or only late?
             return config.retry_s
+        if refused:
+            logger.info("%s: deltas are applied again", self._where)
         return (time.perf_counter() - started_at) * (1 / config.busy_share - 1)
 
     async def _check_end(self) -> bool:
@@ -211,7 +214,7 @@ async def catch_up(registry: Registry, model: str, version: int, tables: LoadedT
     try:
         until = (await registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
     except RegistryError as error:
-        logger.warning("version %d of %s is staged without a look at its deltas: %s", version, model, error)
+        logger.warning("version %d of %s is loaded without its deltas, which can't be read: %s", version, model, error)
         return
     try:
         async with asyncio.timeout(CATCH_UP_LIMIT_S):
@@ -223,7 +226,7 @@ async def catch_up(registry: Registry, model: str, version: int, tables: LoadedT
     if (applied := deltas.sequence) < until:
         reason = reason or deltas.snapshot().reason
         logger.error(
-            "version %d of %s is staged without deltas %d to %d: %s", version, model, applied + 1, until, reason
+            "version %d of %s is loaded without deltas %d to %d: %s", version, model, applied + 1, until, reason
         )
 
 
@@ -283,4 +286,4 @@ class Followers:
             if following is not None:
                 following.gap, following.stopped_at = f"{type(error).__name__}: {error}", time.monotonic()
             unforeseen = None if isinstance(error, ShardrankError) else error
-            logger.error("version %d of %s follows no deltas: %s", version, model, error, exc_info=unforeseen)
+            logger.error("version %d of %s gets no deltas, tried again: %s", version, model, error, exc_info=unforeseen)

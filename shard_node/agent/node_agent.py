@@ -366,5 +366,7 @@ async def watch_cards(
             if faults >= ENOUGH_FAULTS:
                 raise
         else:
+            if faults:
+                logger.info("the cards work again")
             faults = 0
         await sleep(_ASK_CARDS_EVERY_S)

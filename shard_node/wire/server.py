@@ -280,7 +280,7 @@ class NodeServer(ConnectionListener[ServerConnection]):
         await self.all_closed(max(0.0, until - asyncio.get_running_loop().time()))
         if self.open:
             left = self.num_connections, self.in_flight, timeout_s
-            logger.warning("drain: %d connections and %d requests left after %.1f s", *left)
+            logger.warning("%d connections and %d requests did not end within %.1f s", *left)
         return not self.open
 
     async def close(self) -> None:

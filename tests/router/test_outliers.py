@@ -63,6 +63,17 @@ def test_only_a_much_slower_replica_is_ejected():
     assert slow.outliers.patience_s == pytest.approx(0.6)
 
 
+def test_an_ejection_and_its_end_are_logged_once_each(caplog):
+    caplog.set_level("INFO", "router")
+    shard = Shard(2)
+    fail(shard, shard.replicas[1])
+    shard.now += 2
+    fail(shard, shard.replicas[1])
+    shard.now += 5
+    shard.answer(2, 2)
+    assert [line.strip() for line in caplog.messages] == ["is ejected: failures", "is in service again"]
+
+
 def test_few_slow_answers_eject_nobody():
     shard = Shard(2)
     for _ in range(20):

@@ -119,6 +119,15 @@ def test_readers_see_an_epoch_with_its_addresses():
     assert seen <= {(0, (address(0),)), (1, (address(1),))}
 
 
+def test_a_node_that_goes_and_comes_back_is_logged_once_each(caplog):
+    caplog.set_level("INFO", "router")
+    directory, both = ReplicaDirectory(Clock()), [node(0, v1="ready"), node(1, v1="ready")]
+    for nodes in (both, both, both[:1], both[:1], both, both):
+        directory.update(nodes)
+    came = [f"shard node node-{number} is there, at {address(number)}" for number in (0, 1)]
+    assert caplog.messages == [*came, "shard node node-1 is gone", came[1]]
+
+
 def test_an_invalid_announcement_is_logged_and_harms_no_other(caplog):
     directory = ReplicaDirectory(Clock())
     good, other = node(0, v1="ready"), node(1, v1="ready")
@@ -130,7 +139,8 @@ def test_an_invalid_announcement_is_logged_and_harms_no_other(caplog):
         directory.update([*bad, good, other])
     assert directory.current(MODEL, 1, 0)[1] == (address(0), address(1))
     assert directory.topology() == FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
-    assert [line.split(":")[0] for line in caplog.messages] == ["shard node no-shards", "shard node nowhere"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.split(":")[0] for line in warnings] == ["shard node no-shards", "shard node nowhere"]
     # A node that was known before is still asked, as one whose announcement is missing.
     directory.update([good, other.model_copy(update={"num_shards": 5000})])
     assert directory.current(MODEL, 1, 0)[1] == (address(0), address(1))

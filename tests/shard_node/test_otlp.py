@@ -71,7 +71,7 @@ def test_a_dead_collector_is_logged_once_and_counted(caplog, monkeypatch):
         while outcomes["failed"] < expected:
             time.sleep(0.01)
     sink.close()
-    assert warnings_in(caplog) == ["the collector does not answer, or refuses spans"]
+    assert warnings_in(caplog) == ["the collector of traces does not answer, or refuses"]
     assert outcomes == {"failed": 2}
 
 

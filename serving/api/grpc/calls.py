@@ -69,6 +69,7 @@ class CallHead(NamedTuple):
     authorization: str | None = None
     refusal: tuple[ShardrankError, int] | None = None
     trace_parent: Parent | None = None
+    request_id: str = ""
 
 
 def read_head(request: HeaderList, max_bytes: int) -> CallHead:
@@ -98,7 +99,8 @@ def read_head(request: HeaderList, max_bytes: int) -> CallHead:
     timeout_s = int(parsed[1]) * _UNIT_S[parsed[2]] if parsed is not None else None
     coding = headers.get(b"grpc-encoding", b"").decode("latin-1") or IDENTITY
     parent = parent_of(headers, request.headers) if TRACEPARENT in headers else None
-    return CallHead(headers.get(b":path", b""), timeout_s, coding, authorization, refusal, parent)
+    request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+    return CallHead(headers.get(b":path", b""), timeout_s, coding, authorization, refusal, parent, request_id)
 
 
 _BEGINNING = ((b"content-type", _CONTENT_TYPE), (b"grpc-accept-encoding", KNOWN_CODINGS.replace(" ", "").encode()))

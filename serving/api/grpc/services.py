@@ -189,7 +189,7 @@ def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
         return (await answer(service, admitted, codec, call.receive(), call, call.head.trace_parent)).body
 
     def admit(call: GrpcCall) -> Awaitable[bytes]:
-        return ranked(call, service.admit(codec.api, codec.method, call.time_remaining()))
+        return ranked(call, service.admit(codec.api, codec.method, call.time_remaining(), call.head.request_id))
 
     return GrpcMethod(admit, service.limits.max_body_bytes, "rank")
 
@@ -205,7 +205,7 @@ def _document(
     """Return a method that reads what is known; a probe is answered under any load."""
 
     async def document(call: GrpcCall) -> bytes:
-        with service.call(api, "model") as counted:
+        with service.call(api, "model", call.head.request_id) as counted:
             data = await call.receive()
             counted.received_at = service.clock()
             if not is_probe:

@@ -123,7 +123,7 @@ async def test_a_publisher_restores_what_a_redis_lost(tmp_path, snapshot, caplog
         server.flush()
         with caplog.at_level(logging.WARNING):
             assert await publisher.publish("int8", [3], ONES) == 4
-        assert "the registry lost deltas 1 to 3; given back" in caplog.text
+        assert "the registry had lost deltas 1 to 3: restored" in caplog.text
         assert await published_rows(registry) == [[0], [1], [2], [3]]
         await registry.close()
 

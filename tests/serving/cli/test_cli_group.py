@@ -50,6 +50,37 @@ def test_every_command_has_help_with_examples_that_parse(command: str) -> None:
         assert set(re.findall(r"--[a-z-]+", example)) <= flags_of(main, f"{command} {example}")
 
 
+@pytest.mark.parametrize("command", ["up", "serve", "shard-node"])
+def test_options_of_processes_are_shown_in_groups(command: str) -> None:
+    text = shardrank(command, "--help").output
+    titles = re.findall(r"^([A-Z][A-Za-z ]+):$", text, re.MULTILINE)
+    assert titles == ["Basics", "Memory", "Cards", "Network and TLS", "Observing"]
+    assert text.index("--store ") < text.index("--pinned-memory-gb") < text.index("--device") < text.index("--tls-cert")
+    assert text.index("--tls-cert") < text.index("--log-format")
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "level"),
+    [
+        ("up", "", "info"),
+        ("up", "debug", "debug"),
+        ("--log-level error up", "debug", "error"),
+        ("--log-level error up --log-level warning", "debug", "warning"),
+    ],
+)
+def test_the_log_level_may_come_before_the_command_or_after(
+    words: str, variable: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDRANK_LOG_LEVEL", variable)
+    assert f'log_level = "{level}"\n' in shardrank(*words.split(), "--print-config").output
+
+
+@pytest.mark.parametrize("words", ["--log-format json verify", "verify --log-format json"])
+def test_the_error_of_a_command_is_in_the_format_of_logs(words: str) -> None:
+    line = json.loads(shardrank(*words.split(), "--store", "nosuch", code=1).stderr)
+    assert (line["level"], line["message"]) == ("error", "error: store nosuch: there is no such folder")
+
+
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 @pytest.mark.parametrize(
     ("name", "problem"),

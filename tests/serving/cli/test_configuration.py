@@ -60,12 +60,15 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("shard_node", ({"threads": 1}, {"threads": "2"}, {})),
     ("coordinator", ({"tick_s": 1}, {"tick_s": "2"}, {})),
     ("verify", (False, True, False)),
-    ("trust_exported local detached", (True, False, True)),
+    ("trust_exported local detached access_log", (True, False, True)),
     ("sharding", ("range", "table", "hash")),
     ("dtype", ("float32", "int8", "bfloat16")),
     ("wire_dtype", ("float32", "float16", "auto")),
     ("peer_access", ("required", "auto", "auto")),
     ("trace_protocol", ("http", "grpc", "http")),
+    ("log_level", ("debug", "error", "info")),
+    ("log_format", ("json", "text", "json")),
+    ("log_dir", (Path("/a"), Path("/b"), Path("/c"))),
     ("hot_rows", ("static", "learning", "static")),
     ("on", ("ray", "here", "ray")),
     ("plan_file", (Path(__file__), Path(pytest.__file__), Path(click.__file__))),
@@ -216,7 +219,7 @@ def test_children_of_a_fleet_have_files_that_nobody_else_reads(tmp_path: Path) -
         words = config.child_arguments(command, child, tmp_path / command)
         assert "secret" not in " ".join(words)
         assert stat.S_IMODE((tmp_path / command).stat().st_mode) == 0o600
-        found = parse_command_line(words[2:])
+        found = parse_command_line(words)
         assert found == dict(child) | {"store": child.store and child.store.absolute()}
 
 

@@ -158,7 +158,7 @@ def test_a_supervisor_goes_on_by_exec_without_its_fork_server(tmp_path: Path, ca
     with running_fork_server(path, ()) as server:
         asyncio.run(run(server))
     assert "a: killed by SIGKILL; restart in" in caplog.text
-    assert "started by exec, the fork server does not answer" in caplog.text
+    assert "a process starts slower than it could, the fork server does not answer" in caplog.text
 
 
 def test_several_wait_for_one_process(server: str) -> None:

@@ -212,12 +212,12 @@ ROLLING = WANTED.model_copy(update={"hold": (1,), "node_hold": {"n": (2,)}})
     [
         ("shard", {"versions": (report(1), report(2, "staging"))}, WANTED, None),
         ("shard", {"versions": (report(1),), "process_id": 6}, WANTED, "n has not announced itself yet"),
-        ("shard", {}, WANTED, "version 1 of 'films' is not there yet"),
+        ("shard", {}, WANTED, "version 1 of 'films' is not loaded yet"),
         ("serving", {"versions": (report(1),), "live": {"films": 1}}, WANTED, None),
         ("serving", {"versions": (report(1),)}, WANTED, "version 1 of 'films' is not live yet"),
         ("serving", {"versions": (NO_REPLICA,)}, WANTED, "is waiting shard 1 has no replica"),
         # Its turn has come in a rollout by replica.
-        ("shard", {"versions": (report(1),)}, ROLLING, "version 2 of 'films' is not there yet"),
+        ("shard", {"versions": (report(1),)}, ROLLING, "version 2 of 'films' is not loaded yet"),
         ("shard", {"versions": (report(2),)}, ROLLING, None),
     ],
 )
@@ -249,7 +249,7 @@ def test_a_version_that_a_node_refuses_is_not_waited_for(tmp_path: Path) -> None
 
 async def test_a_coordinator_is_ready_when_anybody_holds_the_lock(tmp_path: Path) -> None:
     fleet = FleetRegistry(DirectoryRegistry(tmp_path))
-    with pytest.raises(NotYetError, match="nobody holds locks/coordinator yet"):
+    with pytest.raises(NotYetError, match="no coordinator leads yet"):
         await ask_coordinator(fleet, 7)
     await fleet.registry.acquire(COORDINATOR_LOCK, "another one", 60)
     await ask_coordinator(fleet, 7)

@@ -280,6 +280,7 @@ def test_two_processes_that_share_a_folder_write_files_of_their_own(tmp_path: Pa
 
 
 def test_a_failing_disk_is_reported_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "serving")
     outcomes, times, draws, folder = SimpleQueue[str](), [0.0], [0.5], tmp_path / "r"
     request = parse_json(SCHEMA, api_request(0))
     own = RequestRecorder(
@@ -295,4 +296,5 @@ def test_a_failing_disk_is_reported_once_and_tried_again(tmp_path: Path, caplog:
         assert outcomes.get(timeout=10) == outcome
     own.close()
     assert len(re.findall(r"requests are not recorded: \[Errno 2\]", caplog.text)) == 1
+    assert caplog.text.count("requests are recorded again") == 1
     assert len(read_folder(folder)) == 1

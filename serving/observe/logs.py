@@ -1,0 +1,81 @@
+"""Lines of a process on stderr and for whoever started it: text, or JSON for a collector of logs (docs/logs.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Final, Literal, TypeAlias
+
+import click
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+LogFormat: TypeAlias = Literal["text", "json"]
+
+_TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_PACKAGES: Final = ("loader", "shard_node", "router", "serving", "loadtest")
+ERROR_PREFIX: Final = "error: "
+"""Of an error that is raised on purpose; nothing but the exit follows it."""
+
+logger = logging.getLogger("shardrank")
+
+
+class TextFormatter(logging.Formatter):
+    """Adds a record's `fields` to its message, as `name=value`."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        """Return the line of a record, without a traceback."""
+        fields: dict[str, object] = getattr(record, "fields", {})
+        return " ".join((super().formatMessage(record), *(f"{name}={value}" for name, value in fields.items())))
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a JSON object on one line: time, level, logger, message, the record's `fields`, traceback `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+_FORMATTERS = (TextFormatter, JsonFormatter)
+
+
+def start_logging(log_level: LogLevel, log_format: LogFormat) -> None:
+    """Log to stderr from now on, libraries from warning up; in JSON also warnings, and the error a process dies of.
+
+    It may be called again: its handler is replaced.
+    """
+    is_json, root, handler = log_format == "json", logging.getLogger(), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if is_json else TextFormatter(_TEXT))
+    root.handlers = [other for other in root.handlers if not isinstance(other.formatter, _FORMATTERS)] + [handler]
+    root.setLevel("DEBUG" if log_level == "debug" else "WARNING")
+    for name in (*_PACKAGES, logger.name):
+        logging.getLogger(name).setLevel(log_level.upper())
+    logging.captureWarnings(is_json)
+    sys.excepthook = (lambda *error: logger.critical("uncaught", exc_info=error)) if is_json else sys.__excepthook__
+
+
+def announce(text: str, level: int = logging.INFO) -> None:
+    """Print a line for whoever started the process, an error on stderr, others on stdout; JSON where logs are."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            text = handler.formatter.format(logging.LogRecord(logger.name, level, "", 0, text, (), None))
+    click.echo(text, err=level >= logging.ERROR)
+
+
+def message_of(line: str) -> str:
+    """Return the message of a line of a log: all of it, unless it is in JSON."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(line)["message"])
+    return line
