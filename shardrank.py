@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from serving.client.client import AsyncClient as AsyncClient
     from serving.client.client import Client as Client
     from serving.client.client import RetryPolicy as RetryPolicy
-    from serving.client.features import LookupResult as LookupResult
-    from serving.client.features import Ragged as Ragged
-    from serving.client.features import RankResult as RankResult
     from serving.embedded import Ranker as Ranker
     from serving.errors import InternalError as InternalError
     from serving.errors import InvalidRequestError as InvalidRequestError
@@ -70,6 +67,9 @@ if TYPE_CHECKING:
     from serving.models.inputs import RankingInputs as RankingInputs
     from serving.models.inputs import SequenceInput as SequenceInput
     from serving.models.ranking_models import build_model as build_model
+    from serving.results import LookupResult as LookupResult
+    from serving.results import Ragged as Ragged
+    from serving.results import RankResult as RankResult
     from shard_node.cuda.card_set import CardOptions as CardOptions
 
 _NAMES = {
@@ -91,7 +91,6 @@ _NAMES = {
     "loader.snapshot.writer": "export_snapshot",
     "router.id_mapping": "hashed_rows",
     "serving.client.client": "AsyncClient Client RetryPolicy",
-    "serving.client.features": "LookupResult Ragged RankResult",
     "serving.embedded": "Ranker",
     "serving.errors": (
         "InternalError InvalidRequestError NotFoundError PermissionDeniedError RankingModelError UnauthenticatedError"
@@ -100,6 +99,7 @@ _NAMES = {
     "serving.models.exported": "check_program export_program",
     "serving.models.inputs": "RankingInputs SequenceInput",
     "serving.models.ranking_models": "build_model",
+    "serving.results": "LookupResult Ragged RankResult",
     "shard_node.cuda.card_set": "CardOptions",
 }
 _RENAMED = {

@@ -18,9 +18,9 @@ from loadtest.workloads.workload import Workload
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import rank_document
 from serving.formats.messages import MessageCodec, encode_rank
-from serving.formats.requests import RankResponse
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.results import RankResult
 from shardrank_testing.serving_api import MODEL
 from shardrank_testing.workloads import MixedWorkload, assert_same_request, read_payload
 
@@ -115,9 +115,9 @@ def test_memory_is_bounded_but_one_payload_is_always_made():
     assert len(Payloads(workload, "grpc", count=200, max_bytes=1)) == 1
 
 
-def answer(num_scores: int) -> RankResponse:
+def answer(num_scores: int) -> RankResult:
     scores = np.linspace(0, 1, num_scores, dtype=np.float32)
-    return RankResponse("m", 7, scores, np.argsort(-scores), "id")
+    return RankResult("m", 7, scores, np.argsort(-scores), "id")
 
 
 @pytest.mark.parametrize("num_scores", [1, 300])

@@ -158,9 +158,8 @@ def test_readmes_request_is_answered_in_the_form_that_it_shows(tmp_path: Path) -
     # As large as the demo's own data, so that the ids exist; hardly trained, as only the form is compared.
     version = train_version(generate_interactions(2000), tmp_path, seed=0, epochs=1)
     with Ranker.open(version.folder) as ranker:
-        answer = ranker.rank(json.loads(body[1]))
-    assert answer.keys() == shown.keys()
-    assert len(answer["scores"]) == len(shown["scores"]) == 3
+        scores = ranker.rank("films", **json.loads(body[1])).scores
+    assert scores.size == len(shown["scores"]) == 3
     assert sorted(shown["order"], key=lambda position: -shown["scores"][position]) == shown["order"]
 
 
@@ -181,7 +180,7 @@ def test_the_guide_to_your_own_model_works_as_it_is_printed(tmp_path: Path) -> N
     curl = re.search(r"^curl -s (\S+) -d '(.*)'$", GUIDE, re.MULTILINE)
     assert curl is not None
     with Ranker.open(tmp_path / "models/shop/1") as ranker:
-        scores = ranker.rank(json.loads(curl[2]))["scores"]
+        scores = ranker.rank("shop", **json.loads(curl[2])).scores
     assert str(scores) in printed
     assert up[1:] == ["up", "--store", "models", "--model", "shop", "--shards", "2", "--cards", "2"]
     np.testing.assert_allclose(scores, load_file(tmp_path / "golden.safetensors")["scores"], atol=0.01)
