@@ -14,10 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
+from loader.errors import ConfigError
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import quoted_errors
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from serving.client.client import Client, RetryPolicy
 from serving.client.transports import Method, Request
@@ -97,16 +99,19 @@ class Ranker(Client):
             ShardrankError: as `load_served_model` and `CardSet.open`.
         """
         service = RankingService(limits)
-        source = ModelSource(
-            snapshot=Path(snapshot),
-            cards=cards,
-            memory_budget_bytes=memory_budget_bytes,
-            card_set=CardSet.open(device, cards, card_options),
-            verify=verify,
-            trust_exported=trust_exported,
-            num_replicas=num_replicas,
-            dtype=dtype,
-        )
+        try:
+            source = ModelSource(
+                snapshot=Path(snapshot),
+                cards=cards,
+                memory_budget_bytes=memory_budget_bytes,
+                card_set=CardSet.open(device, cards, card_options),
+                verify=verify,
+                trust_exported=trust_exported,
+                num_replicas=num_replicas,
+                dtype=dtype,
+            )
+        except ValidationError as error:
+            raise ConfigError(quoted_errors(error)) from error
         service.install(load_served_model(source, service))
         return cls(service)
 
