@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from serving.cli import LazyGroup, WithExamples
 from serving.cli import options as opts
@@ -19,7 +20,7 @@ from serving.cli.settings import config_of
 if TYPE_CHECKING:
     from loadtest.workloads.catalog import SideSplit
 
-COMMANDS = ("run", "replay", "prepare", "report", "bench")
+COMMANDS = ("run", "replay", "prepare", "bench")
 COMPARISONS = {"peers": "loadtest.peers.run", "compare-cards": "loadtest.compare"}
 BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
@@ -65,23 +66,12 @@ def side_split_option(default: SideSplit) -> opts.Option:
     return opts.option("--workload", text, kind, default, name="side_split")
 
 
-workload_options = opts.together(
-    opts.option(
-        "--workload NAME",
-        "dlrm-v2[:SCALE] or merlin-tiny[:SCALE], SCALE being the share of the rows, such as dlrm-v2:0.01; "
-        "bench-mlp[:HOTNESS] or bench-dlrm[:HOTNESS], the benchmarks' one table of a million rows, such as "
-        "bench-mlp:20.",
-        default="dlrm-v2:0.001",
-    ),
-    opts.count(
-        "--context-features",
-        "For dlrm-v2 and merlin-tiny: so many features, those with the most ids, come once a request (a user's "
-        "histories) instead of once a candidate. The same for `prepare` and `run`.",
-        low=0,
-        default=0,
-    ),
+workload_option = opts.option(
+    "--workload NAME",
+    "dlrm-v2[:SCALE] or merlin-tiny[:SCALE], SCALE being the share of the rows, such as dlrm-v2:0.01; "
+    "bench-mlp[:HOTNESS] or bench-dlrm[:HOTNESS], the benchmarks' one table of a million rows, such as bench-mlp:20.",
+    default="dlrm-v2:0.001",
 )
-"""Which model."""
 request_options = opts.together(
     opts.option(
         "--ids uniform|zipf:S",
@@ -104,8 +94,14 @@ json_option = opts.option("--json", "Write the result to this file.", opts.WRITA
 @opts.option("--max-rate R", "A sweep goes no further.", opts.FiniteRange(1, 200_000), 100_000)
 @opts.option("--duration S", "Default: 10.", float, name="duration_s")
 @opts.option("--warmup S", "Before it; not counted. Default: 2.", float, name="warmup_s")
-@workload_options
-@opts.option("--model NAME", "Default: the workload's own name.")
+@workload_option
+@opts.option("--model NAME", "In place of --workload: a served model; the server says what its requests are.")
+@opts.option(
+    "--hotness N|FEATURE=N", "With --model: ids a bag, in the mean, of all or of one. Repeatable.", multiple=True
+)
+@opts.option(
+    "--like FILE", "With --model: draw from what `--record` wrote, or from a JSON request a line.", opts.EXISTING
+)
 @opts.option(
     "--api",
     "oip: Open Inference Protocol, over HTTP with binary tensors; grpc-packed: features as arrays in the order of "
@@ -121,6 +117,7 @@ json_option = opts.option("--json", "Write the result to this file.", opts.WRITA
 @opts.option("--connections N", "Of HTTP. Default: 512.", int, name="max_connections")
 @opts.count("--max-in-flight", "One beyond fails unsent. Default: 4096.")
 @opts.count("--seed", "Of requests and their times. Default: 0.", low=0)
+@opts.option("--max-failed-share X", "The exit code is 1 if more of them failed.", opts.FiniteRange(0, 1), 0.01)
 @json_option
 @opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 @click.pass_context
@@ -129,15 +126,17 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 
     Open loop: requests don't wait for answers, so a server that stalls meets those that came meanwhile, and their
     latency has the stall in it. The exit code is 1 if the numbers can't be believed, because the generator itself was
-    late or out of CPU, or if a sweep found no rate.
+    late or out of CPU, if more than --max-failed-share of the requests failed, or if a sweep found no rate.
 
     Examples:
-      shardrank loadtest run --target http://127.0.0.1:8080 --rate 200
-      shardrank loadtest run --target grpc://127.0.0.1:8081 --rate 500 --duration 60 --json run.json --html run.html
-      shardrank loadtest run --target http://127.0.0.1:8080 --api oip-http --sweep --slo-ms 20
+      shardrank loadtest run --target http://127.0.0.1:8080 --model films --rate 200
+      shardrank loadtest run --target grpc://127.0.0.1:8081 --model films --like recorded --rate 500 --json run.json
+      shardrank loadtest run --target http://127.0.0.1:8080 --model films --hotness history=50 --ids zipf:1.05 --sweep
     """
     from loadtest.load.run import execute
 
+    if given["model"] and ctx.get_parameter_source("workload") is not ParameterSource.DEFAULT:
+        raise click.UsageError("--model and --workload: one of them")
     ctx.exit(execute(**given))
 
 
@@ -149,16 +148,16 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 @opts.option("--model NAME", "Whose requests, if the folder has those of several models.")
 @opts.option("--requests N", "The last so many. Default: 10000.", int)
 @opts.option("--timeout-ms MS", "A request is given up after it. Default: 1000.", float)
-@opts.option("--tolerance X", "A score that is further off differs. Default: 0.0001.", float)
+@opts.option("--tolerance X", "A score that is further off differs. Default: by the model's number format.", float)
 @opts.option("--connections N", "Of HTTP. Default: 512.", int, name="max_connections")
 @json_option
 @click.pass_context
 def replay(ctx: click.Context, /, json_file: Path | None, **given: object) -> None:
     """Send recorded requests again, and compare their scores with the recorded ones.
 
-    FOLDER is that of `shardrank serve --record`. Open loop, as `run`. Scores are compared where the answer is of the
-    version, dense step and deltas that the recorded one was. The exit code is 1 if one differs by more than the
-    tolerance, or if nothing was answered.
+    FOLDER is that of `--record` of `serve` or `up`, which record no replays. Open loop, as `run`.
+    Scores are compared where the answer is of the version, dense step and deltas that the recorded one was. The exit
+    code is 1 if one differs by more than the tolerance, or if nothing was answered.
 
     Examples:
       shardrank loadtest replay recorded --target http://127.0.0.1:8080
@@ -173,7 +172,7 @@ def replay(ctx: click.Context, /, json_file: Path | None, **given: object) -> No
 
 
 @click.command(cls=WithExamples)
-@workload_options
+@workload_option
 @opts.out_store_option
 @opts.count("--seed", "Of the rows and weights.", 0, 2**32 - 1, 0)
 def prepare(workload: str, store: Path, **given: Any) -> None:
@@ -195,22 +194,6 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
         folder, spec = prepare_workload(workload, store, progress=bars, **given)
     click.echo(f"wrote {folder} ({human_bytes(rows_bytes_of(spec))} of rows); serve it with")
     click.echo(f"  shardrank serve --store {store} --model {spec.model}")
-
-
-@click.command(cls=WithExamples)
-@click.argument("file", type=opts.EXISTING_FILE)
-@opts.option("--html", "Write the page to this file.", PAGE, name="html_file", required=True)
-def report(file: Path, html_file: Path) -> None:
-    """Write a page with plots from what `loadtest run --json` wrote.
-
-    Examples:
-      shardrank loadtest report run.json --html run.html
-    """
-    from loadtest.load.run import write_files
-    from loadtest.page import read_reported
-
-    write_files(read_reported(file), None, html_file)
-    click.echo(f"{html_file}: written")
 
 
 @click.group(cls=LazyGroup, modules={name: f"loadtest.bench.{name.replace('-', '_')}" for name in BENCHMARKS})

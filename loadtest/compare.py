@@ -22,9 +22,9 @@ import click
 from loader.errors import ConfigError
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from loadtest.bench.harness import BUSY_MEASURES, CPU, TOLERANCES, Bench, BenchTable, Measure, Values, bench_command
-from loadtest.cli import APIS, request_options, workload_options
-from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, OfferedLoad, RunConfig
+from loadtest.bench.harness import BUSY_MEASURES, CPU, Bench, BenchTable, Measure, Values, bench_command
+from loadtest.cli import APIS, request_options, workload_option
+from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, TOLERANCES, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
 from loadtest.workloads.catalog import open_workload
@@ -203,16 +203,15 @@ def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
     Raises ConfigError: the store's model has other tables or features.
     """
     assert isinstance(load.workload, str)
-    expected = open_workload(load.workload, context_features=load.context_features).spec
+    expected = open_workload(load.workload).spec
     if not Store(store).versions(expected.model):
         with progress_bars() as bars:
-            given = {"context_features": load.context_features, "seed": load.seed}
-            prepare_workload(load.workload, store, progress=bars, **given)
+            prepare_workload(load.workload, store, seed=load.seed, progress=bars)
     folder = Store(store).snapshot_path(expected.model)
     spec = Snapshot.open(folder, verify=False).spec
     for what in ("tables", "features"):
         if getattr(spec, what) != getattr(expected, what):
-            advice = "name another --store, or the workload and --context-features that it was prepared with"
+            advice = "name another --store, or the workload that it was prepared with"
             raise ConfigError(f"{folder}: its {what} are not those of the workload {load.workload!r}; {advice}")
     return folder.resolve()
 
@@ -227,7 +226,7 @@ def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
     "unix",
     name="transports",
 )
-@workload_options
+@workload_option
 @request_options
 @opts.option("--store", "Serve the workload's model from here, written if missing. Default: a temporary folder.",
              opts.FOLDER)  # fmt: skip

@@ -8,8 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from operator import attrgetter
-from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -19,16 +18,9 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-from pydantic import Field, TypeAdapter, ValidationError
 
-from loader.errors import ConfigError
-from loader.snapshot.tables import schema_errors
 from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of, tables_of, value_text
 
-MAX_RESULT_BYTES = 256 << 20
-MAX_PROBLEMS = 5
-Reported: TypeAlias = LoadResult | SweepResult
-_REPORTED: TypeAdapter[Reported] = TypeAdapter(Annotated[Reported, Field(discriminator="kind")])
 PERCENTILES = {1: "min", 2: "p50", 10: "p90", 100: "p99", 1000: "p99.9"}
 """Where each is drawn: 1 / (1 - q)."""
 STYLE: dict[Any, Any] = {
@@ -42,21 +34,6 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 """Settings of matplotlib while charts are drawn."""
-
-
-def read_reported(path: Path) -> Reported:
-    """Read a document that `--json` wrote. Raises ConfigError: no such file, too large, or not such a document."""
-    try:
-        if (size := path.stat().st_size) > MAX_RESULT_BYTES:
-            raise ConfigError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
-        return _REPORTED.validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except ValidationError as error:
-        problems = [str(problem) for problem in schema_errors(error, [LoadResult, SweepResult])]
-        more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-        what = "; ".join(problems[:MAX_PROBLEMS])
-        raise ConfigError(f"{path} is no result of a run or a sweep: {what}{more}") from error
 
 
 def new_figure(*heights: float) -> tuple[Figure, list[Axes]]:
@@ -151,7 +128,7 @@ def sweep_chart(sweep: SweepResult) -> Markup:
     return to_svg(figure)
 
 
-def html(result: Reported) -> str:
+def html(result: LoadResult | SweepResult) -> str:
     """Write the page as text."""
     loader = PackageLoader("loadtest", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)

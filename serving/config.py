@@ -265,6 +265,18 @@ class FrontSettings(TlsSettings, TraceSettings):
     nobody writes whom you do not trust. Without, a version that has one is refused."""
     trace_sample_share: float | None = setting(None, file_only=True, ge=0, le=1)
     """Of requests whose `traceparent` says nothing of sampling, the share that is sampled. Default: 0.01."""
+    record: Path | None = setting(None, "FOLDER")
+    """Record a share of the rank requests that are answered in this folder, with their scores: for `loadtest replay`,
+    and to warm new versions with. Ids, weights and floats; no headers, tokens or keys."""
+    record_share: float = setting(0.01, "SHARE", gt=0, le=1)
+    """How many of them, above 0 and up to 1."""
+    record_max_mb: int = setting(256, file_only=True, ge=1, le=10_000_000)
+    """Bytes of the folder at most, in 10^6; the oldest go first."""
+
+    def of_worker(self, worker: int) -> dict[str, object]:
+        """Return what one of the serving processes has else: a folder in the folder, and its part of the bytes."""
+        folder = None if self.record is None else self.record / str(worker)
+        return {"workers": 1, "record": folder, "record_max_mb": max(1, self.record_max_mb // self.workers)}
 
 
 class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings, MemberSettings):
@@ -283,13 +295,6 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     """With --registry: how far a model's rows may be behind its row updates before /readyz calls it degraded."""
     shutdown_delay_s: float = setting(0.5, "S", ge=0, le=600)
     """After SIGTERM, how long requests are still taken while /readyz says that the process is not ready."""
-    record: Path | None = setting(None, "FOLDER")
-    """Record a share of the rank requests that are answered in this folder, with their scores: for `loadtest replay`,
-    and to warm new versions with. Ids, weights and floats; no headers, tokens or keys."""
-    record_share: float = setting(0.01, "SHARE", gt=0, le=1)
-    """How many of them, above 0 and up to 1."""
-    record_max_mb: int = setting(256, file_only=True, ge=1, le=10_000_000)
-    """Bytes of the folder at most, in 10^6; the oldest go first."""
     warm_from: DirectoryPath | None = setting(None, "FOLDER", file_only=True)
     """Before a version is ready it ranks requests that were recorded in this folder. Default: that of --record."""
     warm_requests: int = setting(512, file_only=True, ge=0, le=100_000)

@@ -47,7 +47,6 @@ from router.shard import ReplicaSource, ReplicatedShard
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import table_of
-from serving.description import NumberFormat
 from serving.fleet.supervisor import shardrank_command
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.engine.loading import load_tables
@@ -58,10 +57,6 @@ WIDTH = 160
 ROUNDS, QUICK_ROUNDS = 5, 2
 QUICK_SHARE = 0.2
 """Of the seconds that each measurement takes otherwise."""
-
-TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
-"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
-
 
 Item = TypeVar("Item")
 Better: TypeAlias = Literal["lower", "higher"]

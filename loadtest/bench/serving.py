@@ -30,7 +30,6 @@ from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import (
     BUSY_MEASURES,
-    TOLERANCES,
     Bench,
     BenchTable,
     Measure,
@@ -44,7 +43,7 @@ from loadtest.bench.harness import (
 )
 from loadtest.cli import side_split_option
 from loadtest.errors import RequestFailedError
-from loadtest.load.config import bench_load
+from loadtest.load.config import TOLERANCES, bench_load
 from loadtest.load.generator import Generators
 from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
 from loadtest.servers import serving as serving_process

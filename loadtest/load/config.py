@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
@@ -11,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from loader.snapshot.tables import Frozen
 from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
+from serving.description import ModelInfo, NumberFormat
 from serving.limits import RequestLimits
 
 APIS_BY_SCHEME: dict[str, tuple[Encoding, ...]] = {"http": ("json", "oip-http"), "grpc": GRPC_APIS}
@@ -19,6 +21,8 @@ Arrivals: TypeAlias = Literal["poisson", "constant"]
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0
 MAX_TIMEOUT_MS = 60_000.0
+TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
+"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
 
 
 def parse_target(text: str) -> SplitResult:
@@ -83,11 +87,13 @@ class Sending(Frozen):
 class OfferedLoad(Sending):
     """What to send for all runs of one load test; what a workload is made of is as in `open_workload`.
 
-    `slo_ms` is the deadline of goodput, from the intended time; `seed` is of requests and their times.
+    `slo_ms` is the deadline of goodput, from the intended time; `seed` is of requests and their times. `like` is a file
+    or a folder whose requests are drawn, in place of ids, candidates and hotness.
     """
 
-    workload: str | BenchWorkload = "dlrm-v2:0.001"
-    context_features: int = Field(default=0, ge=0)
+    workload: str | BenchWorkload | ModelInfo = "dlrm-v2:0.001"
+    hotness: tuple[str, ...] = ()
+    like: Path | None = None
     ids: str | None = None
     candidates: str | None = None
     varied: bool = True
@@ -96,9 +102,13 @@ class OfferedLoad(Sending):
     seed: int = Field(default=0, ge=0, lt=2**31)
 
     @model_validator(mode="after")
-    def _slo_is_within_the_timeout(self) -> Self:
+    def _options_fit(self) -> Self:
         if self.slo_ms > self.timeout_ms:
             raise ValueError(f"slo_ms: {self.slo_ms:g} is more than timeout_ms, {self.timeout_ms:g}")
+        if self.like and (self.ids or self.candidates or self.hotness):
+            raise ValueError("like: ids, candidates and hotness are those of the requests that are drawn")
+        if self.model is None and (self.like or self.hotness):
+            raise ValueError("like, hotness: only for a served model (--model)")
         return self
 
 

@@ -29,8 +29,10 @@ from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad
 from loadtest.load.loops import ANSWER_TIMEOUT_S, Weighed, arrival_times, keep_busy, open_loop
 from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.load.senders import Failure, Judge, Outgoing, check_answer, make_sender
-from loadtest.workloads.catalog import bench_payloads, open_workload
-from loadtest.workloads.payloads import Payloads, Pool, changing_headers
+from loadtest.workloads.catalog import BenchWorkload, bench_payloads, open_workload
+from loadtest.workloads.payloads import MAX_POOL_BYTES, Payloads, Pool, changing_headers, payload_of
+from loadtest.workloads.served import requests_like
+from serving.description import ModelInfo
 from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
 from shard_node.bags import Float32Array
 
@@ -43,7 +45,7 @@ LEAD_S = 0.3
 Answer = TypeVar("Answer")
 
 
-def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Payloads]:
+def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Pool]:
     """Open a workload: its complete name, and the requests of a process, which are made once. Raises ShardrankError."""
     # Where servers listen changes, what is requested does not; requests of other servers bring no deadline.
     changed: dict[str, object] = {"target": "", "api": load.spoken}
@@ -53,18 +55,22 @@ def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Payloads]:
 
 
 @lru_cache(maxsize=32)
-def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
+def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Pool]:
     api, bench, timeout_ms = load.api or "json", load.workload, load.stated_timeout_ms
-    if not isinstance(bench, str):
+    if isinstance(bench, BenchWorkload):
         drawn = bench.shape, bench.head, bench.hotness
         pool = bench_payloads(*drawn, api, load.requests, timeout_ms=timeout_ms)
         return f"{pool.model}, hotness {bench.hotness}", pool
-    chosen = {"ids", "candidates", "context_features", "varied"}
-    workload = open_workload(bench, **load.model_dump(include=chosen))
     # Processes that sent the same would find each other's rows in the server's caches.
     seed = load.seed + 2**32 * process
-    pool = Payloads(workload, api, model=load.model, count=load.requests, timeout_ms=timeout_ms, seed=seed)
-    return workload.name, pool
+    if load.like is not None and isinstance(bench, ModelInfo):
+        schema, requests = requests_like(load.like, bench)
+        order = np.random.default_rng(seed).permutation(len(requests))[: load.requests].tolist()
+        payloads = (payload_of(schema, requests[number], api, bench.model, timeout_ms) for number in order)
+        return f"{bench.model}, like {load.like}", Pool(api, bench.model, payloads, MAX_POOL_BYTES)
+    chosen = {"ids", "candidates", "hotness", "varied"}
+    workload = open_workload(bench, **load.model_dump(include=chosen))
+    return workload.name, Payloads(workload, api, count=load.requests, timeout_ms=timeout_ms, seed=seed)
 
 
 async def offer(

@@ -18,19 +18,17 @@ from pydantic import Field
 
 from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
-from loadtest.load.config import MAX_RATE, Sending
+from loadtest.load.config import MAX_RATE, TOLERANCES, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
-from loadtest.load.result import Measured, Recorder, measured, percentiles, show_document, write_document
+from loadtest.load.result import Measured, Recorder, line, measured, percentiles, show_document, write_document
 from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import Pool, recorded_payload
+from loadtest.workloads.served import MAX_BYTES, describe
 from serving.cli.output import stdout_console
 from serving.client.features import read_rank
 from serving.observe.recording import RecordedRequest, read_file, recorded_files
-
-MAX_BYTES = 512 << 20
-"""Of the bodies that are made ahead; recorded requests beyond are left out."""
 
 
 class ReplayConfig(Sending):
@@ -40,14 +38,14 @@ class ReplayConfig(Sending):
         speed: times the pace at which they came.
         rate: requests a second in place of that; None for their pace.
         requests: the last so many.
-        tolerance: of a score; more is a difference.
+        tolerance: of a score; more is a difference. By default, that of the number format of the model that answers.
     """
 
     folder: Path
     speed: float = Field(default=1.0, gt=0, le=1e6)
     rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
     requests: int = Field(default=10_000, ge=1, le=1_000_000)
-    tolerance: float = Field(default=1e-4, ge=0)
+    tolerance: float = Field(default=TOLERANCES["float32"], ge=0)
 
 
 class ReplayResult(Measured):
@@ -135,7 +133,7 @@ def prepare(config: ReplayConfig) -> Prepared:
         raise ConfigError(f"{config.folder}: no requests {of_model}are recorded")
     ((model, total),) = totals.items()
     in_order, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.stated_timeout_ms
-    payloads = (recorded_payload(recorded, config.scheme, timeout_ms) for recorded in in_order)
+    payloads = (recorded_payload(each, number, config.scheme, timeout_ms) for number, each in enumerate(in_order))
     pool = Pool("grpc-packed", model, payloads, MAX_BYTES)
     return Prepared(total, in_order[: len(pool)], pool)
 
@@ -170,11 +168,16 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
 
 def execute(config: ReplayConfig, json_file: Path | None) -> int:
     """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered."""
-    prepared = prepare(config)
+    prepared, why = prepare(config), "--tolerance"
+    if "tolerance" not in config.model_fields_set:
+        dtype = describe(config.target, prepared.pool.model).dense_model.dtype
+        config = config.model_copy(update={"tolerance": TOLERANCES[dtype]})
+        why = f"the default for a model in {dtype}; scores depend on the batch that they were in"
     settle_heap()
     with stopping_on_signals():
         result = event_loop().run(replay(config, prepared))
     if json_file is not None:
         write_document(result, json_file)
     show_document(stdout_console(), shown(result))
+    line(stdout_console(), f"tolerance {result.tolerance:g}: {why}")
     return 0 if result.answered and not result.different else 1

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from rich.console import Console
 
 from loader.errors import ConfigError
@@ -253,7 +253,6 @@ class LoadResult(Measured):
     Attributes:
         workload: its complete name.
         ids, candidates: as they were given; None for the workload's own.
-        varied: results that don't say are older, and their requests were not.
         requests: distinct ones, all processes together.
         started_at: wall clock of the run's begin, ISO 8601 with UTC offset.
         due: requests whose intended time was within the duration: `answered` and all `errors`.
@@ -263,16 +262,13 @@ class LoadResult(Measured):
         valid: whether the numbers are the server's and not the generator's.
     """
 
-    # Results of earlier releases have histograms and marks too.
-    model_config = ConfigDict(extra="ignore")
-
     kind: Literal["run"] = "run"
     format_version: Literal[1] = 1
     api: Encoding
     workload: str
     ids: str | None = None
     candidates: str | None = None
-    varied: bool = False
+    varied: bool
     requests: Count
     arrivals: Arrivals
     seed: int

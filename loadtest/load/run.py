@@ -29,6 +29,7 @@ from loadtest.load.result import (
 )
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
+from loadtest.workloads.served import describe
 from serving.cli.output import stdout_console
 from serving.cli.settings import config_of
 
@@ -45,18 +46,21 @@ def execute(
     *,
     sweeps: bool,
     max_rate: float,
+    max_failed_share: float,
     json_file: Path | None,
     html_file: Path | None,
     **given: object,
 ) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
-    Returns the exit code: 1 if the result can't be believed or a sweep found no rate. Raises click.UsageError: options
-    don't fit. ShardrankError: the load can't be run to its end, or a file can't be written.
+    Returns the exit code: 1 if the result can't be believed, too many failed or a sweep found no rate. Raises
+    click.UsageError: options don't fit. ShardrankError: the load can't be run to its end, or a file can't be written.
     """
     if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
     load, run, console = config_of(OfferedLoad, given), config_of(RunConfig, given), Console(stderr=True)
+    if load.model is not None:
+        load = load.model_copy(update={"workload": describe(load.target, load.model)})
     result: LoadResult | SweepResult
     with stopping_on_signals(), Generators(load.processes) as generators:
         generators.prepare(load)
@@ -64,20 +68,19 @@ def execute(
             result = run_sweep(generators, load, run, console, max_rate=max_rate)
         else:
             result = offered(generators, load, run, console)
-    is_good = result.valid if isinstance(result, LoadResult) else result.highest_rate is not None
-    write_files(result, json_file, html_file)
-    show_result(stdout_console(), result)
-    return 0 if is_good else 1
-
-
-def write_files(document: LoadResult | SweepResult, json_file: Path | None, html_file: Path | None) -> None:
-    """Write a result and its page, as far as they are wanted. Raises ConfigError."""
     if json_file is not None:
-        write_document(document, json_file)
+        write_document(result, json_file)
     if html_file is not None:
         from loadtest.page import html
 
-        write_text(html(document), html_file)
+        write_text(html(result), html_file)
+    show_result(stdout_console(), result)
+    if isinstance(result, SweepResult):
+        return 0 if result.highest_rate is not None else 1
+    failed = 1 - result.answered / max(result.due, 1)
+    if failed > max_failed_share:
+        line(stdout_console(), f"{failed:.1%} of the requests failed; --max-failed-share is {max_failed_share:.1%}")
+    return 0 if result.valid and failed <= max_failed_share else 1
 
 
 def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -11,6 +12,7 @@ from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec
 from loadtest.workloads.payloads import FORMS, Encoding, Payloads
+from loadtest.workloads.served import described_spec
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
     VARIED_CANDIDATES,
@@ -19,11 +21,11 @@ from loadtest.workloads.workload import (
     Workload,
     Zipf,
     parse_candidates,
+    parse_hotness,
     parse_ids,
 )
 from router.planning.inputs import catalog_model
-
-MAX_HOTNESS = 1000
+from serving.description import ModelInfo
 
 Head: TypeAlias = Literal["mlp", "dlrm"]
 
@@ -33,52 +35,53 @@ _SCALE = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?")
 
 
 def open_workload(
-    text: str,
+    source: str | ModelInfo,
     *,
     ids: str | None = None,
     candidates: str | None = None,
-    context_features: int = 0,
+    hotness: Sequence[str] = (),
     varied: bool = True,
 ) -> Workload:
     """Open the workload that the options of `shardrank loadtest run` describe, where None is the workload's own.
 
-    If not `varied`, bags and numbers of candidates are the published ones. Raises ConfigError: naming what does not
-    fit.
+    Bags of a served model have 1 id, unless `hotness` says more (`parse_hotness`). If not `varied`, bags and numbers of
+    candidates are the published ones. Raises ConfigError: naming what does not fit.
     """
+    text = source if isinstance(source, str) else f"{source.model} version {source.version}"
     family, colon, suffix = text.partition(":")
-    counts = None if candidates is None else parse_candidates(candidates)
+    counts = parse_candidates(candidates) if candidates else VARIED_CANDIDATES if varied else MLPERF_CANDIDATES
     drawn_ids: IdDistribution = Uniform()
-    if family in ("dlrm-v2", "merlin-tiny"):
+    if isinstance(source, ModelInfo):
+        spec, unknown = described_spec(source), _unknown_ids(source)
+        of_each = parse_hotness(["1", *hotness], spec)
+        text += f", hotness {' '.join(hotness) or 1}{unknown}"
+        if counts.most > (allowed := source.limits.max_candidates):
+            raise ConfigError(f"candidates: {counts.name}: the server's limit max_candidates is {allowed}")
+    elif family in ("dlrm-v2", "merlin-tiny"):
         if colon and (not _SCALE.fullmatch(suffix) or not 0 < float(suffix) <= 1):
             raise ConfigError(f"workload: {text!r}: the scale {suffix!r} is not a number above 0 and at most 1")
         scale = float(suffix or 1)
         spec, profile = catalog_model(family, scale=scale)
-        text, hotness = f"{family}:{scale:.12g}", {name: int(ids) for name, ids in profile.hotness.items()}
+        text, of_each = f"{family}:{scale:.12g}", {name: int(ids) for name, ids in profile.hotness.items()}
         if profile.zipf:
             drawn_ids = Zipf(profile.zipf)
     elif family in ("bench-mlp", "bench-dlrm"):
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
-        if colon and not (suffix.isascii() and suffix.isdigit() and 1 <= int(suffix[:5]) <= MAX_HOTNESS):
-            raise ConfigError(f"workload: {text!r}: {suffix!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
-        hotness = dict.fromkeys((feature.name for feature in spec.features), int(suffix or 1))
+        of_each = parse_hotness([suffix if colon else "1"], spec)
     else:
         raise ConfigError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)
-    counts = counts or (VARIED_CANDIDATES if varied else MLPERF_CANDIDATES)
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
-    if context_features:
-        name += f", context features {context_features}"
-    count = len(spec.features)
-    if not 0 <= context_features < count:
-        problem = f"{context_features} is not in 0..{count - 1}, so that one of {count} features is a candidate's"
-        raise ConfigError(f"context_features: {problem}")
-    in_context = sorted(hotness, key=lambda name: -hotness[name])[:context_features]
-    features = tuple(
-        feature.model_copy(update={"side": "context"}) if feature.name in in_context else feature
-        for feature in spec.features
-    )
-    spec = spec.model_copy(update={"features": features})
-    return Workload(name, spec, hotness, drawn_ids, counts, ragged=varied)
+    return Workload(name, spec, of_each, drawn_ids, counts, ragged=varied)
+
+
+def _unknown_ids(described: ModelInfo) -> str:
+    """Return what a name says of made-up ids of vocabularies. Raises ConfigError: a table refuses what it has not."""
+    listed = [table for table in described.tables if table.id_mapping == "vocabulary"]
+    if refusing := [table.name for table in listed if table.unknown_id == "reject"]:
+        problem = "a server does not tell a vocabulary, and unknown_id is reject; draw from requests with --like FILE"
+        raise ConfigError(f"model {described.model!r}: ids of {', '.join(refusing)} can't be made up: {problem}")
+    return f", unknown ids of {', '.join(table.name for table in listed)}" if listed else ""
 
 
 BENCH_REQUESTS = 64

@@ -30,7 +30,7 @@ from serving.client.features import RankFeatures
 from serving.formats.messages import CONTENT_TYPE, packed_request
 from serving.formats.protobuf import packed_bytes
 from serving.formats.requests import RankRequest
-from serving.observe.recording import RecordedRequest
+from serving.observe.recording import REPLAY_ID, RecordedRequest
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.results import Ragged
@@ -48,6 +48,7 @@ Encoded: TypeAlias = tuple[bytes, Headers]
 
 HEADER_LENGTH = "inference-header-content-length"
 SCORES = "scores"
+MAX_POOL_BYTES = 128 << 20
 FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (--same)"}
 """What results say of requests that are `varied` or not."""
 
@@ -111,13 +112,12 @@ class Payloads(Pool):
         workload: Workload,
         api: Encoding,
         *,
-        model: str | None = None,
         count: int = 256,
         seed: int = 0,
         timeout_ms: int | None = None,
-        max_bytes: int = 128 << 20,
+        max_bytes: int = MAX_POOL_BYTES,
     ) -> None:
-        model, rng = model or workload.spec.model, np.random.default_rng(seed)
+        model, rng = workload.spec.model, np.random.default_rng(seed)
         drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms) for _ in range(count))
         super().__init__(api, model, drawn, max_bytes)
 
@@ -130,10 +130,11 @@ def payload_of(
     return Payload(path.format(model), *encode(schema, request, model, timeout_ms), request.num_candidates)
 
 
-def recorded_payload(recorded: RecordedRequest, scheme: str, timeout_ms: int | None) -> Payload:
-    """Return a recorded request as it is sent by gRPC or HTTP."""
+def recorded_payload(recorded: RecordedRequest, number: int, scheme: str, timeout_ms: int | None) -> Payload:
+    """Return a recorded request as it is sent again by gRPC or HTTP, by its id known to recorders as a replay."""
     # Of a message that follows another one fields are added to those of the first.
-    added = ranking_pb2.RankRequest(model=recorded.model, timeout_ms=timeout_ms or 0)
+    request_id = f"{REPLAY_ID}{number}"
+    added = ranking_pb2.RankRequest(model=recorded.model, timeout_ms=timeout_ms or 0, request_id=request_id)
     path, headers = (_RANK_METHOD, ()) if scheme == "grpc" else (_FORMS["json"][0].format(recorded.model), _MESSAGE)
     return Payload(path, recorded.request + added.SerializeToString(), headers, len(recorded.scores))
 

@@ -71,11 +71,11 @@ def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progre
 
 
 def prepare_workload(
-    text: str, store: Path, *, context_features: int = 0, seed: int = 0, progress: Progress = no_progress
+    text: str, store: Path, *, seed: int = 0, progress: Progress = no_progress
 ) -> tuple[Path, ModelSpec]:
     """Write the next version of a workload's model, with random rows and weights; the seed is of these.
 
     Returns the snapshot's folder and the model. Raises as `open_workload` and `write_random_snapshot`.
     """
-    spec = open_workload(text, context_features=context_features).spec
+    spec = open_workload(text).spec
     return write_random_snapshot(spec, store, seed=seed, progress=progress), spec

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import ConfigError
+from loader.errors import ConfigError, nearest
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
@@ -28,6 +28,7 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 Float64Array = npt.NDArray[np.float64]
 
 MAX_CANDIDATES = 2**20
+MAX_HOTNESS = 4096
 _RANGE = re.compile(r"(\d+)(?:-(\d+):(\d+(?:\.\d+)?))?", re.ASCII)
 
 
@@ -183,6 +184,19 @@ class RowScatter:
 IdDistribution: TypeAlias = Uniform | Zipf
 
 
+def parse_hotness(texts: Iterable[str], spec: ModelSpec) -> dict[str, int]:
+    """Read `N`, ids a bag of all features, or `FEATURE=N`, each above those before it. Raises ConfigError."""
+    hotness, features = dict[str, int](), [feature.name for feature in spec.features]
+    for text in texts:
+        name, equals, number = text.rpartition("=")
+        if not (number.isascii() and number.isdigit() and 1 <= int(number[:5]) <= MAX_HOTNESS):
+            raise ConfigError(f"hotness: {number!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
+        if equals and name not in features:
+            raise ConfigError(f"hotness: {text!r}: no feature {name!r}; there are {nearest(name, features)}")
+        hotness |= dict.fromkeys([name] if equals else features, int(number))
+    return hotness
+
+
 def parse_ids(text: str) -> IdDistribution:
     """Read `uniform` or `zipf:S` (or `zipf(S)`). Raises ConfigError."""
     if text == "uniform":
@@ -234,9 +248,9 @@ class Workload:
 
     Its name says everything that was chosen; bags are in the order of the schema.
 
-    Ids are rows, so every table needs the identity mapping. Bags have as many as the hotness of their feature. Ragged
-    ones have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an eighth of the bags is
-    empty, as many have two ids, all others one.
+    Ids are numbers of rows, or texts of these, and weights are from 0 to 1. Bags have as many as the hotness of their
+    feature. Ragged ones have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an eighth
+    of the bags is empty, as many have two ids, all others one.
     """
 
     def __init__(
@@ -254,6 +268,8 @@ class Workload:
         self.schema = FeatureSchema.of(spec)
         self._hotness = np.array([hotness[feature.name] for feature in self.schema.features], np.int64)
         self._ids, self._candidates, self._ragged = ids, candidates, ragged
+        self._is_string = np.array([feature.name in self.schema.string_features for feature in self.schema.features])
+        self._is_weighted = np.array([feature.weighted for feature in self.schema.features])
         self._scatter = RowScatter(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
 
     def request(self, rng: np.random.Generator) -> RankRequest:
@@ -267,9 +283,14 @@ class Workload:
             lengths = np.where(lengths > 1, around, 1 + (eighth == 7) - (eighth == 0))
         table = np.repeat(np.repeat(schema.table_index, bags_per_key), lengths)
         values: Int64Array = self._scatter.rows(self._ids.ranks(rng, self._scatter.num_rows[table]), table)
-        keys = np.arange(bags_per_key.size, dtype=np.int32)
+        bags = KeyedBags.from_lengths(np.arange(bags_per_key.size, dtype=np.int32), bags_per_key, lengths, values)
+        counts = bags.values_per_key()
+        if self._is_weighted.any():
+            weights = np.where(np.repeat(self._is_weighted, counts), rng.random(values.size, np.float32), np.float32(1))
+            bags = bags.with_values(values, weights)
         return RankRequest(
-            bags=KeyedBags.from_lengths(keys, bags_per_key, lengths, values),
+            bags=bags,
+            texts=[str(value) for value in values[np.repeat(self._is_string, counts)].tolist()],
             num_candidates=num_candidates,
             context_dense=rng.standard_normal(dense_inputs.context, dtype=np.float32),
             candidate_dense=rng.standard_normal((num_candidates, dense_inputs.candidate), dtype=np.float32),

@@ -163,7 +163,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     def serve_config(self, name: str) -> ServeConfig:
         """Return the settings of one of `worker_names`."""
-        values = self._values_of(FrontSettings) | {"plan_file": self.plan_file, "workers": 1, "node_id": name}
+        values = self._values_of(FrontSettings) | self.of_worker(self.worker_names.index(name))
+        values |= {"plan_file": self.plan_file, "node_id": name}
         return ServeConfig.model_validate(values | self.serve, context={"given": {*self.serve}})
 
     def _values_of(self, *schemas: type[Settings]) -> dict[str, Any]:

@@ -183,10 +183,7 @@ def worker_config(config: ServeConfig, worker: int) -> ServeConfig:
 
     Node ids differ, and so do folders of recorded requests, each with its part of their bound.
     """
-    update: dict[str, object] = {"workers": 1}
-    if config.record is not None:
-        update["record"] = config.record / str(worker)
-        update["record_max_mb"] = max(1, config.record_max_mb // config.workers)
+    update = config.of_worker(worker)
     if config.in_fleet:
         name = config.node_id or node_id("serve", str(config.http_port or f"pid{os.getpid()}"))
         update["node_id"] = f"{name}-{worker}"

@@ -153,9 +153,22 @@ class JsonCodec(Codec, eq=False):
 
     def encode(self, response: Response) -> Encoded:
         """See `Codec`."""
-        if isinstance(response, RankResult):
-            return Encoded(_ENCODER.encode(rank_document(response)))
-        return Encoded(b"", more=lookup_pieces(response))
+        if not isinstance(response, RankResult):
+            return Encoded(b"", more=lookup_pieces(response))
+        # Digits enough that float32 scores read back as the same float32.
+        document: dict[str, Any] = {
+            "model": response.model,
+            "version": response.version,
+            "dense_step": response.dense_step,
+            "delta_sequence": response.delta_sequence,
+            "scores": response.scores.tolist(),
+            "order": response.order.tolist(),
+        }
+        if response.outputs:
+            document["outputs"] = {name: values.tolist() for name, values in response.outputs.items()}
+        if response.request_id:
+            document["request_id"] = response.request_id
+        return Encoded(_ENCODER.encode(document))
 
     def _parse(self, schema: RequestSchema) -> Request:
         if self.method == "rank" and "candidates" not in self.document:
@@ -368,23 +381,6 @@ def _shown(value: Any) -> str:
         return "an object"
     text = _ENCODER.encode(value).decode()
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
-
-
-def rank_document(response: RankResult) -> dict[str, Any]:
-    """Write a response as JSON; float32 scores read back as the same float32."""
-    document: dict[str, Any] = {
-        "model": response.model,
-        "version": response.version,
-        "dense_step": response.dense_step,
-        "delta_sequence": response.delta_sequence,
-        "scores": response.scores.tolist(),
-        "order": response.order.tolist(),
-    }
-    if response.outputs:
-        document["outputs"] = {name: values.tolist() for name, values in response.outputs.items()}
-    if response.request_id:
-        document["request_id"] = response.request_id
-    return document
 
 
 def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:

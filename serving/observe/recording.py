@@ -35,6 +35,8 @@ from serving.results import RankResult
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".jsonl"
+REPLAY_ID = "shardrank-replay:"
+"""How the `request_id` of a replayed request begins."""
 MAX_LINE_BYTES = 64 << 20
 FILES = 8
 """A folder's bytes are divided over about so many files; the oldest goes when the next one is begun."""
@@ -117,8 +119,8 @@ class RequestRecorder:
         self._thread.start()
 
     def offer(self, schema: RequestSchema, request: RankRequest, answer: RankResult, arrived_at: float) -> None:
-        """Queue a request that came at a time of the clock, if it is drawn and there is room. Its arrays are kept."""
-        if self._draw() >= self._share:
+        """Queue a request that came at a time of the clock, if drawn, no replay, and with room. Its arrays are kept."""
+        if self._draw() >= self._share or request.request_id.startswith(REPLAY_ID):
             return
         bags, weights = request.bags, request.bags.weights
         size = bags.values.nbytes + bags.offsets.nbytes + request.candidate_dense.nbytes + answer.scores.nbytes
@@ -206,10 +208,12 @@ class RequestRecorder:
 
 
 def recorded_files(folder: Path) -> list[Path]:
-    """List the files of a folder and of the folders in it (of several workers, one each), the oldest first.
+    """List the files of a folder and of the folders in it (of several workers, one each), the oldest first; or a file.
 
     Raises ConfigError if there is no such folder.
     """
+    if folder.is_file():
+        return [folder]
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder of recorded requests")
     return sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*/*{SUFFIX}")], key=lambda path: path.name)

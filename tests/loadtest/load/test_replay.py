@@ -10,7 +10,7 @@ from msgspec.structs import replace as changed
 
 from loader.errors import ConfigError
 from loadtest.cli import replay as replay_command
-from loadtest.load.replay import ReplayConfig, ReplayResult, due_times, prepare, replay
+from loadtest.load.replay import ReplayConfig, ReplayResult, due_times, execute, prepare, replay
 from serving.observe.recording import RequestRecorder, read_file, recorded_files
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_service, run, running_api, write_api_model
 
@@ -42,9 +42,12 @@ def folder(versions: dict[int, ApiModel], tmp_path_factory: pytest.TempPathFacto
     return recorded
 
 
-def replayed(model: ApiModel, folder: Path, scheme: str, change_scores: float = 0.0) -> ReplayResult:
+def replayed(
+    model: ApiModel, folder: Path, scheme: str, change_scores: float = 0.0, recorder: RequestRecorder | None = None
+) -> ReplayResult:
     async def work() -> ReplayResult:
         with api_service(model) as service:
+            service.on_ranked += () if recorder is None else (recorder.offer,)
             async with running_api(service) as api:
                 ports = {"http": api.listening.http_port, "grpc": api.listening.grpc_port}
                 target = f"{scheme}://127.0.0.1:{ports[scheme]}"
@@ -67,6 +70,29 @@ def test_the_same_version_gives_the_same_scores_again(versions, folder: Path, sc
     assert result.max_difference < 1e-6
     assert result.answers_by_version == {1: COUNT}
     assert result.latency.p50_ms is not None
+
+
+def test_a_replay_is_not_recorded_by_a_server_that_records(versions, folder: Path, tmp_path: Path) -> None:
+    recorder = RequestRecorder(tmp_path, 1.0)
+    assert replayed(versions[1], folder, "grpc", recorder=recorder).answered == COUNT
+    recorder.close()
+    assert recorded_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.02)])
+def test_the_tolerance_is_of_the_answering_model_s_number_format(
+    versions, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype, tolerance
+) -> None:
+    """It is told, and scores of a format that depends on the batch may be further off."""
+
+    with api_service(versions[1]) as service:
+        described = service.describe(MODEL)
+    of_dtype = described.dense_model.model_copy(update={"dtype": dtype})
+    monkeypatch.setattr(
+        "loadtest.load.replay.describe", lambda target, model: described.model_copy(update={"dense_model": of_dtype})
+    )
+    execute(ReplayConfig(folder=folder, target="http://127.0.0.1:1", rate=1000.0), None)
+    assert f"tolerance {tolerance:g}: the default for a model in {dtype}" in capsys.readouterr().out
 
 
 def test_other_versions_are_not_compared_but_differences_are(versions, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
@@ -88,13 +89,6 @@ def test_a_result_is_shown(varied: bool):
         assert f"requests are {FORMS[varied]}" in text.getvalue()
 
 
-def test_results_of_earlier_releases_are_read():
-    """They did not vary requests, and had histograms and marks."""
-    assert not LoadResult.model_validate(
-        RUN.model_dump(exclude={"varied"}) | {"latency_histogram": {}, "marks": []}
-    ).varied
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -103,6 +97,12 @@ def test_results_of_earlier_releases_are_read():
         (["--target", "http://a", "--rate", "5", "--api", "grpc"], "is not spoken at http://"),
         (["--target", "http://a", "--rate", "0"], "rate"),
         (["--target", "http://a", "--rate", "5", "--duration", "4000"], "duration"),
+        (["--target", "http://a", "--rate", "5", "--model", "m", "--workload", "dlrm-v2"], "one of them"),
+        (["--target", "http://a", "--rate", "5", "--hotness", "3"], "only for a served model"),
+        (
+            ["--target", "http://a", "--rate", "5", "--model", "m", "--like", "/dev/null", "--ids", "uniform"],
+            "like: ids",
+        ),
     ],
 )
 def test_a_command_that_can_not_be_run_is_refused(arguments, message):
@@ -111,7 +111,7 @@ def test_a_command_that_can_not_be_run_is_refused(arguments, message):
     assert message in refused.output
 
 
-@pytest.mark.parametrize("name", ["run", "replay", "prepare", "report"])
+@pytest.mark.parametrize("name", ["run", "replay", "prepare"])
 def test_commands_have_help(name: str):
     assert name in CliRunner().invoke(loadtest, ["--help"]).output
     assert "Examples:" in CliRunner().invoke(loadtest, [name, "--help"]).output
@@ -131,6 +131,35 @@ def test_the_command_sends_from_processes_and_writes_its_result(tmp_path: Path):
     assert [process.due for process in result.generator.processes] == [50, 50]
     assert "within_slo" in done.output
     assert "in flight" in (tmp_path / "run.html").read_text()
+
+
+@pytest.mark.parametrize(("share", "is_failed"), [([], True), (["--max-failed-share", "0.2"], False)])
+def test_a_run_of_which_too_many_fail_exits_with_1(share, is_failed, monkeypatch):
+    monkeypatch.setattr(results, "MIN_MAX_LAG_MS", 10_000.0)
+    with loaded_http_server(lambda number: Reply(status=503 if number % 10 == 0 else 200)) as server:
+        arguments = [
+            "--target",
+            f"http://127.0.0.1:{server.port}",
+            "--workload",
+            "merlin-tiny:0.0001",
+            "--requests",
+            "5",
+        ]
+        arguments += ["--candidates", "3", "--rate", "50", "--duration", "1", "--warmup", "0", "--arrivals", "constant"]
+        done = CliRunner().invoke(
+            loadtest, ["run", *arguments, "--timeout-ms", "10000", *share], catch_exceptions=False
+        )
+    assert done.exit_code == int(is_failed), done.output
+    assert ("10.0% of the requests failed; --max-failed-share is 1.0%" in done.output) == is_failed
+
+
+def test_a_page_is_refused_at_once_without_its_extra(tmp_path: Path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    arguments = ["run", "--target", "http://127.0.0.1:1", "--html", str(tmp_path / "out.html")]
+    refused = CliRunner().invoke(loadtest, arguments)
+    assert refused.exit_code == 2
+    assert "pip install 'shardrank[report]'" in refused.output
 
 
 def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):

@@ -89,33 +89,23 @@ def test_a_bench_workload_has_the_hotness_of_its_name():
 
 
 def test_everything_that_was_chosen_is_in_the_name():
-    workload = open_workload("dlrm-v2:0.01", ids="zipf:1.2", candidates="100", context_features=2)
-    assert workload.name == "dlrm-v2:0.01, ids zipf:1.2, candidates 100, ragged bags, context features 2"
+    workload = open_workload("dlrm-v2:0.01", ids="zipf:1.2", candidates="100")
+    assert workload.name == "dlrm-v2:0.01, ids zipf:1.2, candidates 100, ragged bags"
     same = open_workload("dlrm-v2:0.01", varied=False)
     assert same.name == "dlrm-v2:0.01, ids uniform, candidates 100-700:270, fixed bags"
 
 
-def test_context_features_have_the_most_ids_and_come_once():
-    workload = open_workload("dlrm-v2:0.001", candidates="5", context_features=2, varied=False)
-    request, features = request_of(workload)
-    context = {name for name, feature in features.items() if feature.is_context}
-    assert context == {"f20", "f21"}
-    assert features["f20"].lengths.tolist() == [100]
-    assert request.bags.num_values == 100 + 27 + 5 * (214 - 127)
-
-
 UNKNOWN = "dlrm dlrm-v2: dlrm-v2:0 dlrm-v2:1.5 dlrm-v2:nan dlrm-v2:-1 merlin-tiny:x films:x"
-NOT_HOTNESS = "bench-mlp: bench-mlp:0 bench-mlp:1001 bench-dlrm:1.5"
+NOT_HOTNESS = "bench-mlp: bench-mlp:0 bench-mlp:4097 bench-dlrm:1.5"
 
 
 @pytest.mark.parametrize(
-    ("text", "context_features", "message"),
+    ("text", "message"),
     [
-        *((text, 0, "workload") for text in ("", *UNKNOWN.split())),
-        *((text, 0, "is not a whole number of ids from 1 to 1000") for text in NOT_HOTNESS.split()),
-        *(("dlrm-v2", count, "context_features: ") for count in (-1, 26)),
+        *((text, "workload") for text in ("", *UNKNOWN.split())),
+        *((text, "is not a whole number of ids from 1 to 4096") for text in NOT_HOTNESS.split()),
     ],
 )
-def test_what_is_no_workload_is_refused(text, context_features, message):
+def test_what_is_no_workload_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
-        open_workload(text, context_features=context_features)
+        open_workload(text)

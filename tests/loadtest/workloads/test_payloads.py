@@ -16,7 +16,7 @@ from loadtest.workloads.catalog import BenchShape, bench_payloads, open_workload
 from loadtest.workloads.payloads import APIS, HEADER_LENGTH, Api, Payloads, changing_headers
 from loadtest.workloads.workload import Workload
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
-from serving.formats.json_reader import rank_document
+from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec, encode_rank
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -30,7 +30,7 @@ TIMEOUT_MS = 70
 def small_workload(name: str):
     if name == "mixed":
         return MixedWorkload()
-    return open_workload(name, candidates="3-9:5", context_features=2 if name.startswith("merlin") else 0)
+    return open_workload(name, candidates="3-9:5")
 
 
 def assert_read_back(workload: Workload, api: Api, seed: int) -> None:
@@ -74,18 +74,17 @@ def test_single_ids_are_flat_and_floats_are_short():
 @pytest.mark.parametrize(
     ("api", "codec", "path"),
     [
-        ("json", None, "/v1/models/other:rank"),
+        ("json", None, f"/v1/models/{MODEL}:rank"),
         ("grpc", MessageCodec("rank"), "/shardrank.v1.RankingService/Rank"),
         ("grpc-packed", MessageCodec("rank"), "/shardrank.v1.RankingService/Rank"),
-        ("oip-http", None, "/v2/models/other/infer"),
+        ("oip-http", None, f"/v2/models/{MODEL}/infer"),
         ("oip-grpc", InferGrpcCodec(), "/inference.GRPCInferenceService/ModelInfer"),
     ],
 )
-def test_the_model_s_name_may_be_another_one(api, codec, path):
-    payload = Payloads(small_workload("mixed"), api, count=1, model="other")[0]
+def test_a_path_or_a_message_names_the_model(api, codec, path):
+    payload = Payloads(small_workload("mixed"), api, count=1)[0]
     assert payload.path == path
-    assert codec is None or codec.read(payload.body, RequestLimits()).model == "other"
-    assert Payloads(small_workload("mixed"), "json", count=1)[0].path == f"/v1/models/{MODEL}:rank"
+    assert codec is None or codec.read(payload.body, RequestLimits()).model == MODEL
 
 
 def test_a_packed_request_of_single_ids_has_no_lengths():
@@ -126,7 +125,7 @@ def test_scores_are_read_from_the_server_s_answers(num_scores):
     over_http = InferHttpCodec(model=MODEL, header_length=dict(pools["oip-http"][0].headers)[HEADER_LENGTH])
     over_grpc = InferGrpcCodec()
     answers = {
-        "json": json.dumps(rank_document(expected)).encode(),
+        "json": JsonCodec().encode(expected).body,
         "grpc": encode_rank(expected),
         "grpc-packed": encode_rank(expected),
         "oip-http": over_http.read(pools["oip-http"][0].body, RequestLimits()).encode(expected).body,

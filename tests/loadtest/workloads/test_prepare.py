@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -24,7 +23,7 @@ WORKLOAD = "merlin-tiny:0.0002"
 
 @pytest.fixture(scope="module")
 def snapshot_folder(tmp_path_factory):
-    return prepare_workload(WORKLOAD, tmp_path_factory.mktemp("store"), context_features=2, seed=3)[0]
+    return prepare_workload(WORKLOAD, tmp_path_factory.mktemp("store"), seed=3)[0]
 
 
 def joined(rows: RandomRows, first: int, count: int) -> np.ndarray:
@@ -61,7 +60,7 @@ def test_the_snapshot_has_the_rows_and_passes_verification(snapshot_folder):
     report = verify_snapshot(snapshot_folder)
     assert report.ok, report.problems
     snapshot = Snapshot.open(snapshot_folder)
-    spec = open_workload(WORKLOAD, context_features=2).spec
+    spec = open_workload(WORKLOAD).spec
     assert snapshot.spec == spec
     assert snapshot.manifest.metadata == {"source": "random rows", "seed": "3"}
     assert sum(entry.size_bytes for table in snapshot.manifest.tables for entry in table.rows) >= rows_bytes_of(spec)
@@ -93,7 +92,7 @@ def test_the_command_says_how_to_serve_the_model(tmp_path):
 
 
 def test_an_interrupted_export_goes_on_with_the_same_rows(tmp_path, snapshot_folder):
-    spec = open_workload(WORKLOAD, context_features=2).spec
+    spec = open_workload(WORKLOAD).spec
 
     def interrupt(what: str, done: int, total: int) -> None:
         if what == f"table {spec.tables[30].name}":
@@ -106,8 +105,3 @@ def test_an_interrupted_export_goes_on_with_the_same_rows(tmp_path, snapshot_fol
     assert len(written & {path.stat().st_ino for path in folder.rglob("*.safetensors")}) >= 30
     # The same files, by size and checksum, as of the export in one go.
     assert Snapshot.open(folder).manifest.tables == Snapshot.open(snapshot_folder).manifest.tables
-
-
-def test_prepare_and_run_share_the_flags_that_must_agree():
-    flags = {flag for option in prepare.params if isinstance(option, click.Option) for flag in option.opts}
-    assert flags == {"--workload", "--context-features", "--store", "--seed"}

@@ -9,16 +9,14 @@ import sys
 from pathlib import Path
 
 import click
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import serving.cli as group
 from serving.cli import main
 from serving.embedded import Ranker
 from serving.training.dataset import generate_interactions
 from serving.training.trainer import train_version
-from shardrank_testing.command_line import blocks, commands, flags_of, shardrank
+from shardrank_testing.command_line import blocks, flags_of, shardrank
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 ALL = list(group.COMMANDS)
@@ -120,8 +118,6 @@ PAGES = [
     "docs/tls-and-tokens.md",
     "docs/traces.md",
 ]
-# The part on programs has commands and a script of its own.
-GUIDE, _, PROGRAMS = (ROOT / "docs/serving-your-own-model.md").read_text(encoding="utf-8").partition("## A program")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -167,26 +163,3 @@ def test_the_page_of_python_names_shows_ids_that_are_strings(tmp_path: Path) -> 
     script = blocks((ROOT / "docs/python.md").read_text(encoding="utf-8"), "python")[-1]
     done = subprocess.run((sys.executable, "-c", script), cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     assert re.fullmatch(r"\[0\.\d+ +0\.\d+\]\n", done.stdout)
-
-
-def test_the_guide_to_your_own_model_works_as_it_is_printed(tmp_path: Path) -> None:
-    (tmp_path / "shop.json").write_text(blocks(GUIDE, "json")[0])
-    training, in_process = blocks(GUIDE, "python")
-    export, verify, up = commands(GUIDE)
-
-    def python(*arguments: str) -> str:
-        command = (sys.executable, *arguments)
-        return subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
-
-    python("-c", training)
-    python("-m", "serving.cli", *export[1:])
-    checked = python("-m", "serving.cli", *verify[1:])
-    assert "golden requests: 1 with 2 candidates, every score within 0.01" in checked
-    printed = python("-c", in_process)
-    curl = re.search(r"^curl -s (\S+) -d '(.*)'$", GUIDE, re.MULTILINE)
-    assert curl is not None
-    with Ranker.open(tmp_path / "models/shop/1") as ranker:
-        scores = ranker.rank("shop", **json.loads(curl[2])).scores
-    assert str(scores) in printed
-    assert up[1:] == ["up", "--store", "models", "--model", "shop", "--shards", "2", "--cards", "2"]
-    np.testing.assert_allclose(scores, load_file(tmp_path / "golden.safetensors")["scores"], atol=0.01)

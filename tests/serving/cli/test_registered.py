@@ -18,6 +18,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.shard import ReplicaSource, ReplicatedShard
 from serving.config import ServeConfig, ShardNodeConfig
+from serving.fleet.config import FleetConfig
 from serving.fleet.workers import Membership, worker_config
 from serving.shard_server import serve_shard
 from shard_node.buckets import NodeIdentity
@@ -230,5 +231,8 @@ def test_workers_have_all_settings_but_a_node_id_and_a_folder(tmp_path: Path) ->
     assert changed == {"workers", "node_id", "record", "record_max_mb"}
     assert (worker.record, worker.record_max_mb, worker.workers) == (tmp_path / "1", 128, 1)
     assert worker.node_id.endswith("-1")
+    of_fleet = FleetConfig(store=tmp_path, models=("a",), record=tmp_path, record_share=0.5, workers=4)
+    worker = of_fleet.serve_config("serve-3")
+    assert (worker.record, worker.record_max_mb, worker.record_share) == (tmp_path / "3", 64, 0.5)
     worker.write(file := tmp_path / "worker.toml")
     assert file.stat().st_mode & 0o777 == 0o600

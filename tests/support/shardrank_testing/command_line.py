@@ -51,8 +51,9 @@ def parse_command_line(words: Sequence[str], **environment: str) -> dict[str, An
 
 
 def blocks(text: str, language: str = "") -> list[str]:
-    """Return the blocks of code of a page that say to be in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    """Return the blocks of code of a page that say to be in a language, or in none."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for stated, block in found if stated == language]
 
 
 def commands(text: str) -> list[list[str]]:
