@@ -206,6 +206,12 @@ class ModelDescription(Frozen):
     dense_inputs: DenseInputs = DenseInputs()
     dense_model: AnyDenseModel
 
+    @property
+    def traced_features(self) -> tuple[set[str], set[str]]:
+        """Features that a trace may have, and those of them whose ids are numbers of rows."""
+        by_row = (table.feature_names for table in self.tables if table.id_mapping.kind == "identity")
+        return {feature.name for feature in self.features}, {name for names in by_row for name in names}
+
     def compiled(self, kept: Mapping[str, int] | None = None) -> ModelSpec:
         """Return the model as it is stored; `kept` is how many rows are left of tables that are pruned.
 

@@ -216,6 +216,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{get_close_matches(name, names, 3) or names[:3]}{f', {len(names)} in all' if len(names) > 3 else ''}"
 
 
+def no_path(what: str, path: Path, kind: str = "folder") -> str:
+    """Write, for a message, which folder or file of a path is not there, and which ones beside it have near names."""
+    missing = next((part for part in [*reversed(path.absolute().parents), path.absolute()] if not part.exists()), path)
+    paths = [other for other in missing.parent.glob("*") if kind != "folder" or other.is_dir()]
+    beside = [other.name for other in paths if other.name.startswith(".") == missing.name.startswith(".")]
+    where = "" if missing.name == path.name else f" {missing.name!r}"
+    near = f"; beside it are {nearest(missing.name, beside)}" if beside else ""
+    return f"{what} {path}: there is no such {kind}{where}{near}"
+
+
 def cut(value: object, max_characters: int = 200) -> str:
     """Return the text of a value for a message: what an untrusted file says may be of any length."""
     text = str(value)

@@ -8,9 +8,11 @@ numbers is of string ids, which count by the fingerprint that serving takes them
 from __future__ import annotations
 
 import csv
+import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.access_counts import MAX_IDS, AccessCounter, AccessCounts, merged_by_table
-from loader.errors import TraceError, cut
+from loader.errors import TraceError, cut, nearest
 from loader.snapshot.manifest import MAX_STRING_ID_BYTES
 from loader.snapshot.tables import fingerprint_strings
+
+logger = logging.getLogger(__name__)
 
 MAX_DISTINCT_IDS = 200_000_000
 """Of one feature: 3.2 GB of ids and counts, and about three times that while they are counted."""
@@ -54,23 +58,30 @@ class _IdCounter:
         if self._counter.is_full:
             self.result()
 
-    def add_texts(self, seen: Mapping[str, int]) -> None:
-        """Count ids by the cells of a CSV column: whether these are numbers is known once all were seen."""
+    def add_texts(self, seen: Mapping[str, int], line_of: Callable[[str], int], *, is_of_rows: bool) -> None:
+        """Count ids by the cells of a CSV column: whether these are numbers is known once all were seen.
+
+        Raises TraceError for a cell that is no id, with its line. A text is none in a column of row numbers, or where
+        most cells are whole numbers.
+        """
         texts, counts = [text for text in seen if text], np.array([seen[text] for text in seen if text], np.int64)
-        if texts and len(longest := max(texts, key=len)) > MAX_STRING_ID_BYTES:
-            raise TraceError(
-                f"{self.where}: an id of {len(longest)} characters; at most {MAX_STRING_ID_BYTES} are allowed"
-            )
         numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
-        if all(numbers):
-            # As objects, numbers of any length are compared with what is allowed.
-            return self.add(np.array([int(text) for text in texts], object), counts)
-        has_numbers = any(numbers)
-        for text in texts:
-            if _FLOAT.fullmatch(text) or (has_numbers and _MISSING.fullmatch(text)):
-                limit = "is neither a whole number nor a string; where there is no id, leave it empty"
-                raise TraceError(f"{self.where}: {text!r} {limit}")
-        return self.add(fingerprint_strings(texts), counts)
+        is_of_numbers = is_of_rows or 2 * sum(numbers) > len(texts)
+        for text, is_number in zip(texts, numbers, strict=True):
+            if len(text) > MAX_STRING_ID_BYTES:
+                problem = f"an id of {len(text)} characters; at most {MAX_STRING_ID_BYTES} are allowed"
+            elif is_number:
+                continue
+            elif _FLOAT.fullmatch(text) or (any(numbers) and _MISSING.fullmatch(text)):
+                problem = f"{text!r} is neither a whole number nor a string; where there is no id, leave it empty"
+            elif is_of_numbers:
+                problem = f"{cut(text)!r} is a text in a column of whole numbers"
+            else:
+                continue
+            raise TraceError(f"{self.where}, line {line_of(text)}: {problem}")
+        # As objects, numbers of any length are compared with what is allowed.
+        ids = np.array([int(text) for text in texts], object) if all(numbers) else fingerprint_strings(texts)
+        self.add(ids, counts)
 
     def result(self) -> AccessCounts:
         """Return what was counted. Raises TraceError if there are more than `MAX_DISTINCT_IDS` different ids."""
@@ -94,22 +105,24 @@ def count_values(where: str, values: npt.NDArray[Any]) -> AccessCounts:
     return counter.result()
 
 
-def read_traces(traces: Iterable[str], features: Collection[str]) -> dict[str, AccessCounts]:
-    """Count the ids of a model's features in traces.
+def read_traces(
+    traces: Iterable[str], features: Collection[str], of_rows: Collection[str] = ()
+) -> dict[str, AccessCounts]:
+    """Count the ids of a model's features in traces; those of features `of_rows` are row numbers, and never strings.
 
-    Each trace is `FEATURE=FILE.npy`, or the path of a `.csv` or `.parquet` file whose columns are features; other
-    columns are left alone. A feature that several traces have is counted over all of them.
+    Each trace is `FEATURE=FILE.npy`, or the path of a `.csv` or `.parquet` file whose columns are features; of other
+    columns a warning is logged. A feature that several traces have is counted over all of them.
 
     Raises TraceError for a file that can't be read, or is of another kind; a feature that the model does not have, no
     column that is a feature; an id that is negative or too large; too many different ids.
     """
-    return merged_by_table(_read(trace, features) for trace in traces)
+    return merged_by_table(_read(trace, features, of_rows) for trace in traces)
 
 
-def _read(trace: str, features: Collection[str]) -> Mapping[str, AccessCounts]:
+def _read(trace: str, features: Collection[str], of_rows: Collection[str]) -> Mapping[str, AccessCounts]:
     suffix = Path(trace).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        counters = (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features)
+        counters = (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features, of_rows)
         return {name: counter.result() for name, counter in counters.items()}
     feature, _, file = trace.partition("=")
     if not file or Path(file).suffix != ".npy":
@@ -134,10 +147,14 @@ def _counters(path: Path, columns: Collection[str], features: Collection[str]) -
         raise TraceError(f"{path}: none of its columns {cut(list(columns))} {limit}")
     if len(set(names)) != len(names):
         raise TraceError(f"{path}: a column is there twice: {cut(names)}")
+    if others := [name for name in columns if name not in features]:
+        missing = set(features) - set(names)
+        near = f"; features without a column are {nearest(others[0], missing)}" if missing else ""
+        logger.warning("%s: columns that match no feature are left out: %s%s", path, cut(others), near)
     return {name: _IdCounter(f"{path}, column {name!r}") for name in names}
 
 
-def _read_csv(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
+def _read_csv(path: Path, features: Collection[str], of_rows: Collection[str]) -> dict[str, _IdCounter]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = csv.reader(file)
@@ -157,11 +174,18 @@ def _read_csv(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: can't be read: {cut(error)}") from error
     for name, counter in counters.items():
-        counter.add_texts(texts[name])
+        counter.add_texts(texts[name], partial(_line_of, path, name), is_of_rows=name in of_rows)
     return counters
 
 
-def _read_parquet(path: Path, features: Collection[str]) -> dict[str, _IdCounter]:
+def _line_of(path: Path, column: str, text: str) -> int:
+    """Return the line of a CSV file that first has a text in a column."""
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = csv.DictReader(file)
+        return next(lines.line_num for line in lines if line[column] == text)
+
+
+def _read_parquet(path: Path, features: Collection[str], of_rows: Collection[str]) -> dict[str, _IdCounter]:
     """Count columns of whole numbers, of strings, or of lists of either: a list is a bag."""
     try:
         import pyarrow
@@ -183,10 +207,10 @@ def _read_parquet(path: Path, features: Collection[str]) -> dict[str, _IdCounter
                 ids = seen.field("values")
                 if types.is_integer(ids.type):
                     numbers = ids.to_numpy(zero_copy_only=False)
-                elif types.is_string(ids.type) or types.is_large_string(ids.type):
+                elif name not in of_rows and (types.is_string(ids.type) or types.is_large_string(ids.type)):
                     numbers = fingerprint_strings(ids.to_pylist())
                 else:
-                    limit = f"ids must be whole numbers or strings, or lists of them; got {ids.type}"
+                    limit = f"ids must be whole numbers, or strings of no row numbers, or lists of them; got {ids.type}"
                     raise TraceError(f"{counters[name].where}: {limit}")
                 counters[name].add(numbers, seen.field("counts").to_numpy().astype(np.int64))
     except (OSError, pyarrow.ArrowException) as error:

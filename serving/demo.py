@@ -21,6 +21,7 @@ from loader.errors import ShardrankError
 from loader.progress import Progress
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Frozen
 from serving.cli.output import print_document, progress_bars, table_of
@@ -61,8 +62,8 @@ class DemoReport(Frozen):
     """What `--json` writes. Latencies are with one request in flight, after a warm-up, over every test request.
 
     The AUCs over the test part are of the float32 model in-process, of the scores that came over HTTP, and of scoring
-    each film by its mean training label. `errors` were not answered with a score for each candidate; `float32_bytes`
-    are the snapshot's rows unquantised.
+    each film by its mean training label. `errors` were not answered with a score for each candidate; `rows_bytes`
+    are the snapshot's rows, `float32_bytes` the same unquantised, `snapshot_bytes` all of its files.
     """
 
     source: str
@@ -82,8 +83,9 @@ class DemoReport(Frozen):
     http_p99_ms: float | None
     grpc_p50_ms: float | None
     grpc_p99_ms: float | None
-    snapshot_bytes: int
+    rows_bytes: int
     float32_bytes: int
+    snapshot_bytes: int
     shards: int
     cards: int
     sharding: str
@@ -300,8 +302,9 @@ def _report(
         http_p99_ms=http_p99_ms,
         grpc_p50_ms=grpc_p50_ms,
         grpc_p99_ms=grpc_p99_ms,
-        snapshot_bytes=snapshot.size_bytes,
+        rows_bytes=rows_bytes_of(snapshot.spec),
         float32_bytes=snapshot.float32_bytes,
+        snapshot_bytes=snapshot.size_bytes,
         version=int(version.folder.name),
         seed=seed,
         **fleet.model_dump(include={"shards", "cards", "sharding"}),

@@ -183,6 +183,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         max_staleness_s=options.max_staleness,
     )
     member = fleet_member(options, membership, service, protection.node_tls)
+    settings.check_store(options.store_place)
     scheme, note, fixed = settings.scheme(options), "", "" if options.in_fleet else _ALONE
     if workers > 1 and not options.in_fleet:
         note = _WORKER_NOTE.format(count=workers, process=os.getpid())

@@ -57,6 +57,7 @@ def run_shard_node(options: ShardNodeConfig, tls: TlsConfig | None) -> None:
     settings.node_config(options, options.node_id or "shard", store=membership.store)
     if options.advertise:
         Address.parse(options.advertise)
+    settings.check_store(options.store_place)
     traces = settings.trace_config(options, "shardrank-shard-node")
     card_set = settings.open_card_set(options)
     sink = None

@@ -23,6 +23,7 @@ from loader.errors import (
     SnapshotResourceError,
     cut,
     file_error,
+    no_path,
 )
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import RowBuckets
@@ -132,7 +133,7 @@ class Snapshot:
         """
         root = Path(path)
         if not root.is_dir():
-            raise SnapshotNotFoundError(f"{root}: no such snapshot folder")
+            raise SnapshotNotFoundError(no_path("snapshot", root))
         versions = version_numbers(entry.name for entry in root.iterdir())
         if versions and not (root / MANIFEST_NAME).exists():
             raise SnapshotNotFoundError(f"{root} is a model's folder; its newest version is {root / str(versions[-1])}")

@@ -32,7 +32,15 @@ from typing import IO, Any, Self
 
 from pydantic import ValidationError
 
-from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError, SnapshotNotFoundError, file_error
+from loader.errors import (
+    ExportError,
+    SnapshotCorruptError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    file_error,
+    nearest,
+    no_path,
+)
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
@@ -125,7 +133,7 @@ class Store:
     def check_exists(self) -> None:
         """Raise SnapshotNotFoundError if there is no such folder, or no version of any model in it."""
         if not self.path.is_dir():
-            raise SnapshotNotFoundError(f"store {self.path}: there is no such folder")
+            raise SnapshotNotFoundError(no_path("store", self.path))
         if not self.models():
             raise SnapshotNotFoundError(f"store {self.name} has no model{self._unfinished_text()}")
 
@@ -148,7 +156,8 @@ class Store:
         if not versions:
             self.check_exists()
             raise SnapshotNotFoundError(
-                f"store {self.name} has no model {model!r}; it has {self.models()}{self._unfinished_text(model)}"
+                f"store {self.name} has no model {model!r}; it has {nearest(model, self.models())}"
+                f"{self._unfinished_text(model)}"
             )
         return versions[-1]
 

@@ -6,7 +6,7 @@ what `shardrank plan --json` prints.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from itertools import compress
 from typing import Any
 
 from loader.snapshot.manifest import ModelSpec
@@ -15,11 +15,17 @@ from loader.snapshot.tables import DividedTable
 from router.plan import Plan, table_bytes
 from router.plan_file import PlanFile
 from router.planning.division import PlacedModel
-from router.planning.inputs import CapacityOptions, LookupProfile
+from router.planning.inputs import GB, CapacityOptions, CpuNode, LookupProfile
 from router.planning.network import StoredLookups, network_use
 from shard_node.cuda.kernel_params import RowFormat
+from shard_node.engine.memory import choose_tiers
+from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CARD, HOST, HOT, PLACE_BYTES, CardPlan
 from shard_node.planning.cost_model import Traffic
+
+_OF_TABLE = {"name", "num_embeddings", "embedding_dim", "dtype"}
+_OF_CPU = {"name", "cores", "ram_gb", "disk_gb", "rows_per_s"}
+_OF_CARDS = {"card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access", "on_cards_bytes", "places_bytes"}
 
 
 def capacity(
@@ -30,8 +36,6 @@ def capacity(
 ) -> dict[str, Any]:
     """Plan a model on the fullest shard of a fleet: by what `best_division` chose, or as `options.sharding` says.
 
-    `fits_on_cards`: whether all rows of the shard are on cards; `all_on_cards_bytes`: of each card, what that needs.
-
     Raises:
         MemoryBudgetError: it can't be served on such nodes at all, with the numbers.
         PlanError: it can't be sharded so.
@@ -41,9 +45,9 @@ def capacity(
     else:
         plan = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
         model = PlacedModel(spec, plan, options, profile)
-    spec, stored, lookups = model.spec, model.stored, model.lookups
+    spec, lookups, requested = model.spec, model.lookups, model.stored.lookups
     fullest = int(lookups.stored_bytes.argmax())
-    cards, _, traffic, time = model.shard(fullest)
+    on_node = (_on_cpu if isinstance(options.system, CpuNode) else _on_cards)(model, fullest, options)
     return {
         "model": spec.model,
         "options": options.model_dump(),
@@ -51,17 +55,64 @@ def capacity(
         "num_rows": sum(table.num_embeddings for table in spec.logical_tables),
         "size": _sizes(spec),
         "shard_index": fullest,
+        **on_node,
+        "batch": {
+            "lookups": sum(table.values for table in requested),
+            "bags": sum(table.bags for table in requested),
+            **on_node["batch"],
+        },
+        "time": model.time(fullest),
+        "divided": [_divided(spec, table) for table in spec.divided],
+        "network": options.network and network_use(lookups, model.sent, options.network, model.time),
+        "division": division and division[0],
+    }
+
+
+def _on_cpu(model: PlacedModel, shard: int, options: CapacityOptions) -> dict[str, Any]:
+    """Return which tables of a shard are in RAM, and which the engine leaves in the mapped files, the largest first.
+
+    Raises MemoryBudgetError if the disk has no room for these.
+    """
+    node = options.system
+    assert isinstance(node, CpuNode)
+    layout, lookups, sizes = model.stored.layout, model.sent.values[:, shard].tolist(), model.lookups.table_bytes(shard)
+    ram, disk = (int(size_gb * GB / options.versions) for size_gb in (node.ram_gb, node.disk_gb))
+    tables = [
+        {**table.model_dump(include=_OF_TABLE), "tier": tier, "size_bytes": size_bytes, "lookups": of_table}
+        for table, tier, size_bytes, of_table in zip(
+            layout.tables, choose_tiers(sizes, ram), sizes, lookups, strict=True
+        )
+    ]
+    is_mapped = [table["tier"] == "mapped" for table in tables]
+    # Files are mapped with the rows of other shards in them.
+    if (disk_bytes := sum(map(table_bytes, compress(layout.tables, is_mapped)))) > disk:
+        limits = f"{ram} bytes of RAM and {disk} of disk for each version"
+        raise MemoryBudgetError(f"rows take {sum(sizes)} bytes of shard {shard}; there are {limits}")
+    return {
+        "options": options.model_dump(exclude=_OF_CARDS) | {"system": node.model_dump(include=_OF_CPU)},
+        "size": {name: size for name, size in _sizes(model.spec).items() if name not in _OF_CARDS},
+        "ram_bytes": sum(sizes) - sum(compress(sizes, is_mapped)),
+        "disk_bytes": disk_bytes,
+        "fits_in_ram": not any(is_mapped),
+        "tables": tables,
+        "batch": {"disk_lookups": sum(compress(lookups, is_mapped))},
+    }
+
+
+def _on_cards(model: PlacedModel, shard: int, options: CapacityOptions) -> dict[str, Any]:
+    """Return what is on which card of a shard, and moves over each way when the slowest card pools.
+
+    `fits_on_cards`: whether all rows of the shard are on cards; `all_on_cards_bytes`: of each card, what that needs.
+    """
+    cards, _, traffic, _ = model.shard(shard)
+    return {
         "cards": _cards(cards, options.budget.card_bytes[0]),
         "pinned_bytes": cards.pinned_bytes,
         "all_on_cards_bytes": cards.all_on_cards_bytes,
         "fits_on_cards": not cards.tier_rows[:, :, HOST].any(),
         "tiers": _tiers(cards, traffic),
-        "tables": _tables(cards, stored),
-        "divided": [_divided(spec, table) for table in spec.divided],
-        # What a batch asks, and moves over each way when the slowest card pools it.
+        "tables": _tables(cards, model.stored),
         "batch": {
-            "lookups": sum(of_table.values for of_table in stored.lookups),
-            "bags": sum(of_table.bags for of_table in stored.lookups),
             "upload_bytes": traffic.upload_bytes,
             "card_memory_bytes": float(traffic.hbm_bytes.max()),
             "peer_bytes": float(traffic.peer_bytes.sum(axis=1).max()),
@@ -69,10 +120,6 @@ def capacity(
             "host_bytes": float(traffic.host_bytes.max()),
             "host_line_bytes": float(traffic.host_line_bytes.max()),
         },
-        "time": asdict(time),
-        "network": options.network
-        and network_use(lookups, model.sent, options.network, lambda shard: model.shard(shard).time),
-        "division": division and division[0],
     }
 
 
@@ -123,7 +170,7 @@ def _tables(plan: CardPlan, stored: StoredLookups) -> list[dict[str, Any]]:
     rows = plan.tier_rows.sum(axis=1)
     return [
         {
-            **table.model_dump(include={"name", "num_embeddings", "embedding_dim", "dtype"}),
+            **table.model_dump(include=_OF_TABLE),
             "on_cards_bytes": int(rows[number].sum() * plan.strides[number]),
             "lookups": stored.lookups[number].values,
             **dict(zip(("hot_rows", "card_rows", "pinned_rows"), rows[number].tolist(), strict=True)),

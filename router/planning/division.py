@@ -14,7 +14,7 @@ from loader.snapshot.manifest import ModelSpec
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile, ShardingType, with_columns
-from router.planning.inputs import CapacityOptions, LookupProfile
+from router.planning.inputs import CapacityOptions, CpuNode, LookupProfile
 from router.planning.network import FleetLookups, NetworkTime, StoredLookups
 from router.planning.tables import TablePlanner
 from shard_node.buckets import Sharding
@@ -90,6 +90,15 @@ class PlacedModel:
         traffic = Traffic.of(cards, loads, fleet.system, self.stored.near.missed)
         self._placed[shard] = placed = PlacedShard(cards, left_over_bytes, traffic, batch_time(traffic, fleet.system))
         return placed
+
+    def time(self, shard: int) -> dict[str, Any]:
+        """Return what a shard's part of a batch takes, on cards or on one core. Raises MemoryBudgetError as `shard`."""
+        node, values = self._fleet.system, float(self.sent.values[:, shard].sum())
+        if not isinstance(node, CpuNode):
+            return asdict(self.shard(shard).time)
+        all_cores = node.cores * node.rows_per_s
+        rates = {"batches_per_s": all_cores / values if values else 0.0, "lookups_per_s": all_cores}
+        return {"alone_us": values * 1e6 / node.rows_per_s, "bound": "core", **rates}
 
     def division(self) -> dict[str, Any]:
         """Return how many tables are divided in each way, and the times of the network and of every shard."""

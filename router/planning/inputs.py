@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,14 @@ from router.plan import DEFAULT_REPLICATE_BYTES
 from shard_node.bags import TableLayout
 from shard_node.buckets import Sharding
 from shard_node.planning.card_plan import CardBudget
-from shard_node.planning.cost_model import CardSystem
+from shard_node.planning.cost_model import CardSystem, Link
 from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share
 
 GB = 1_000_000_000
 MAX_COMPARED = 32
 MAX_HOTNESS = 1_000_000
+CPU_ROW_BYTES = 128
+"""What a row of `CpuNode.rows_per_s` counts for where tables of several widths are divided."""
 CATALOG: dict[str, Any] = json.loads(Path(__file__).with_name("catalog.json").read_bytes())
 
 
@@ -52,6 +54,25 @@ class NetworkOptions(Frozen):
     hit_rate: float | None = Field(default=None, ge=0, le=1)
     compare_hit_rates: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
     compare_hot_rows: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
+
+
+class CpuNode(CardSystem):
+    """A node without GPUs: what the planner of cards needs is of one core, over links that cost nothing."""
+
+    cores: int = Field(ge=1)
+    # For the rows of all versions together; on the disk are the tables that RAM has no room for.
+    ram_gb: float = Field(gt=0)
+    disk_gb: float = Field(ge=0)
+    # What one core pools of a model's rows, which are in RAM.
+    rows_per_s: float = Field(gt=0)
+
+    @classmethod
+    def of(cls, cards: int, ram_gb: float, rows_per_s: float, **more: float) -> Self:
+        """Make a node whose RAM is as many cards."""
+        link, gb_per_s = Link(gb_per_s=1e9, header_bytes=0, latency_us=0), rows_per_s * CPU_ROW_BYTES / GB
+        free = {"peer": link, "host": link, "host_memory_gb_per_s": 1e9, "hbm_latency_us": 0, "launch_us": 0}
+        memory = {"card_memory_gb": ram_gb / cards, "hbm_gb_per_s": gb_per_s, "ram_gb": ram_gb}
+        return cls.model_validate({"name": "cpu", "cards": cards, "rows_per_s": rows_per_s, **free, **memory, **more})
 
 
 class CapacityOptions(Frozen):

@@ -20,11 +20,7 @@ from router.plan import Plan
 from router.planning.inputs import GB, CapacityOptions, LookupProfile, NetworkOptions, TableLookups
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.planning.cost_model import (
-    BYTES_PER_US,
-    SUM_ITEM_BYTES,
-    BatchTime,
-)
+from shard_node.planning.cost_model import BYTES_PER_US, SUM_ITEM_BYTES
 from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.wire.frame import HEADER
 
@@ -220,6 +216,13 @@ class FleetLookups:
             for rows, owners in zip(stored.rows, plan.shard_of_bucket, strict=True)
         ]
 
+    def table_bytes(self, shard: int) -> list[int]:
+        """Return the bytes of each table's rows on a shard, as stored."""
+        rows = np.array([by_shard[:, shard].sum() for by_shard in self._rows_by_shard])
+        of_copies = [table.num_embeddings for table in self.stored.layout.tables]
+        sizes = np.where(self.is_copied, of_copies, rows) * stored_row_bytes(self.stored.layout)
+        return [int(size_bytes) for size_bytes in sizes]
+
     @property
     def stored_bytes(self) -> Float64Array:
         """Bytes of the rows that each shard has alone, as stored: float64 [shards]."""
@@ -265,7 +268,7 @@ class FleetLookups:
 
 
 def network_use(
-    lookups: FleetLookups, sent: ShardLookups, line: NetworkOptions, shard_time: Callable[[int], BatchTime]
+    lookups: FleetLookups, sent: ShardLookups, line: NetworkOptions, shard_time: Callable[[int], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return what a batch moves between router and shards and how long it takes, by the time of a shard's cards.
 
@@ -276,8 +279,8 @@ def network_use(
     values = sent.values.sum(axis=0)
     busiest, fullest = int(values.argmax()), int(lookups.stored_bytes.argmax())
     times = {shard: shard_time(shard) for shard in sorted({busiest, fullest})}
-    slowest = max(times, key=lambda shard: times[shard].alone_us)
-    slowest_us = times[slowest].alone_us
+    slowest = max(times, key=lambda shard: float(times[shard]["alone_us"]))
+    slowest_us = times[slowest]["alone_us"]
     return {
         "hit_rate": near.hit_rate,
         "hot_rows": near.num_rows,
@@ -289,7 +292,7 @@ def network_use(
         "slowest_shard": slowest,
         "slowest_us": slowest_us,
         "request_us": slowest_us + network.alone_us,
-        "bound": times[slowest].bound if slowest_us > network.alone_us else f"network {network.bound}",
+        "bound": times[slowest]["bound"] if slowest_us > network.alone_us else f"network {network.bound}",
         "compared": [
             *(lookups.use("hit rate", rate, line) for rate in line.compare_hit_rates),
             *(lookups.use("rows", count, line) for count in line.compare_hot_rows),

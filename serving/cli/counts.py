@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from loader.errors import ConfigError
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.settings import Options, Protection, config_of, opened_registry
+from serving.cli.settings import Options, Protection, check_model, check_registry, config_of, opened_registry
 from serving.config import NodeTlsSettings
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _MAX_SHOWN = 200
     "--snapshot",
     "The folder of the version that was counted: rows of tables that it has in parts are told by the table's own "
     "numbers, which stay right in other versions.",
-    opts.EXISTING_FOLDER,
+    opts.FOLDER,
 )
 @opts.option("--out", "The file to write, safetensors.", opts.WRITABLE_FILE, required=True)
 @opts.settings_options(NodeTlsSettings, "node_ca", "node_cert", "node_key", "tls_role", hidden=False)
@@ -71,17 +72,17 @@ def counts(**options: Any) -> None:
       shardrank counts --server http://127.0.0.1:8080 --model films --out films-counts.safetensors
     """
     from loader.access_counts import write_access_counts
+    from loader.snapshot.reader import Snapshot
 
     is_named = bool(options["shards"] or options["servers"])
     if is_named == (options["registry"] is not None):
         raise click.UsageError("Name who has counted: either --registry, or --shard and --server.")
+    folder = options["snapshot"]
+    snapshot = None if folder is None else Snapshot.open(folder, verify=False)
     found, num_processes = asyncio.run(_gathered(options))
     if not any(table.keys.size for table in found.values()):
         raise click.ClickException("no lookup was counted yet: a process counts one batch in some hundred")
-    if options["snapshot"] is not None:
-        from loader.snapshot.reader import Snapshot
-
-        found = join_parts(Snapshot.open(options["snapshot"], verify=False), found)
+    found = found if snapshot is None else join_parts(snapshot, found)
     write_access_counts(options["out"], found)
     for name, table in found.items():
         click.echo(f"{name}: {table.keys.size} rows, about {table.total:.3g} lookups")
@@ -138,6 +139,7 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
         shards = [address for given in options["shards"] for address in given.split(",")]
         servers = list(options["servers"])
         if options["registry"] is not None:
+            check_registry(options["registry"])
             async with opened_registry(options["registry"]) as fleet:
                 model, version, shards, servers = await _of_fleet(fleet, model, version)
         config = Protection.of(config_of(NodeTlsSettings, options)).node_tls
@@ -174,17 +176,18 @@ async def _of_fleet(
                 f"Name one of the fleet's models with --model: {', '.join(sorted(wanted)) or 'none'}."
             )
         (model,) = wanted
+    await check_model(fleet, model)
     if version is None:
         version = wanted[model].live if model in wanted else None
         if version is None:
             raise click.UsageError(f"--model {model}: the fleet has no live version of it; name one with --version.")
-    having = [
-        node for node in await fleet.nodes() if (report := node.report(model, version)) and report.state == "ready"
-    ]
+    nodes = await fleet.nodes()
+    having = [node for node in nodes if (report := node.report(model, version)) and report.state == "ready"]
     shards = [node.address for node in having if node.kind == "shard"]
     servers = [node.address for node in having if node.kind == "serving"]
     if not shards and not servers:
-        raise click.UsageError(f"--registry: no process of the fleet has version {version} of {model!r}.")
+        loaded = {report.version for node in nodes for report in node.versions if report.model == model}
+        raise ConfigError(f"no process of the fleet has version {version} of {model!r} ready; it has {sorted(loaded)}")
     return model, version, shards, [url if url.startswith(_SCHEMES) else f"http://{url}" for url in servers]
 
 

@@ -95,6 +95,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
     """
     from loader.divided_rows import divide_rows
     from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.publishing import rows_bytes_of
     from loader.snapshot.tensor_files import load_numpy
     from loader.snapshot.writer import export_snapshot
     from router.plan_file import PlanFile
@@ -139,7 +140,8 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
         written, where = export_into(store, spec.model, options["version"], write, bars)
     for line in pruned.told:
         click.echo(line)
-    click.echo(f"wrote {where}: {human_bytes(written.size_bytes)}, as float32 {human_bytes(written.float32_bytes)}")
+    rows, as_float32 = human_bytes(rows_bytes_of(written.spec)), human_bytes(written.float32_bytes)
+    click.echo(f"wrote {where}: {human_bytes(written.size_bytes)}; its rows {rows}, as float32 {as_float32}")
 
 
 class Pruned(NamedTuple):
@@ -187,7 +189,7 @@ class Pruned(NamedTuple):
             raise ExportError(f"{'--keep' if keep else '--keep-share'} goes with --prune")
         if prune and not counts and not ids:
             raise ExportError("--prune needs --counts or --ids: rows that nobody asked for can't be told without")
-        traced = read_traces(ids, {one.name for one in described.features})
+        traced = read_traces(ids, *described.traced_features)
         if ids:
             described = fitted(described, traced)
         spec = compiled(path, described)

@@ -123,7 +123,7 @@ def _read_lookups(
     if counts is not None and traces:
         raise click.UsageError("--counts and --trace were counted over different batches: give one of them.")
     described, row_counts = _read_model(named)
-    traced = read_traces(traces, {feature.name for feature in described.features})
+    traced = read_traces(traces, *described.traced_features)
     described = fitted(described, traced)
     if traces:
         return described, traced, {}

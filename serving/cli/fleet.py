@@ -212,6 +212,7 @@ def coordinator(config: CoordinatorSettings) -> None:
     """
     from loader.rollout.coordinator import Coordinator
 
+    settings.check_store(config.store_place)
     name = config.owner or f"{socket.gethostname()}:{os.getpid()}"
 
     async def program() -> None:

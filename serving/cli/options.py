@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
@@ -73,12 +74,12 @@ def share(text: str) -> float:
 
 
 def byte_size(text: str) -> int:
-    """Read a number of bytes, 1 or more: `64GB`, `1.5 TB`, `4096`; powers of 1000, as `human_bytes` writes them."""
-    number = text.strip().removesuffix("B").rstrip("kMGT ")
-    unit = text.strip().removesuffix("B")[len(number) :].strip()
+    """Read a number of bytes, 1 or more: `64GB`, `1.5 tb`, `300KB`, `2GiB`, `4096`; without an i powers of 1000."""
+    found = re.fullmatch(r"([\d.e+]+) *(?:([KMGT])(I?))?B?", text.strip(), re.IGNORECASE | re.ASCII)
     try:
-        size = float(number) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}[unit]
-    except (ValueError, KeyError):
+        number, unit, binary = found.groups() if found else ("", None, None)
+        size = float(number) * float(1024 if binary else 1000) ** (1 + "KMGT".index(unit.upper()) if unit else 0)
+    except ValueError:
         size = math.nan
     if not 1 <= size < 2**63:
         raise click.BadParameter(f"{text!r} is not a number of bytes, 1 or more, such as 64GB or 1.5TB.")

@@ -1,7 +1,9 @@
-"""`shardrank plan`: what a model takes on a node of cards, and how fast its lookups can be; needs no card."""
+"""`shardrank plan`: what a model takes on a node of CPUs or cards, and how fast its lookups can be; needs no card."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,11 @@ MANIFEST_NAME = "manifest.json"
 DTYPES = ("int8", "int4", "fp16", "fp32")
 SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 """The keys of `SYSTEMS`, repeated because importing them would make `--help` slow; a test compares them."""
+ROWS_PER_S = 20e6
+"""Of a core, assumed: docs/measurements/2026-11-21-lookup.md has 15 to 50 million for int8 of 64 and 128."""
+MAX_MEASURED_BYTES = 1 << 30
+_OF_GPUS = ("card_memory_gb", "pinned_memory_gb", "hot_gb", "no_peer_access")
+_OF_CPUS = ("cores", "ram_gb", "disk_gb", "rows_per_s", "measure")
 
 
 def _head(text: str) -> Head:
@@ -52,12 +59,23 @@ def _head(text: str) -> Head:
     "-medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
     required=True,
 )
-@opts.choice("--system", SYSTEM_NAMES, "Whose bandwidths.", "h100")
-@opts.count("--cards", "Cards of each node; default: the system's.", 1, 64)
+@opts.option(
+    "--system",
+    "GPUs, whose bandwidths are known, or none. Default: cpu; h100 with --cards or another option of GPUs.",
+    click.Choice(("cpu", *SYSTEM_NAMES)),
+)
+@opts.count("--cores", "With cpu: of each node. Default: this machine's, as of all that is of cpu.")
+@opts.gigabytes(
+    "--ram-gb", "With cpu: for rows, in 10^9 bytes. Default: all but what a node keeps free.", above_zero=True
+)
+@opts.gigabytes("--disk-gb", "With cpu: for tables that RAM has no room for. Default: what is free in this folder.")
+@opts.option("--rows-per-s N", "With cpu: rows that a core pools. Default: 20 million, assumed.", opts.ABOVE_ZERO)
+@opts.switch("--measure", "With cpu: measure --rows-per-s here, with rows like the model's; some seconds.")
+@opts.count("--cards", "Cards of each node; default: the system's, with cpu one.", 1, 64)
 @opts.gigabytes(
     "--card-memory-gb", "Of each card, for rows and places, in 10^9 bytes; default: all of the card.", above_zero=True
 )
-@opts.gigabytes("--pinned-memory-gb", "Host memory for rows that no card has room for.", DEFAULT_PINNED_GB)
+@opts.gigabytes("--pinned-memory-gb", f"Host memory for rows that no card has room for. Default: {DEFAULT_PINNED_GB}.")
 @opts.gigabytes(
     "--hot-gb",
     "Of each card, for copies of the hottest rows. Default: what all rows leave of the card, else a sixteenth.",
@@ -93,18 +111,20 @@ def _head(text: str) -> Head:
 @opts.option("--out", "Choose for each table, and write the plan to FILE, for `--plan`.", opts.WRITABLE_FILE)
 @opts.json_flag("the plan")
 def plan(compare: bool, out: Path | None, **options: Any) -> None:
-    """Reckon what a model takes on a node of cards.
+    """Reckon what a model takes on a node, of CPUs or of cards.
 
     A description is planned with all that makes its tables smaller; with --counts also pruned. Prints bytes by card
     and tier, how tables are split, what does not fit, and the least time that a batch's lookups take: the engine's own
-    placement, and bandwidths of docs/nvlink.md. Nothing is measured, and no card is needed.
-    Exit code 1 if the model can't be served so at all.
+    placement, and rows that a core pools, or bandwidths of docs/nvlink.md. Nothing is measured but by --measure, and
+    no card is needed. Exit code 1 if the model can't be served so at all.
 
     How tables are divided over shards is --sharding's to say, or with --compare or --out chosen for each table: whole
     on a shard, by rows, by columns, by both, or copied to every shard, by the time of the slowest shard and of the
     network, and by how often rows are looked up. docs/plan.md is about it.
 
     Examples:
+      shardrank plan --model models/shop/3 --measure
+      shardrank plan --model shop.json --system cpu --cores 16 --ram-gb 60 --shards 2 --versions 2
       shardrank plan --model dlrm-v2 --cards 8 --card-memory-gb 80
       shardrank plan --model shop.json --cards 2 --hotness history=50 --zipf 1.05
       shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
@@ -121,7 +141,6 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     from router.planning.capacity import capacity
     from router.planning.division import best_division
     from router.planning.inputs import CapacityOptions, NetworkOptions
-    from shard_node.planning.cost_model import SYSTEMS
 
     spec, profile = planned_model(options)
     profile = profile.with_hotness(spec, dict(options["hotness"]))
@@ -129,12 +148,13 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
-    system, network = SYSTEMS[options["system"]], None
+    network = None
     if options["shards"] > 1:
         line = {"gb_per_s": options["network_gb_per_s"], "latency_us": options["network_us"]}
         network = config_of(NetworkOptions, options, **line)
-    given = dict(system) | {name: value for name, value in options.items() if value is not None}
-    more = {"system": system, "peer_access": not options["no_peer_access"], "network": network}
+    defaults = _system(options, spec, profile)
+    given = defaults | {name: value for name, value in options.items() if value is not None}
+    more = {"system": defaults["system"], "peer_access": not options["no_peer_access"], "network": network}
     node = config_of(CapacityOptions, given, **more)
     division = best_division(spec, node, profile) if compare or out is not None else None
     document = to_jsonable_python(capacity(spec, profile, node, division))
@@ -149,12 +169,44 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
         print_document(document, max_rows=MAX_ROWS)
 
 
+def _system(options: Options, spec: ModelSpec, profile: LookupProfile) -> dict[str, Any]:
+    """Return the system that is planned for, and its cards and memory where no option says these. Raises UsageError."""
+    from router.planning.inputs import CpuNode
+    from shard_node.engine.memory import MEMORY_RESERVE_BYTES, total_memory_bytes
+    from shard_node.planning.cost_model import SYSTEMS
+
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    of_gpus, of_cpus = ([name for name in names if name in given] for names in (_OF_GPUS, _OF_CPUS))
+    name = options["system"] or ("h100" if (of_gpus or "cards" in given) and not of_cpus else "cpu")
+    if wrong := of_gpus if name == "cpu" else of_cpus:
+        raise click.UsageError(f"--{wrong[0].replace('_', '-')} does not go with --system {name}.")
+    if name != "cpu":
+        return {"pinned_memory_gb": DEFAULT_PINNED_GB, **dict(SYSTEMS[name]), "system": SYSTEMS[name]}
+    here = {
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gb": (total_memory_bytes() - MEMORY_RESERVE_BYTES) / 1e9,
+        "disk_gb": shutil.disk_usage(".").free / 1e9,
+        "rows_per_s": ROWS_PER_S,
+    }
+    if "measure" in given:
+        from shard_node.bags import TableLayout
+        from shard_node.engine.pooling_rate import measured_rows_per_s
+
+        layout = TableLayout.of(spec)
+        lookups = profile.lookups(spec, layout, options["requests"], options["candidates"])
+        values, bags = [table.values for table in lookups], [table.bags for table in lookups]
+        here["rows_per_s"] = measured_rows_per_s(layout, values, bags, MAX_MEASURED_BYTES)
+    node = CpuNode.of(options["cards"] or 1, **here | {name: options[name] for name in here.keys() & given})
+    return {**dict(node), "system": node, "pinned_memory_gb": node.disk_gb}
+
+
 def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
     """Return a model of the catalog, a snapshot or a description, stored as the flags say, and what it looks up.
 
     Raises UsageError, ExportError for a description or counts that can't be read, or SnapshotError.
     """
     from loader.access_counts import read_access_counts
+    from loader.errors import ConfigError, nearest, no_path
     from loader.snapshot.reader import Snapshot
     from router.planning.inputs import CATALOG, LookupProfile, catalog_model
     from serving.cli.export import Pruned
@@ -187,7 +239,8 @@ def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
             recorded = {table.name: snapshot.access_counts(table.slices[0].name) for table in spec.tables}
             counts = {table: rows for table, rows in recorded.items() if rows is not None}
     else:
-        raise click.UsageError(f"--model {named}: no such file, and the catalog has only {', '.join(CATALOG)}.")
+        problem = no_path("model", path, "file, folder or published model")
+        raise ConfigError(f"{problem}; published are {nearest(name, CATALOG)}" if path.name == named else problem)
     if dtype is not None:
         odd = [table.name for table in spec.stored_tables if dtype == "int4" and table.embedding_dim % 2]
         if odd:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
-from loader.errors import ConfigError, nearest
+from loader.errors import ConfigError, SnapshotNotFoundError, nearest, no_path
 from serving.config import FrontSettings, NodeTlsSettings, TlsSettings, TraceSettings
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def published_folder(snapshot: str | Path, store: StorePlace | None) -> tuple[Pa
     """
     if isinstance(snapshot, Path):
         if not snapshot.is_dir():
-            raise click.UsageError(f"Directory {str(snapshot)!r} does not exist.")
+            raise SnapshotNotFoundError(no_path("snapshot", snapshot))
         folder = snapshot.resolve()
         return folder, folder.parent.parent
     from loader.stores.cache import store_place
@@ -187,19 +187,22 @@ def registry_url(registry: str | None, store: StorePlace | None) -> str:
     return registry_in(store)
 
 
+def check_store(store: StorePlace | None) -> None:
+    """Raise ConfigError if a store is a folder that is not there. One that is empty may be filled later."""
+    if isinstance(store, Path) and not store.is_dir():
+        raise ConfigError(no_path("store", store))
+
+
 def check_registry(url: str) -> None:
     """Raise ConfigError if a registry is in a folder, or in a store, that is not there."""
     from loader.registry import registry_in
     from loader.registry.registry import local_path
 
-    if (folder := local_path(url)) is None:
-        return
-    what = "registry"
-    if url == registry_in(folder.parent):
-        what, folder = "store", folder.parent
-    if not folder.is_dir():
-        beside = [other.name for other in folder.absolute().parent.glob("*") if other.is_dir()]
-        raise ConfigError(f"{what} {folder}: there is no such folder; beside it are {nearest(folder.name, beside)}")
+    folder = local_path(url)
+    if folder is not None and url == registry_in(folder.parent):
+        check_store(folder.parent)
+    elif folder is not None and not folder.is_dir():
+        raise ConfigError(no_path("registry", folder))
 
 
 @contextlib.asynccontextmanager
@@ -231,12 +234,17 @@ def with_model(url: str, model: str | None, work: Callable[[FleetRegistry], Awai
 
     async def checked(fleet: FleetRegistry) -> Result:
         if model is not None:
-            known = {record.model for record in await fleet.versions()} | (await fleet.wanted()).keys()
-            if model not in known:
-                raise ConfigError(f"registry {fleet.name} has no model {model!r}; it has {nearest(model, known)}")
+            await check_model(fleet, model)
         return await work(fleet)
 
     return with_registry(url, checked)
+
+
+async def check_model(fleet: FleetRegistry, model: str) -> None:
+    """Raise ConfigError for a model that a registry does not have."""
+    known = {record.model for record in await fleet.versions()} | (await fleet.wanted()).keys()
+    if model not in known:
+        raise ConfigError(f"registry {fleet.name} has no model {model!r}; it has {nearest(model, known)}")
 
 
 def to_bytes(gigabytes: float | None) -> int | None:

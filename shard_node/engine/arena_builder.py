@@ -19,9 +19,9 @@ from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS, Partition
 from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace, allocate_rows
-from shard_node.engine.base import Engine, Tier
+from shard_node.engine.base import Engine
 from shard_node.engine.cpu import CpuEngine
-from shard_node.engine.memory import Claim, RowMemory
+from shard_node.engine.memory import Claim, RowMemory, choose_tiers
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
 
@@ -213,22 +213,6 @@ class ArenaLoad(TableLoad):
         bad = codec_for(table.dtype, table.embedding_dim).first_non_finite(stored)
         if bad is not None:
             raise not_finite(self._snapshot, table.name, self._files[table.name].rows[index], int(rows[bad]))
-
-
-def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Tier]:
-    """Choose the tables that stay in the mapped snapshot: the largest, until the others fit the budget.
-
-    The largest tables are looked up the least per byte. Ties go to the later table.
-    """
-    total = sum(table_bytes)
-    tiers: list[Tier] = ["ram"] * len(table_bytes)
-    budget_bytes = total if budget_bytes is None else budget_bytes
-    for number in sorted(range(len(table_bytes)), key=lambda number: (table_bytes[number], number), reverse=True):
-        if total <= budget_bytes:
-            break
-        tiers[number] = "mapped"
-        total -= table_bytes[number]
-    return tiers
 
 
 def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:

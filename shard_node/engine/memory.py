@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from shard_node.errors import MemoryBudgetError
 
@@ -67,6 +68,22 @@ def _read_group(folder: Path, limit_name: str, usage_name: str) -> tuple[int | N
     except (FileNotFoundError, NotADirectoryError):
         return None
     return (None if limit == "max" else int(limit)), int(usage)
+
+
+def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Literal["ram", "mapped"]]:
+    """Choose the tables that stay in the mapped snapshot: the largest, until the others fit the budget.
+
+    The largest tables are looked up the least per byte. Ties go to the later table.
+    """
+    total = sum(table_bytes)
+    tiers: list[Literal["ram", "mapped"]] = ["ram"] * len(table_bytes)
+    budget_bytes = total if budget_bytes is None else budget_bytes
+    for number in sorted(range(len(table_bytes)), key=lambda number: (table_bytes[number], number), reverse=True):
+        if total <= budget_bytes:
+            break
+        tiers[number] = "mapped"
+        total -= table_bytes[number]
+    return tiers
 
 
 class Claim:

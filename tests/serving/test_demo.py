@@ -35,7 +35,7 @@ def check_report(report: dict[str, Any]) -> None:
     assert 0 < report["max_score_diff"] < 0.02
     assert report["http_p50_ms"] <= report["http_p99_ms"]
     assert report["snapshot_bytes"] > 0
-    assert report["float32_bytes"] > 0
+    assert 0 < report["rows_bytes"] < report["float32_bytes"]
 
 
 def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Path, tmp_path: Path) -> None:

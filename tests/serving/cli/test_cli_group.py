@@ -54,7 +54,7 @@ def test_every_command_has_help_with_examples_that_parse(command: str) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("nope", ": there is no such folder"),
+        ("stor", ": there is no such folder; beside it are ['store']"),
         ("empty", " has no model"),
         ("store", " has no model; not finished: the export of shop/1, which goes on when it is run again"),
     ],

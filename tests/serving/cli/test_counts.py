@@ -78,14 +78,17 @@ def test_nodes_of_a_fleet_are_found_in_its_registry(tmp_path: Path) -> None:
     async def program() -> None:
         registry = open_registry(tmp_path / "registry")
         fleet = FleetRegistry(registry)
-        for flags, problem in (
-            ((), "Name one of the fleet's models with --model: none"),
-            (("--model", MODEL), "the fleet has no live version of it"),
-            (("--model", MODEL, "--version", VERSION), f"no process of the fleet has version {VERSION}"),
-        ):
-            done = await counts_of("--registry", tmp_path / "registry", "--out", tmp_path / "counts", *flags, code=2)
-            assert problem in done.output
         await fleet.put_wanted(WantedModel(model=MODEL, epoch=1, live=VERSION), None)
+        for flags, problem in (
+            (("--registry", tmp_path / "registri"), "there is no such folder; beside it are ['registry']"),
+            (("--model", f"{MODEL}s"), f"has no model '{MODEL}s'; it has ['{MODEL}']"),
+            (
+                ("--model", MODEL, "--version", 9),
+                f"no process of the fleet has version 9 of '{MODEL}' ready; it has []",
+            ),
+        ):
+            done = await counts_of("--registry", tmp_path / "registry", "--out", tmp_path / "counts", *flags, code=1)
+            assert problem in done.output
         async with serving(LOCAL, nodes[0]) as one, serving(LOCAL, nodes[1]) as two:
             addresses = [str(one.addresses[0]), str(two.addresses[0]), f"unix:{tmp_path}/elsewhere.sock"]
             for number, (address, state) in enumerate(zip(addresses, ("ready", "ready", "staging"), strict=True)):

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from loader.access_counts import AccessCounts, write_access_counts
 from loader.description import ModelDescription
+from serving.cli.options import byte_size
 from serving.models.ranking_models import build_model
 from shardrank_testing.command_line import shardrank
 
@@ -100,6 +101,7 @@ def test_a_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Pa
     ("arguments", "message"),
     [
         ("--bytes 0", "'0' is not a number of bytes, 1 or more"),
+        ("--bytes 1XB", "'1XB' is not a number of bytes"),
         ("--bytes '6 apples'", "'6 apples' is not a number of bytes"),
         ("--max-collision-share 0", "is not a share above 0% and below 100%"),
         ("--max-collision-share 1", "is not a share above 0% and below 100%"),
@@ -165,3 +167,11 @@ def test_plan_and_export_size_auto_tables_by_ids_and_prune(shop: Path, tmp_path:
     where = ("--checkpoint", tmp_path / "model.safetensors", "--store", tmp_path / "store")
     exported = shardrank("export", *where, "--model", shop, "--prune", *ids)
     assert all(line in exported.output for line in kept)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("300KB", 300_000), ("300kb", 300_000), ("1.5 TB", 15 * 10**11), ("2GiB", 2 << 30), ("4096", 4096)],
+)
+def test_sizes_are_read_in_any_case(text: str, size: int) -> None:
+    assert byte_size(text) == size

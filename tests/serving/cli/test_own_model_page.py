@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -34,23 +35,19 @@ def folder(tmp_path: Path) -> Path:
 def bash(script: str, folder: Path) -> str:
     """Run a script in a folder and return what it printed; what it has started ends with it."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    with subprocess.Popen(
-        ("bash", "-euo", "pipefail", "-c", script),
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
-        try:
-            printed, _ = running.communicate(timeout=240)
-        finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)
-    assert running.returncode == 0, printed
-    return printed
+    printed, command = folder / "printed", ("bash", "-euo", "pipefail", "-c", script)
+    with printed.open("w") as file:
+        running = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, start_new_session=True)
+    try:
+        code = running.wait(timeout=200)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+    assert code == 0, printed.read_text()
+    return printed.read_text()
 
 
+@pytest.mark.timeout(240)
 def test_a_model_of_ones_own_is_rolled_out_under_load_in_a_hundred_lines(folder: Path) -> None:
     written = [line for text in (SPEC, REQUEST, TRAIN, ASK, SERVE, ROLL_OUT) for line in text.splitlines() if line]
     assert len(written) <= MAX_LINES

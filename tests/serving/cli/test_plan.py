@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shlex
 from itertools import pairwise
@@ -17,10 +18,14 @@ from pydantic_core import to_json
 
 from loader.access_counts import AccessCounts, write_access_counts
 from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.reader import Snapshot
+from router.plan import Plan
+from router.plan_file import PlanFile
 from router.planning.capacity import capacity
 from router.planning.inputs import CapacityOptions, LookupProfile, catalog_model
 from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
 from shard_node.bags import TableLayout
+from shard_node.engine.loading import load_tables
 from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.command_line import blocks, shardrank
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -122,6 +127,39 @@ def test_text_and_json_tell_the_same() -> None:
     arguments = ("--model", "dlrm-v2", "--cards", "8", "--card-memory-gb", "5", "--zipf", "1.05")
     plan, text = planned(*arguments), shardrank("plan", *arguments).output
     assert f"alone_us {plan.time.alone_us:.1f}, bound {plan.time.bound}, busy_us" in text
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("ram_bytes", [10**6, 20_000])
+def test_a_plan_for_cpus_has_the_bytes_of_the_engine(tmp_path: Path, shards: int, ram_bytes: int) -> None:
+    tables = [table | {"bucketing": "mixed"} for table in pooled_spec().model_dump()["tables"]]
+    folder, _ = write_snapshot(tmp_path, ModelSpec.model_validate(pooled_spec().model_dump() | {"tables": tables}))
+    flags = ("--shards", shards, "--replicate-bytes", 2000, "--ram-gb", ram_bytes / 1e9)
+    plan, snapshot = planned("--model", folder, *flags), Snapshot.open(folder)
+    part = Plan.of_snapshot(snapshot, shards, replicate_bytes=2000).partition(plan.shard_index)
+    loaded = load_tables(snapshot, part, "", memory_budget_bytes=ram_bytes)
+    by_tier = {use.tier: use.size_bytes for use in loaded.engine.memory()}
+    assert (plan.ram_bytes, plan.disk_bytes) == (by_tier["ram"], by_tier.get("mapped", 0))
+    assert [table.tier for table in plan.tables] == [count.tier for count in loaded.engine.rows_looked_up()]
+    assert plan.fits_in_ram == (ram_bytes == 10**6)
+
+
+def test_a_plan_without_gpus_takes_cores_memory_and_measured_rows_of_this_machine(tmp_path: Path) -> None:
+    folder, _ = write_snapshot(tmp_path, pooled_spec())
+    plan, faster = (planned("--model", folder, *more) for more in ((), ("--measure", "--cores", 8)))
+    system = plan.options.system
+    assert (system.name, system.cores, system.rows_per_s) == ("cpu", len(os.sched_getaffinity(0)), 20e6)
+    assert plan.time.alone_us == pytest.approx(plan.batch.lookups / 20)
+    assert faster.options.system.rows_per_s > 1e5
+    assert faster.time.lookups_per_s == 8 * faster.options.system.rows_per_s
+    assert planned("--model", folder, "--cards", 2).options.system.name == "h100"
+
+
+def test_tables_are_divided_over_cpus(tmp_path: Path) -> None:
+    plan = planned("--model", "merlin-tiny:0.001", "--shards", 4, "--compare", "--out", tmp_path / "plan.json")
+    assert PlanFile.read(tmp_path / "plan.json").num_shards == 4
+    assert plan.division.ways[0].way == "per table"
+    assert plan.network.slowest_us == pytest.approx(plan.network.request_us - plan.network.time.alone_us)
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardrank_testing.command_line import shardrank
-from shardrank_testing.serving_api import ApiModel
+from shardrank_testing.serving_api import MODEL, ApiModel
 
 USAGE, ERROR = 2, 1
 NODE = "shard-node --shard 0/1 --listen unix:/tmp/x"
@@ -43,7 +43,7 @@ REFUSALS = [
     (f"{REGISTERED} --node-id a/b", USAGE, "node_id: String should match"),
     (f"{REGISTERED} --advertise nowhere", ERROR, "address 'nowhere' is none of"),
     (f"{REGISTERED} --model 'a b'", USAGE, "models"),
-    ("shard-node --listen unix:/tmp/x --registry r --store s --shard 0/2000", USAGE, "num_shards"),
+    ("shard-node --listen unix:/tmp/x --registry r --store {model.parent} --shard 0/2000", USAGE, "num_shards"),
     ("serve --store a --limit max_candidates", USAGE, "'max_candidates' is not NAME=VALUE"),
     ("serve --registry r", USAGE, "--registry needs --store"),
     (f"{SERVE} --version 3", USAGE, "--version: not with --registry"),
@@ -130,7 +130,6 @@ REFUSALS = [
     ("publish {model} --store s3://bucket/p", USAGE, "--registry URL is needed: no registry lies in a store"),
     ("publish s3://bucket/p/films --registry r", USAGE, "URL/MODEL/VERSION"),
     ("publish s3://bucket/p/films/1 --store s3://bucket/q --registry r", USAGE, "in another store than s3://bucket/q"),
-    ("publish nowhere --registry r", USAGE, "Directory 'nowhere' does not exist"),
     ("publish file:///nowhere/films/1 --registry r", ERROR, "/nowhere/films/1"),
     ("versions", USAGE, "Name the fleet: --registry URL, or --store FOLDER"),
     ("down", USAGE, "Name the fleet: --registry URL"),
@@ -142,6 +141,30 @@ REFUSALS = [
     ("verify --store s --store-cache-gb 1", USAGE, "--store-cache-gb: only with a --store at a URL"),
     ("up --store s --detach", USAGE, "--detach: only with --on ray"),
     ("up --store s --on ray", USAGE, "--on ray needs --registry"),
+    # What is not there.
+    *(
+        (f"{command} {missing}", ERROR, "nosuch: there is no such ")
+        for commands, missing in (
+            (("inspect", "verify", "serve", NODE, "up", "coordinator", "versions", "dashboard"), "--store nosuch"),
+            (
+                ("rollout status films", "rollout start films 2", "rollout abort films", "rollback films"),
+                "--store nosuch",
+            ),
+            (("dashboard", "versions", "counts --out f"), "--registry nosuch"),
+            (("serve --registry r", f"{NODE} --registry r"), "--store nosuch"),
+            (("inspect", "verify", "serve", NODE, "up", "counts --out f --registry r"), "--snapshot nosuch"),
+            (("plan --model", "fit", "publish --registry r"), "nosuch"),
+        )
+        for command in commands
+    ),
+    *(
+        (f"{command} --store {{model.parent.parent}} {missing}", ERROR, problem)
+        for command in ("inspect", "verify", "serve", NODE, "up")
+        for missing, problem in (
+            (f"--model {MODEL}s", f"has no model '{MODEL}s'; it has ['{MODEL}']"),
+            (f"--model {MODEL} --version 7", f"has no version 7 of model '{MODEL}'; it has [1]"),
+        )
+    ),
     # Rollouts.
     (f"{START} --canary 150%", USAGE, "'150%' is not a share above 0% and below 100%"),
     (f"{START} --bake soon", USAGE, "'soon' is not a time"),
@@ -150,12 +173,8 @@ REFUSALS = [
     (f"{START} --guard max_p99_ratio=0.5", USAGE, "max_p99_ratio"),
     (f"{START} --strategy at-once", USAGE, "at-once"),
     # Plans.
-    ("plan --model merlin-colossal", ERROR, "error: rows take 6374656048000 bytes"),
-    ("plan --model merlin-jumbo", ERROR, "rows are left over. Give more pinned memory"),
-    ("versions --store nosuch", ERROR, "nosuch: there is no such folder"),
-    ("rollout status films --registry nosuch", ERROR, "registry nosuch: there is no such folder"),
-    ("dashboard --store nosuch", ERROR, "nosuch: there is no such folder"),
-    ("plan --model lunch", USAGE, "no such file, and the catalog has only dlrm-v2"),
+    ("plan --system h100 --model merlin-colossal", ERROR, "error: rows take 6374656048000 bytes"),
+    ("plan --system h100 --model merlin-jumbo", ERROR, "rows are left over. Give more pinned memory"),
     ("plan --model dlrm-v2:2", USAGE, "above 0 and at most 1"),
     ("plan --model merlin-tiny --out /nowhere/plan.json", USAGE, "/nowhere/plan.json: there is no folder"),
     (f"{PLAN} --hotness f0=many", USAGE, "'f0=many' is not FEATURE=N"),
@@ -168,6 +187,9 @@ REFUSALS = [
     (f"{PLAN} --sharding range --shards 2", ERROR, "is stored with 'mixed'"),
     (f"{PLAN} --shards 1025", USAGE, "1025 is not in the range"),
     (f"{PLAN} --shards 2 --cards 1 --card-memory-gb 4 --pinned-memory-gb 0 --compare", ERROR, "not fit on 2 shards"),
+    (f"{PLAN} --system cpu --ram-gb 1 --disk-gb 26", ERROR, "rows take 27769"),
+    (f"{PLAN} --system cpu --card-memory-gb 1", USAGE, "--card-memory-gb does not go with --system cpu"),
+    (f"{PLAN} --cards 8 --system a100 --measure", USAGE, "--measure does not go with --system a100"),
     (f"{PLAN} --system z80", USAGE, "is not one of"),
     (f"{PLAN} --card-memory-gb nan", USAGE, "nan is not a finite number"),
     (f"{PLAN} --pinned-memory-gb inf", USAGE, "inf is not a finite number"),
