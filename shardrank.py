@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from loader.errors import DeltaFormatError as DeltaFormatError
     from loader.errors import ExportError as ExportError
     from loader.errors import OverloadedError as OverloadedError
+    from loader.errors import RegistryConflictError as RegistryConflictError
     from loader.errors import RegistryError as RegistryError
+    from loader.errors import RegistryRecordError as RegistryRecordError
     from loader.errors import RegistryUnavailableError as RegistryUnavailableError
     from loader.errors import ShardrankError as ShardrankError
     from loader.errors import SnapshotCorruptError as SnapshotCorruptError
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from loader.errors import SnapshotResourceError as SnapshotResourceError
     from loader.errors import StoreError as StoreError
     from loader.errors import StreamFullError as StreamFullError
+    from loader.errors import StreamSequenceError as StreamSequenceError
     from loader.errors import UnavailableError as UnavailableError
     from loader.registry import open_registry as open_registry
     from loader.registry.registry import Registry as Registry
@@ -49,14 +52,13 @@ if TYPE_CHECKING:
     from loader.snapshot.tables import IdentityMapping as IdentityMapping
     from loader.snapshot.tables import TableSpec as TableSpec
     from loader.snapshot.tables import VocabularyMapping as VocabularyMapping
+    from loader.snapshot.tables import fingerprint_strings as fingerprint_strings
     from loader.snapshot.writer import export_snapshot as export_snapshot
+    from router.errors import PlanError as PlanError
     from router.id_mapping import hashed_rows as hashed_rows
     from serving.client.client import AsyncClient as AsyncClient
     from serving.client.client import Client as Client
     from serving.client.client import RetryPolicy as RetryPolicy
-    from serving.client.features import LookupResult as LookupResult
-    from serving.client.features import Ragged as Ragged
-    from serving.client.features import RankResult as RankResult
     from serving.embedded import Ranker as Ranker
     from serving.errors import InternalError as InternalError
     from serving.errors import InvalidRequestError as InvalidRequestError
@@ -70,7 +72,14 @@ if TYPE_CHECKING:
     from serving.models.inputs import RankingInputs as RankingInputs
     from serving.models.inputs import SequenceInput as SequenceInput
     from serving.models.ranking_models import build_model as build_model
+    from serving.results import LookupResult as LookupResult
+    from serving.results import Ragged as Ragged
+    from serving.results import RankResult as RankResult
     from shard_node.cuda.card_set import CardOptions as CardOptions
+    from shard_node.errors import CardError as CardError
+    from shard_node.errors import CardsUnavailableError as CardsUnavailableError
+    from shard_node.errors import DeviceChoiceError as DeviceChoiceError
+    from shard_node.errors import MemoryBudgetError as MemoryBudgetError
 
 _NAMES = {
     "loader.deltas.publisher": "AsyncDeltaPublisher DeltaPublisher",
@@ -78,20 +87,21 @@ _NAMES = {
     "loader.divided_rows": "divide_rows kept_rows",
     "loader.errors": (
         "CheckpointError ConfigError DeadlineExceededError DeltaError DeltaFormatError ExportError OverloadedError "
-        "RegistryError RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "
-        "SnapshotNotFoundError SnapshotResourceError StoreError StreamFullError UnavailableError"
+        "RegistryConflictError RegistryError RegistryRecordError RegistryUnavailableError ShardrankError "
+        "SnapshotCorruptError SnapshotError SnapshotExistsError SnapshotNotFoundError SnapshotResourceError StoreError "
+        "StreamFullError StreamSequenceError UnavailableError"
     ),
     "loader.registry": "open_registry",
     "loader.registry.registry": "Registry",
     "loader.snapshot.golden": "GoldenRequests",
     "loader.snapshot.manifest": "DenseInputs DenseModelSpec ExportedModelSpec FeatureSpec ModelSpec",
-    "loader.snapshot.tables": "HashMapping IdentityMapping TableSpec VocabularyMapping",
+    "loader.snapshot.tables": "HashMapping IdentityMapping TableSpec VocabularyMapping fingerprint_strings",
     "loader.snapshot.row_source": "ArrayRows RowsFromBlocks SafetensorsRows",
     "loader.snapshot.reader": "Snapshot verify_snapshot",
     "loader.snapshot.writer": "export_snapshot",
+    "router.errors": "PlanError",
     "router.id_mapping": "hashed_rows",
     "serving.client.client": "AsyncClient Client RetryPolicy",
-    "serving.client.features": "LookupResult Ragged RankResult",
     "serving.embedded": "Ranker",
     "serving.errors": (
         "InternalError InvalidRequestError NotFoundError PermissionDeniedError RankingModelError UnauthenticatedError"
@@ -100,7 +110,9 @@ _NAMES = {
     "serving.models.exported": "check_program export_program",
     "serving.models.inputs": "RankingInputs SequenceInput",
     "serving.models.ranking_models": "build_model",
+    "serving.results": "LookupResult Ragged RankResult",
     "shard_node.cuda.card_set": "CardOptions",
+    "shard_node.errors": "CardError CardsUnavailableError DeviceChoiceError MemoryBudgetError",
 }
 _RENAMED = {
     "ClientConfigError": "ConfigError",
@@ -111,17 +123,20 @@ _RENAMED = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_MODULE_OF)
+__version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        if name in _RENAMED:
-            # An AttributeError would lose its text in `from shardrank import NAME`.
-            raise ImportError(f"cannot import {name!r} from 'shardrank'; it is {_RENAMED[name]} now")
-        raise AttributeError(f"module 'shardrank' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
-    return found
+if not TYPE_CHECKING:
+    # Type checkers would take any name for one that is here.
 
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            if name in _RENAMED:
+                # An AttributeError would lose its text in `from shardrank import NAME`.
+                raise ImportError(f"cannot import {name!r} from 'shardrank'; it is {_RENAMED[name]} now")
+            raise AttributeError(f"module 'shardrank' has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+        return found
 
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -1,8 +1,8 @@
-"""The in-process call: a model ranked from Python, with no server and nothing serialised.
+"""The in-process call: a model ranked from Python, with no server.
 
 ```python
 with Ranker.open("models/films/3") as ranker:
-    answer = ranker.rank({"context": {...}, "candidates": {...}, "top_k": 10})
+    result = ranker.rank("films", {"user_id": 42}, {"film_id": [3, 9]}, top_k=10)
 ```
 """
 
@@ -14,16 +14,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
+from loader.errors import ConfigError
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import quoted_errors
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
-from serving.description import ModelInfo
+from serving.client.client import Client, RetryPolicy
+from serving.client.transports import Method, Request
 from serving.errors import InternalError
-from serving.formats.json_reader import JsonCodec, encode_request, lookup_pieces, rank_document
-from serving.formats.requests import Method, RankResponse
+from serving.formats.messages import MessageCodec, encode_model
 from serving.limits import RequestLimits
 from serving.models.layers import DtypeChoice
 from serving.rank.service import RankingService, answer_in_thread
@@ -35,12 +36,35 @@ from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
 
 
-class Ranker:
-    """A model version in this process, with the HTTP API's requests, answers, limits and errors. Thread-safe."""
+class ServiceTransport:
+    """Calls of a service in this process, of messages as gRPC has them."""
 
-    def __init__(self, service: RankingService, model: str) -> None:
+    def __init__(self, service: RankingService) -> None:
         self._service = service
-        self._model = model
+
+    async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> Any:
+        """Make one call, while the thread waits. Raises ShardrankError."""
+        if method == "GetModel":
+            version = request.version if request.HasField("version") else None
+            return encode_model(self._service.describe(request.model, version))
+        codec = MessageCodec("rank" if method == "Rank" else "lookup", api="embedded")
+        return answer_in_thread(self._service, codec, request.SerializeToString())
+
+    async def close(self) -> None:
+        """Wait for requests in flight, and free everything."""
+        self._service.close()
+
+
+class Ranker(Client):
+    """A `Client` of a model version in this process: the same requests, results, limits and errors. Thread-safe.
+
+    `close` waits for requests in flight and frees everything. Nothing is tried again, and headers have no use.
+    """
+
+    def __init__(self, service: RankingService) -> None:
+        limits, never = service.limits, RetryPolicy(max_attempts=1)
+        transport = ServiceTransport(service)
+        super().__init__(transport, timeout_ms=limits.default_timeout_ms, retry=never, clock=service.clock)
 
     @classmethod
     def open(
@@ -76,50 +100,21 @@ class Ranker:
             ShardrankError: as `load_served_model` and `CardSet.open`.
         """
         service = RankingService(limits)
-        source = ModelSource(
-            snapshot=Path(snapshot),
-            cards=cards,
-            memory_budget_bytes=memory_budget_bytes,
-            card_set=CardSet.open(device, cards, card_options),
-            verify=verify,
-            trust_exported=trust_exported,
-            num_replicas=num_replicas,
-            dtype=dtype,
-        )
-        served = load_served_model(source, service)
-        service.install(served)
-        return cls(service, served.model)
-
-    @property
-    def description(self) -> ModelInfo:
-        """What the model takes and is made of."""
-        return self._service.describe(self._model)
-
-    def rank(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Rank one request: the body of `POST /v1/models/{model}:rank`, and of its answer. Raises ShardrankError."""
-        return self._answer("rank", request)
-
-    def lookup(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Look embeddings up: the body of `POST /v1/models/{model}:lookup`, and of its answer. Raises as `rank`."""
-        return self._answer("lookup", request)
-
-    def close(self) -> None:
-        """Wait for requests in flight and free everything. Idempotent."""
-        self._service.close()
-
-    def _answer(self, method: Method, request: Mapping[str, Any]) -> dict[str, Any]:
-        codec = JsonCodec(method, self._model, "embedded")
-        answered = answer_in_thread(self._service, codec, encode_request(request))
-        if isinstance(answered, RankResponse):
-            return rank_document(answered)
-        written: dict[str, Any] = msgspec.json.decode(b"".join(lookup_pieces(answered)))
-        return written
-
-    def __enter__(self) -> Ranker:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
+        try:
+            source = ModelSource(
+                snapshot=Path(snapshot),
+                cards=cards,
+                memory_budget_bytes=memory_budget_bytes,
+                card_set=CardSet.open(device, cards, card_options),
+                verify=verify,
+                trust_exported=trust_exported,
+                num_replicas=num_replicas,
+                dtype=dtype,
+            )
+        except ValidationError as error:
+            raise ConfigError(quoted_errors(error)) from error
+        service.install(load_served_model(source, service))
+        return cls(service)
 
 
 class ModelSource(LoadOptions):

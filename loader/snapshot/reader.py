@@ -31,6 +31,7 @@ from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
+    MANIFEST_NAME,
     MAX_DENSE_BYTES,
     MAX_PLAN_BYTES,
     PLAN_TENSOR,
@@ -45,7 +46,7 @@ from loader.snapshot.manifest import (
 )
 from loader.snapshot.program import ProgramArchive
 from loader.snapshot.row_classes import RowClasses, check_classes_header
-from loader.snapshot.store import hash_file
+from loader.snapshot.store import hash_file, version_numbers
 from loader.snapshot.tables import AnyTable, DividedTable, Frozen, TableSpec
 from loader.snapshot.tensor_files import (
     TensorInfo,
@@ -135,6 +136,9 @@ class Snapshot:
         root = Path(path)
         if not root.is_dir():
             raise SnapshotNotFoundError(no_path("snapshot", root))
+        versions = version_numbers(entry.name for entry in root.iterdir())
+        if versions and not (root / MANIFEST_NAME).exists():
+            raise SnapshotNotFoundError(f"{root} is a model's folder; its newest version is {root / str(versions[-1])}")
         manifest, found = read_manifest(root)
         if identity not in (None, found):
             problem = f"identity (SHA-256 of its manifest) is {found}, published was {identity}"

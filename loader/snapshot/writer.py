@@ -203,7 +203,7 @@ def _small_files(
     logical = {table.name: table for table in spec.logical_tables}
     mapped = {name for name, table in logical.items() if table.id_mapping.kind == "vocabulary"}
     divided = {table.name: table for table in spec.divided if table.num_classes > 1}
-    _check_names("vocabularies", set(vocabularies), mapped)
+    _check_names("vocabularies (--vocabulary TABLE=FILE)", set(vocabularies), mapped)
     _check_names("access_counts", set(access_counts), set(access_counts) & set(tables))
     _check_names("row_classes", set(row_classes), set(divided))
     files: dict[str, Tensors] = {}

@@ -22,10 +22,11 @@ from loadtest.servers import summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.prepare import write_random_snapshot
 from serving.embedded import ModelSource, load_served_model
-from serving.formats.requests import RankRequest, RankResponse, Response
+from serving.formats.requests import RankRequest, Response
 from serving.models.layers import DtypeChoice
 from serving.observe.calls import Call
 from serving.rank.service import RankingService
+from serving.results import RankResult
 from shard_node.bags import Float32Array
 from shard_node.cuda.card_set import CardOptions, CardSet
 
@@ -100,7 +101,7 @@ class InProcess:
         now = self._service.clock()
         call = Call("embedded", "rank", now, parsed_at=now, deadline=now + TIMEOUT_S, future=Future[Response]())
         call.request, call.lease = request, self._service.lease(self._model)
-        return cast(RankResponse, self._service.wait_in_thread(call)).scores
+        return cast(RankResult, self._service.wait_in_thread(call)).scores
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the seconds of each stage, and the batches on cards by how they were launched."""

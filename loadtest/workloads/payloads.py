@@ -26,13 +26,14 @@ from google.protobuf.message import DecodeError
 from loadtest.errors import RequestFailedError
 from loadtest.workloads.workload import FeatureBags, Workload, features_of
 from router.feature_schema import FeatureSchema
-from serving.client.features import Ragged, RankFeatures
+from serving.client.features import RankFeatures
 from serving.formats.messages import CONTENT_TYPE, packed_request
 from serving.formats.protobuf import packed_bytes
 from serving.formats.requests import RankRequest
 from serving.observe.recording import REPLAY_ID, RecordedRequest
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.results import Ragged
 from shard_node.bags import Float32Array, Int64Array
 
 Api: TypeAlias = Literal["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]

@@ -13,6 +13,6 @@ with Client("grpc://127.0.0.1:8081") as client:
 from __future__ import annotations
 
 from serving.client.client import AsyncClient, Client, RetryPolicy
-from serving.client.features import LookupResult, Ragged, RankResult
+from serving.results import LookupResult, Ragged, RankResult
 
 __all__ = ["AsyncClient", "Client", "LookupResult", "Ragged", "RankResult", "RetryPolicy"]

@@ -18,20 +18,20 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from loader.errors import ConfigError, DeadlineExceededError, OverloadedError, UnavailableError
 from serving.client.features import (
+    NO_FEATURES,
     Features,
     Layout,
-    LookupResult,
     RankFeatures,
-    RankResult,
     Values,
     lookup_request,
     read_lookup,
     read_message,
     read_rank,
 )
-from serving.client.transports import GrpcTransport, HttpTransport, Method, Request, Target, Token
+from serving.client.transports import GrpcTransport, HttpTransport, Method, Request, Target, Token, Transport
 from serving.errors import InvalidRequestError, NotFoundError, invalid_field
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.results import LookupResult, RankResult
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Requests:
 
     Args:
         address: `grpc://host:port`, `grpcs://host:port`, `http://host:port` or `https://host:port`; the last two may
-            have a path, for a gateway.
+            have a path, for a gateway. Or what makes the calls.
         token: sent with every call as `authorization: Bearer ...`; or a function that returns it.
         ca: PEM file of the authorities that may have signed the server's certificate; those of the system if None.
         cert, key: PEM files of the client's certificate and its key, for mutual TLS.
@@ -90,7 +90,7 @@ class Requests:
 
     def __init__(
         self,
-        address: str,
+        address: str | Transport,
         *,
         token: Token | None = None,
         ca: str | Path | None = None,
@@ -102,11 +102,14 @@ class Requests:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Any] | None = None,
     ) -> None:
-        target = Target(address, token, ca, cert, key)
-        try:
-            self._transport = (GrpcTransport if target.is_grpc else HttpTransport)(target, self._on_loop)
-        except OSError as error:
-            raise ConfigError(f"ca, cert, key: {error}", field="ca") from error
+        if isinstance(address, str):
+            target = Target(address, token, ca, cert, key)
+            try:
+                address = (GrpcTransport if target.is_grpc else HttpTransport)(target, self._on_loop)
+            except OSError as error:
+                raise ConfigError(f"ca, cert, key: {error}", field="ca") from error
+        self._transport = address
+        self._is_closed = False
         self._timeout_ms = timeout_ms
         self._retry = retry or RetryPolicy()
         # A request earns a part of a token, a retry costs one.
@@ -120,8 +123,8 @@ class Requests:
     async def _rank(
         self,
         model: str,
-        context: Features,
-        candidates: Features,
+        context: Features = NO_FEATURES,
+        candidates: Features = NO_FEATURES,
         *,
         context_dense: Values = None,
         candidate_dense: Values = None,
@@ -136,13 +139,15 @@ class Requests:
         """Score candidates.
 
         N is the number of candidates. Arrays are anything that NumPy takes as one; flat arrays and `Ragged` cost no
-        work for each id, lists one pass.
+        work for each id, lists one pass. A body of the JSON form is a request too: `rank(model, **body)`.
 
         Args:
             model: its name.
-            context: by feature, its ids: integers or strings, a flat list or array, or a single one.
+            context: by feature, its ids: integers or strings, a flat list or array, or a single one. Or, as in the JSON
+                form, an object of `sparse`, which are these, `weights` and `dense`.
             candidates: by feature, the ids of all candidates, in one order for all features. One id for each: flat,
-                [N]. Several: a list of N lists, an array [N, K], or `Ragged` with the values and N lengths.
+                [N]. Several: a list of N lists, an array [N, K], or `Ragged` with the values and N lengths. Or an
+                object, likewise.
             context_dense: numbers [Kc], as many as the model takes.
             candidate_dense: numbers [N, Kd].
             weights: by feature, for features that the model weights, of either side: numbers in the shape of the ids;
@@ -185,7 +190,7 @@ class Requests:
     async def _lookup(
         self,
         model: str,
-        features: Features,
+        sparse: Features,
         *,
         weights: Features | None = None,
         request_id: str = "",
@@ -196,11 +201,11 @@ class Requests:
     ) -> LookupResult:
         """Look up embeddings, pooled as the model pools them; `Ragged` of features that it does not pool.
 
-        `features` are, by feature, any number of bags of ids, as candidates of `rank`; flat ids are one bag each. Any
-        feature may be left out. All else is as in `rank`.
+        `sparse` are, by feature, any number of bags of ids, as candidates of `rank`; flat ids are one bag each. Any
+        feature may be left out. All else is as in `rank`, and in the JSON form: `lookup(model, **body)`.
         """
         options = {"model": model, "version": version, "request_id": request_id, "routing_key": routing_key}
-        request = lookup_request(features, weights or {})
+        request = lookup_request(sparse, weights or {})
         return read_lookup(await self._send("Lookup", request, options, self._ends(timeout_ms), headers))
 
     async def _describe(
@@ -222,7 +227,8 @@ class Requests:
         return description
 
     async def _close(self) -> None:
-        """Close the connections."""
+        """Close the connections; calls after it raise UnavailableError of the kind `closed`."""
+        self._is_closed = True
         await self._transport.close()
 
     async def _described(self, model: str, version: int | None, ends: float) -> ranking_pb2.GetModelResponse:
@@ -232,7 +238,7 @@ class Requests:
 
     def _ends(self, timeout_ms: int | None) -> float:
         timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
-        if timeout_ms < 1:
+        if not timeout_ms >= 1:
             raise invalid_field("timeout_ms", f"{timeout_ms} is not 1 or more")
         return self._clock() + timeout_ms / 1000
 
@@ -243,19 +249,21 @@ class Requests:
         options: dict[str, Any],
         ends: float,
         headers: Mapping[str, str] | None = None,
-    ) -> bytes:
+    ) -> Any:
         """Make a call, and make it again as the policy allows."""
         for name, value in options.items():
             try:
                 if value is not None:
                     setattr(request, name, value)
-            except ValueError as error:
-                # A number out of the field's range, or text that is not valid Unicode.
-                raise invalid_field(name, str(error)) from error
+            except (TypeError, ValueError) as error:
+                # No number, one out of the field's range, or text that is not valid Unicode.
+                raise invalid_field(name, f"{value!r:.80}: {error}") from error
         policy, attempt = self._retry, 0
         with self._lock:
             self._tokens = min(policy.budget_burst, self._tokens + policy.budget_ratio)
         while True:
+            if self._is_closed:
+                raise UnavailableError(f"this {type(self).__name__} is closed; make another one", kind="closed")
             remaining_s = ends - self._clock()
             if remaining_s <= 0:
                 raise DeadlineExceededError("the deadline passed before the call was made")

@@ -7,18 +7,26 @@ id. Only what a message can't express is refused, the rest by the server.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
-from serving.errors import InternalError, count_mismatch, invalid_field, invalid_id, unknown_feature
+from serving.errors import (
+    InternalError,
+    InvalidRequestError,
+    count_mismatch,
+    invalid_field,
+    invalid_id,
+    unknown_feature,
+)
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.results import Float32Array, LookupResult, Ragged, RankResult
 
-Float32Array: TypeAlias = npt.NDArray[np.float32]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Ids or weights of one feature: an array or a list, bag by bag as nested lists, or `Ragged`. See `Client.rank`.
@@ -26,56 +34,10 @@ Values: TypeAlias = Any
 Features: TypeAlias = Mapping[str, Values]
 M = TypeVar("M", bound=Message)
 
+NO_FEATURES: Features = MappingProxyType({})
 _NESTED = (list, tuple, np.ndarray)
 _MAX_INT64 = 2**63 - 1
 _MATRIX = 2
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ragged:
-    """Bags of different lengths in flat arrays.
-
-    Attributes:
-        values: all bags' values, one bag after the other: integers or strings [n], weights [n], or in the answer to a
-            lookup float32 [n, embedding_dim].
-        lengths: integers [bags], how many values each bag has.
-    """
-
-    values: Any
-    lengths: Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankResult:
-    """Scores of one request.
-
-    Attributes:
-        version: the same for all scores.
-        scores: float32 [N], in the order of the candidates.
-        order: int64 [N or top_k], positions of the candidates by descending score; equal scores by position.
-        dense_step: of the dense model's weights that gave every score; 0 for those of the version itself.
-        outputs: float32 [N] for each output that the model names; none of a built-in model.
-        delta_sequence: every row was of this delta or a later one; -1 where that is not known.
-    """
-
-    model: str
-    version: int
-    scores: Float32Array
-    order: Int64Array
-    request_id: str
-    dense_step: int = 0
-    outputs: Mapping[str, Float32Array] = field(default_factory=dict)
-    delta_sequence: int = -1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LookupResult:
-    """Embeddings by feature: float32 [bags, embedding_dim], or if not pooled `Ragged` of [ids, embedding_dim]."""
-
-    model: str
-    version: int
-    embeddings: dict[str, Float32Array | Ragged]
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +57,7 @@ class Column:
             flat, lengths = [ids] if isinstance(ids, int | str | np.generic) else ids, None
         else:
             flat, lengths = _bags(ids, path)
-        numbers, texts = _ids(flat, path)
+        numbers, texts = _ids(flat, path, lengths)
         count = len(texts) or numbers.size
         factors = None
         if weights is not None:
@@ -130,6 +92,9 @@ class RankFeatures:
     def __init__(
         self, context: Features, candidates: Features, weights: Features, context_dense: Values, candidate_dense: Values
     ) -> None:
+        context, context_weights, context_dense = _side("context", context, context_dense)
+        candidates, candidate_weights, candidate_dense = _side("candidates", candidates, candidate_dense)
+        weights = {**weights, **context_weights, **candidate_weights}
         _check_weighted(weights, context.keys() | candidates.keys())
         self.context = {
             name: Column.of(f"context.sparse.{name}", ids, weights.get(name), is_context=True)
@@ -212,8 +177,10 @@ def lookup_request(features: Features, weights: Features) -> ranking_pb2.LookupR
     return ranking_pb2.LookupRequest(sparse={name: column.message() for name, column in columns.items()})
 
 
-def read_rank(data: bytes) -> RankResult:
-    """Read a RankResponse. Raises InternalError."""
+def read_rank(data: bytes | RankResult) -> RankResult:
+    """Read a RankResponse, unless it is read. Raises InternalError."""
+    if isinstance(data, RankResult):
+        return data
     answer = read_message(ranking_pb2.RankResponse, data)
     # The library hands out the buffer of a repeated field.
     scores, order = np.array(answer.scores, np.float32), np.array(answer.order, np.int64)
@@ -224,8 +191,10 @@ def read_rank(data: bytes) -> RankResult:
     )
 
 
-def read_lookup(data: bytes) -> LookupResult:
-    """Read a LookupResponse. Raises InternalError."""
+def read_lookup(data: bytes | LookupResult) -> LookupResult:
+    """Read a LookupResponse likewise."""
+    if isinstance(data, LookupResult):
+        return data
     answer = read_message(ranking_pb2.LookupResponse, data)
     embeddings: dict[str, Float32Array | Ragged] = {}
     for name, rows in answer.embeddings.items():
@@ -241,6 +210,20 @@ def read_message(kind: type[M], data: bytes) -> M:
     except DecodeError as error:
         problem = f"the answer is not a {kind.DESCRIPTOR.full_name}: {error}"
         raise InternalError(problem, kind="malformed_answer") from error
+
+
+def _side(path: str, given: Features, dense: Values) -> tuple[Features, Features, Values]:
+    """Return the ids, the weights and the dense values of a side: ids by feature, or an object of the JSON form."""
+    if not isinstance(given, Mapping):
+        raise invalid_field(path, f"{given!r:.80} is not a mapping of features to ids")
+    # A feature's ids are no mapping.
+    if not isinstance(given.get("sparse"), Mapping) and given.keys() != {"dense"}:
+        return given, NO_FEATURES, dense
+    if unknown := given.keys() - {"sparse", "weights", "dense"}:
+        raise invalid_field(f"{path}.{min(unknown)}", "unknown key; allowed are ['dense', 'sparse', 'weights']")
+    if dense is not None and "dense" in given:
+        raise invalid_field(f"{path}.dense", "it is given twice")
+    return given.get("sparse", NO_FEATURES), given.get("weights") or NO_FEATURES, given.get("dense", dense)
 
 
 def _check_weighted(weights: Features, names: Set[str]) -> None:
@@ -266,11 +249,11 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
             return array, None
         # A column of lists in pandas, for one.
         value = array.tolist()
-    kinds = set(map(type, value))
-    nested = [issubclass(kind, _NESTED) for kind in kinds]
-    if not any(nested):
+    if not value or not isinstance(value[0], _NESTED):
+        # A list among ids is refused as no id.
         return value, None
-    if not all(nested):
+    kinds = set(map(type, value))
+    if not all(issubclass(kind, _NESTED) for kind in kinds):
         raise invalid_field(path, "lists and single values beside one another; it must be one or the other")
     try:
         lengths = np.fromiter(map(len, value), "<i4", len(value))
@@ -282,7 +265,7 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
     return list(chain.from_iterable(value)), lengths
 
 
-def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
+def _ids(values: Values, path: str, lengths: Int32Array | None) -> tuple[Int64Array, Sequence[str]]:
     """Read integers as an array, or strings as a list. Nothing is converted: a float or a boolean is no id."""
     if not isinstance(values, list | tuple):
         array = np.asarray(values)
@@ -292,6 +275,13 @@ def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
         if is_integer or not array.size:
             return np.ascontiguousarray(array, "<i8"), ()
         values = array.tolist()
+
+    def refusal(position: int, problem: str) -> InvalidRequestError:
+        if lengths is None:
+            return invalid_id(f"{path}[{position}]", problem)
+        bag = int(np.searchsorted(np.cumsum(lengths), position, "right"))
+        return invalid_id(f"{path}[{bag}][{position - int(lengths[:bag].sum())}]", problem)
+
     kinds = set(map(type, values))
     if kinds and all(issubclass(kind, str) for kind in kinds):
         try:
@@ -300,13 +290,13 @@ def _ids(values: Values, path: str) -> tuple[Int64Array, Sequence[str]]:
             raise invalid_id(path, "a string is not valid Unicode: it has a lone surrogate") from None
         return np.empty(0, "<i8"), values
     if wrong := next((kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)), None):
-        value = next(value for value in values if type(value) is wrong)
-        raise invalid_id(path, f"{str(value)[:80]!r} is a {wrong.__name__}; ids are integers or strings")
+        position, value = next((number, value) for number, value in enumerate(values) if type(value) is wrong)
+        raise refusal(position, f"{value!r:.80} is a {wrong.__name__}; ids are integers or strings")
     try:
         return np.array(values, "<i8"), ()
     except OverflowError:
-        value = next(value for value in values if not 0 <= value <= _MAX_INT64)
-        raise invalid_id(path, f"{str(value)[:80]} is not in 0..{_MAX_INT64}") from None
+        position, value = next((number, value) for number, value in enumerate(values) if not 0 <= value <= _MAX_INT64)
+        raise refusal(position, f"{str(value)[:80]} is not in 0..{_MAX_INT64}") from None
 
 
 def _floats(values: Values, path: str, dimensions: int) -> Float32Array:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 from urllib.parse import quote, urlsplit
 
 import grpc
@@ -115,6 +115,16 @@ class Target:
         """Return the header with the token, if there is one."""
         token = self.token() if callable(self.token) else self.token
         return [] if token is None else [("authorization", f"Bearer {token}")]
+
+
+class Transport(Protocol):
+    """What a client makes its calls by."""
+
+    async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> Any:
+        """Make one call; returns a message, or what is read from it. Raises ShardrankError."""
+
+    async def close(self) -> None:
+        """Close the connections."""
 
 
 class GrpcTransport:

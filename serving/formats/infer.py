@@ -39,7 +39,6 @@ from serving.formats.requests import (
     Encoded,
     FeatureCounts,
     RankRequest,
-    RankResponse,
     Response,
     check_options,
     text_of,
@@ -57,6 +56,7 @@ from serving.formats.schema import (
 )
 from serving.limits import MAX_ID, RequestLimits
 from serving.proto.inference import open_inference_pb2 as inference
+from serving.results import RankResult
 from shard_node.bags import Float32Array
 
 BINARY = "application/octet-stream"
@@ -276,7 +276,7 @@ class InferCodec(Codec, eq=False):
 
     def _outputs(self, response: Response) -> list[tuple[Output, str, npt.NDArray[Any]]]:
         """Return each output with its datatype and elements, little-endian."""
-        ranked, outputs = cast(RankResponse, response), []
+        ranked, outputs = cast(RankResult, response), []
         for output in self.outputs or [Output(name) for name in (SCORES, ORDER, *ranked.outputs)]:
             if output.name == ORDER:
                 outputs.append((output, "INT64", ranked.order.astype("<i8", copy=False)))
@@ -422,7 +422,7 @@ class InferHttpCodec(InferCodec, eq=False):
             "id": _response_id(response),
             "model_name": response.model,
             "model_version": str(response.version),
-            "parameters": {"dense_step": cast(RankResponse, response).dense_step},
+            "parameters": {"dense_step": cast(RankResult, response).dense_step},
             "outputs": outputs,
         })  # fmt: skip
         if not tensors:
@@ -511,7 +511,7 @@ class InferGrpcCodec(InferCodec, eq=False):
     def encode(self, response: Response) -> Encoded:
         """Write a message, whose raw contents are in the order of its outputs."""
         outputs = self._outputs(response)
-        step = inference.InferParameter(int64_param=cast(RankResponse, response).dense_step)
+        step = inference.InferParameter(int64_param=cast(RankResult, response).dense_step)
         message = inference.ModelInferResponse(
             model_name=response.model,
             model_version=str(response.version),

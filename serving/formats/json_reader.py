@@ -13,7 +13,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
@@ -36,15 +36,14 @@ from serving.formats.requests import (
     Codec,
     Encoded,
     FeatureCounts,
-    LookupResponse,
     Method,
-    RankResponse,
     Request,
     Response,
     check_options,
 )
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
+from serving.results import LookupResult, Ragged, RankResult
 from shard_node.bags import Float32Array, Int64Array
 
 # A parser keeps several times its longest text in memory, one for each thread: longer texts get one of their own.
@@ -154,9 +153,22 @@ class JsonCodec(Codec, eq=False):
 
     def encode(self, response: Response) -> Encoded:
         """See `Codec`."""
-        if isinstance(response, RankResponse):
-            return Encoded(_ENCODER.encode(rank_document(response)))
-        return Encoded(b"", more=lookup_pieces(response))
+        if not isinstance(response, RankResult):
+            return Encoded(b"", more=lookup_pieces(response))
+        # Digits enough that float32 scores read back as the same float32.
+        document: dict[str, Any] = {
+            "model": response.model,
+            "version": response.version,
+            "dense_step": response.dense_step,
+            "delta_sequence": response.delta_sequence,
+            "scores": response.scores.tolist(),
+            "order": response.order.tolist(),
+        }
+        if response.outputs:
+            document["outputs"] = {name: values.tolist() for name, values in response.outputs.items()}
+        if response.request_id:
+            document["request_id"] = response.request_id
+        return Encoded(_ENCODER.encode(document))
 
     def _parse(self, schema: RequestSchema) -> Request:
         if self.method == "rank" and "candidates" not in self.document:
@@ -371,35 +383,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 
-def rank_document(response: RankResponse) -> dict[str, Any]:
-    """Write a response as JSON; float32 scores read back as the same float32."""
-    document: dict[str, Any] = {
-        "model": response.model,
-        "version": response.version,
-        "dense_step": response.dense_step,
-        "delta_sequence": response.delta_sequence,
-        "scores": response.scores.tolist(),
-        "order": response.order.tolist(),
-    }
-    if response.outputs:
-        document["outputs"] = {name: values.tolist() for name, values in response.outputs.items()}
-    if response.request_id:
-        document["request_id"] = response.request_id
-    return document
-
-
-def encode_request(request: Mapping[str, Any]) -> bytes:
-    """Write a request of plain Python values as JSON. Raises InvalidRequestError for what JSON has no form for."""
-    try:
-        return _ENCODER.encode(request)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        # It does not write integers beyond 64 bits, whose field the reader names.
-        try:
-            return json.dumps(request).encode("utf-8", "surrogatepass")
-        except (TypeError, ValueError, RecursionError) as error:
-            raise invalid_field("", f"the request has no JSON form: {error}") from None
-
-
 def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
     """Return the error for a text that the parser has a `problem` with, with the field if it is short."""
     steps: tuple[Any, ...] = ()
@@ -417,10 +400,11 @@ def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
         return malformed("", f"the body is not JSON that can be read: {problem}")
     _, *path, value = steps
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    problem = "it is not valid Unicode: it has a lone surrogate"
+    is_id, problem = ".sparse." in field, "it is not valid Unicode: it has a lone surrogate"
     if not isinstance(value, str):
-        problem = f"{json.dumps(value)[:_SHOWN_CHARS]} is not in 0..{MAX_ID}, and no finite number of 64 bits"
-    return InvalidRequestError(field[1:], problem, kind="invalid_id" if ".sparse." in field else "invalid_field")
+        allowed = f"an id: one of the integers in 0..{MAX_ID}, or a string" if is_id else "a finite number of 64 bits"
+        problem = f"{json.dumps(value)[:_SHOWN_CHARS]} is not {allowed}"
+    return InvalidRequestError(field[1:], problem, kind="invalid_id" if is_id else "invalid_field")
 
 
 def _without_form(document: dict[str, Any] | list[Any]) -> tuple[Any, ...]:
@@ -469,7 +453,7 @@ def count_above(body: Buffer, character: int, limit: int) -> int:
     return count if count > limit else 0
 
 
-def lookup_pieces(response: LookupResponse) -> Iterator[bytes]:
+def lookup_pieces(response: LookupResult) -> Iterator[bytes]:
     """Write the response to a lookup, in pieces of about `PIECE_FLOATS` numbers.
 
     It has [bags][dim] floats by feature, or [bags][ids][dim] for a feature that is not pooled.
@@ -480,7 +464,7 @@ def lookup_pieces(response: LookupResponse) -> Iterator[bytes]:
     yield _ENCODER.encode(head)[:-1] + b',"embeddings":{'
     for number, (name, feature) in enumerate(response.embeddings.items()):
         yield (b"," if number else b"") + _ENCODER.encode(name) + b":["
-        yield from _rows(feature.values) if feature.lengths is None else _bags(feature.values, feature.lengths)
+        yield from _bags(feature.values, feature.lengths) if isinstance(feature, Ragged) else _rows(feature)
         yield b"]"
     yield b"}}"
 

@@ -22,10 +22,8 @@ from serving.formats.requests import (
     Codec,
     Encoded,
     FeatureCounts,
-    LookupResponse,
     Method,
     RankRequest,
-    RankResponse,
     Request,
     Response,
     array_of,
@@ -35,6 +33,7 @@ from serving.formats.requests import (
 from serving.formats.schema import PARTS, Part, RequestSchema, part_path
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.results import LookupResult, Ragged, RankResult
 from shard_node.bags import Float32Array, KeyedBags
 
 CONTENT_TYPE = "application/x-protobuf"
@@ -133,7 +132,7 @@ class MessageCodec(Codec, eq=False):
 
     def encode(self, response: Response) -> Encoded:
         """See `Codec`."""
-        encoded = encode_rank(response) if isinstance(response, RankResponse) else encode_lookup(response)
+        encoded = encode_rank(response) if isinstance(response, RankResult) else encode_lookup(response)
         return Encoded(encoded, CONTENT_TYPE)
 
     def _entries(self, dense: dict[Part, list[Buffer]]) -> Iterator[tuple[Part, int, int]]:
@@ -284,7 +283,7 @@ def packed_request(features: FeatureSchema, request: RankRequest) -> ranking_pb2
     return ranking_pb2.RankRequest(num_candidates=request.num_candidates, packed=packed)
 
 
-def encode_rank(response: RankResponse) -> bytes:
+def encode_rank(response: RankResult) -> bytes:
     """Encode a RankResponse: numbers as they are in memory, the rest by the library. Fields may be in any order."""
     message = ranking_pb2.RankResponse(
         model=response.model,
@@ -304,15 +303,16 @@ def encode_rank(response: RankResponse) -> bytes:
     return b"".join(parts)
 
 
-def encode_lookup(response: LookupResponse) -> bytes:
+def encode_lookup(response: LookupResult) -> bytes:
     """Encode a LookupResponse likewise."""
     model, version, request_id = response.model, response.version, response.request_id
     message = ranking_pb2.LookupResponse(model=model, version=version, request_id=request_id)
     parts = [message.SerializeToString()]
     for name, feature in response.embeddings.items():
-        embedding = ranking_pb2.Embedding(embedding_dim=feature.values.shape[1]).SerializeToString()
-        embedding += encode_array(1, feature.values, "<f4")
-        if feature.lengths is not None:
+        rows = feature.values if isinstance(feature, Ragged) else feature
+        embedding = ranking_pb2.Embedding(embedding_dim=rows.shape[1]).SerializeToString()
+        embedding += encode_array(1, rows, "<f4")
+        if isinstance(feature, Ragged):
             embedding += encode_array(3, feature.lengths, "<u4")
         parts.append(encode_field(3, encode_field(1, name.encode()) + encode_field(2, embedding)))
     return b"".join(parts)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -14,6 +14,7 @@ from loader.snapshot.tables import fingerprint_strings
 from serving.errors import count_mismatch, invalid_field, invalid_id, limit_exceeded, malformed
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
+from serving.results import LookupResult, RankResult
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -58,51 +59,8 @@ class LookupRequest:
     texts: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankResponse:
-    """Scores of one request, all from one version.
-
-    Attributes:
-        scores: float32 [N], in the order of the candidates.
-        order: int64 [min(top_k, N)], positions of the candidates by descending score; equal scores by position.
-        dense_step: of the dense model's weights that gave every score; 0 for those of the snapshot itself.
-        outputs: float32 [N] for each output that the model names, in its order; none of a built-in model.
-        delta_sequence: every row was of this delta or a later one; negative where a shard did not tell.
-    """
-
-    model: str
-    version: int
-    scores: Float32Array
-    order: Int64Array
-    request_id: str = ""
-    dense_step: int = 0
-    outputs: Mapping[str, Float32Array] = field(default_factory=dict)
-    delta_sequence: int = -1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FeatureEmbeddings:
-    """Embeddings of one feature: float32 [bags, embedding_dim] if pooled.
-
-    If not, [ids, embedding_dim], and `lengths`, int64 [bags], the rows of each bag.
-    """
-
-    values: Float32Array
-    lengths: Int64Array | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LookupResponse:
-    """Embeddings by feature name, all from one version."""
-
-    model: str
-    version: int
-    embeddings: dict[str, FeatureEmbeddings]
-    request_id: str = ""
-
-
 Request: TypeAlias = RankRequest | LookupRequest
-Response: TypeAlias = RankResponse | LookupResponse
+Response: TypeAlias = RankResult | LookupResult
 
 
 class Encoded(NamedTuple):

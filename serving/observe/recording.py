@@ -28,8 +28,9 @@ import msgspec
 from loader.errors import ConfigError
 from serving.errors import InvalidRequestError, RecordingDamagedError
 from serving.formats.messages import MessageCodec, packed_request
-from serving.formats.requests import RankRequest, RankResponse
+from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
+from serving.results import RankResult
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class RecordedRequest(msgspec.Struct, frozen=True):
     Attributes:
         arrived_at: when its call began, seconds since the epoch.
         schema_digest: of names, order, sides, id types and dense widths, as in `request`.
-        version, delta_sequence, dense_step: that gave the scores, as of `RankResponse`.
+        version, delta_sequence, dense_step: that gave the scores, as of `RankResult`.
         scores: [N]; float32 reads back as the same float32.
         request: a `RankRequest` of protobuf, packed, without its id, key and deadline.
     """
@@ -112,12 +113,12 @@ class RequestRecorder:
         # The file that is written, unbuffered, and its bytes.
         self._file: FileIO | None = None
         self._size = 0
-        self._queue = queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankResponse, float, int] | None]()
+        self._queue = queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankResult, float, int] | None]()
         self._queued_bytes, self._lock = 0, threading.Lock()
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
-    def offer(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, arrived_at: float) -> None:
+    def offer(self, schema: RequestSchema, request: RankRequest, answer: RankResult, arrived_at: float) -> None:
         """Queue a request that came at a time of the clock, if drawn, no replay, and with room. Its arrays are kept."""
         if self._draw() >= self._share or request.request_id.startswith(REPLAY_ID):
             return
@@ -159,7 +160,7 @@ class RequestRecorder:
             self._count("written" if written else "dropped", 1, written)
         self._end()
 
-    def _add(self, schema: RequestSchema, request: RankRequest, answer: RankResponse, arrived_at: float) -> int:
+    def _add(self, schema: RequestSchema, request: RankRequest, answer: RankResult, arrived_at: float) -> int:
         """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
         recorded = RecordedRequest(
             arrived_at=self._wall_clock() - self._clock() + arrived_at,

@@ -24,14 +24,7 @@ from router.router import Embeddings, Router
 from router.shard import ReplicatedShard
 from serving.description import NumberFormat
 from serving.errors import InternalError, InvalidRequestError
-from serving.formats.requests import (
-    FeatureEmbeddings,
-    LookupRequest,
-    LookupResponse,
-    RankRequest,
-    RankResponse,
-    value_path,
-)
+from serving.formats.requests import LookupRequest, RankRequest, value_path
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
 from serving.models.layers import CPU
@@ -39,6 +32,7 @@ from serving.models.ranking_models import DeviceCopies
 from serving.observe.calls import BatchTimes, Call, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import batch_spans, traced_batch, traced_lookup
+from serving.results import LookupResult, Ragged, RankResult
 from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
@@ -338,7 +332,7 @@ class Ranking:
         remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
         await asyncio.gather(*(one.connect(deadline) for one in remote))
 
-    async def rank(self, waiting: Sequence[Call]) -> list[RankResponse | Exception]:
+    async def rank(self, waiting: Sequence[Call]) -> list[RankResult | Exception]:
         """Rank requests together: each gets its answer, or its error (an unknown id, a score not finite).
 
         Raises ShardrankError if the rows can't be looked up; then no request has an answer.
@@ -368,7 +362,7 @@ class Ranking:
         batch: MergedBatch,
         scored: Scored,
         is_counted: npt.NDArray[np.bool_] | None,
-    ) -> list[RankResponse | Exception]:
+    ) -> list[RankResult | Exception]:
         """Return an answer or error of each request; `is_counted`, bool [B], says whose scores guards compare.
 
         None of all.
@@ -377,12 +371,12 @@ class Ranking:
         order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
         model, version, names = self._model_name, self.parts.version, self._output_names
-        outcomes: list[RankResponse | Exception] = []
+        outcomes: list[RankResult | Exception] = []
         for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True):
             best = order[start:end][: request.top_k]
             named = dict(zip(names, scores[1:, start:end], strict=True)) if names else {}
             of_request, request_id = scores[0, start:end], request.request_id
-            outcomes.append(RankResponse(model, version, of_request, best, request_id, dense_step, named, sequence))
+            outcomes.append(RankResult(model, version, of_request, best, request_id, dense_step, named, sequence))
         # A sum is finite only if all of them are, and one number is asked faster than many.
         if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
             self._counter.scored(scores[0] if is_counted is None else scores[0, is_counted[batch.request_of_candidate]])
@@ -400,7 +394,7 @@ class Ranking:
             # The first refused id of each request is the one that it is told.
             for number, which in zip(*np.unique(owner, return_index=True), strict=True):
                 outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
-        is_answered = np.array([isinstance(one, RankResponse) for one in outcomes])
+        is_answered = np.array([isinstance(one, RankResult) for one in outcomes])
         is_counted = is_answered if is_counted is None else is_counted & is_answered
         self._counter.scored(scores[0, is_counted[batch.request_of_candidate]])
         return outcomes
@@ -430,7 +424,7 @@ class Ranking:
             times.rank_s = self._clock() - routed_at
         return Scored(scores, embeddings.rejected, parts.dense_step, embeddings.sequence)
 
-    async def lookup(self, waiting: Call) -> LookupResponse:
+    async def lookup(self, waiting: Call) -> LookupResult:
         """Look embeddings up, and pass the times to the request. Raises InvalidRequestError for an id without a row."""
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
         times = BatchTimes(started_at=self._clock())
@@ -447,13 +441,12 @@ class Ranking:
             raise unknown_id(self.parts.schema, request, pooled.rejected, 0, int(pooled.rejected.bag[0]))
         features, projections = self.parts.schema.features, self.parts.projections
         of_parts = {name: matrix.numpy() for name, matrix in projections.items()}
-        by_feature = {
-            features.features[key].name: FeatureEmbeddings(
-                pooled.feature(key, of_parts), pooled.lengths(key) if features.is_none[key] else None
-            )
-            for key in request.bags.keys.tolist()
-        }
-        answer = LookupResponse(self._model_name, version, by_feature, request.request_id)
+        by_feature = dict[str, Float32Array | Ragged]()
+        for key in request.bags.keys.tolist():
+            rows = pooled.feature(key, of_parts)
+            is_none = features.is_none[key]
+            by_feature[features.features[key].name] = Ragged(rows, pooled.lengths(key)) if is_none else rows
+        answer = LookupResult(self._model_name, version, by_feature, request.request_id)
         times.lookup, times.lookup_s = pooled.times, routed_at - times.started_at
         self._end_batch(times, routed_at, [waiting], "lookup")
         return answer

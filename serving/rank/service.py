@@ -24,7 +24,6 @@ from serving.formats.requests import (
     Encoded,
     LookupRequest,
     RankRequest,
-    RankResponse,
     Response,
 )
 from serving.formats.schema import RequestSchema
@@ -35,12 +34,13 @@ from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import Parent, Tracer, call_span
 from serving.observe.watch import Readiness, StateCollector
 from serving.rank.batcher import LookupMemoryLimit, resolve
+from serving.results import RankResult
 from serving.versions.version_choice import VersionChoice
 from shard_node.byte_budget import ByteBudget
 
 logger = logging.getLogger(__name__)
 
-OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankResponse, float], None]
+OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankResult, float], None]
 """Called with an answered rank request, its schema, and when its call began, monotonic seconds; must be quick."""
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 CLOSE_GRACE_S = 5.0
@@ -301,7 +301,7 @@ async def answer(
             call.answered_at = service.clock()
             encoded = codec.encode(answered)
             for notify in service.on_ranked:
-                notify(schema, call.request, cast(RankResponse, answered), call.started_at)
+                notify(schema, call.request, cast(RankResult, answered), call.started_at)
         call.encoded_at = service.clock()
     except BaseException as error:
         service.end_call(call, error)

@@ -44,7 +44,7 @@ def test_the_image_has_every_package_and_nothing_that_is_not_there():
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     lines = [line for stage in dockerfile().values() for line in stage if line.startswith("COPY ")]
     sources = {source for line in lines if "--from" not in line for source in line.split()[1:-1]}
-    assert set(wheel["packages"]) <= sources
+    assert {*wheel["packages"], *wheel["force-include"]} <= sources
     assert all((ROOT / source).exists() for source in sources)
     ignored = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text()
     assert sources == set(re.findall("^!(.*)$", ignored, re.MULTILINE))

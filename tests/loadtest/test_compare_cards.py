@@ -150,7 +150,7 @@ def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
     snapshot = compared_snapshot(loads["json"], tmp_path / "store")
     _, payloads = open_payloads(loads["json"])
     with Ranker.open(snapshot, dtype="float32") as ranker:
-        expected = ranker.rank(json.loads(payloads[1].body))["scores"]
+        expected = ranker.rank(snapshot.parent.name, **json.loads(payloads[1].body)).scores
     commands = ServedArm(1).commands(snapshot, tmp_path, ("--device", "cpu"), ("--dtype", "float32"))
     with Generators() as generators, running_server("1 card", commands) as server:
         for api, load in loads.items():

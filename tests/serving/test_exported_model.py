@@ -136,16 +136,14 @@ def request_of(requests: GoldenRequests, number: int) -> dict[str, Any]:
 def test_what_is_served_is_what_the_module_computes(model: TwoTasksModel, folder: Path) -> None:
     requests = model.requests()
     with Ranker.open(folder, **TRUSTED) as ranker:
-        answers = [ranker.rank(request_of(requests, number)) for number in range(requests.num_requests)]
+        answers = [ranker.rank(MODEL, **request_of(requests, number)) for number in range(requests.num_requests)]
     for task, expected in (requests.outputs or {}).items():
-        served = np.concatenate([answer["outputs"][task] for answer in answers])
+        served = np.concatenate([answer.outputs[task] for answer in answers])
         np.testing.assert_allclose(served, expected, atol=1e-5)
     for answer in answers:
-        outputs = {task: np.array(answer["outputs"][task], np.float32) for task in TASKS}
-        expected = 0.2 * outputs["click"] + 0.8 * outputs["buy"]
-        np.testing.assert_allclose(answer["scores"], expected, rtol=1e-6)
-        scores = np.array(answer["scores"], np.float32)
-        assert answer["order"] == np.argsort(-scores, kind="stable").tolist()
+        expected = 0.2 * answer.outputs["click"] + 0.8 * answer.outputs["buy"]
+        np.testing.assert_allclose(answer.scores, expected, rtol=1e-6)
+        assert answer.order.tolist() == np.argsort(-answer.scores, kind="stable").tolist()
 
 
 async def test_every_api_gives_the_same_bits_of_every_output(model: TwoTasksModel, service: RankingService) -> None:
@@ -159,7 +157,8 @@ async def test_every_api_gives_the_same_bits_of_every_output(model: TwoTasksMode
                 http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
                 expected = {name: np.array(values, "f4").tobytes() for name, values in http["outputs"].items()}
                 assert (list(expected), http["dense_step"]) == (list(TASKS), 0)
-                assert Ranker(service, MODEL).rank(request) == http
+                embedded = Ranker(service).rank(MODEL, **request)
+                assert {name: values.tobytes() for name, values in embedded.outputs.items()} == expected
                 by_name = await api.stub.Rank(rank_message(request | {"model": MODEL}, MODEL))
                 assert {name: np.array(one.values, "f4").tobytes() for name, one in by_name.outputs.items()} == expected
                 packed = await client.rank(
@@ -219,7 +218,7 @@ def test_a_program_is_exported_from_the_command_line(model: TwoTasksModel, tmp_p
     result = CliRunner().invoke(command, [*map(str, arguments), "--program", str(tmp_path / "mmoe.pt2")])
     assert result.exit_code == 0, result.output
     with Ranker.open(tmp_path / "models" / MODEL / "1", **TRUSTED) as ranker:
-        assert list(ranker.rank(request_of(golden, 0))["outputs"]) == list(TASKS)
+        assert list(ranker.rank(MODEL, **request_of(golden, 0)).outputs) == list(TASKS)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ async def test_http_grpc_and_the_in_process_call_give_identical_scores(api_model
             request = api_request(seed, 1 + 3 * seed) | {"top_k": 4}
             http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
             grpc = await api.stub.Rank(rank_message(request))
-            embedded = Ranker(api_service, MODEL).rank(request)
+            embedded = Ranker(api_service).rank(MODEL, **request)
             scores = np.array(http["scores"], np.float32)
             assert scores.tolist() == http["scores"]
-            assert list(grpc.scores) == http["scores"] == embedded["scores"]
-            assert list(grpc.order) == http["order"] == embedded["order"]
+            assert list(grpc.scores) == http["scores"] == embedded.scores.tolist()
+            assert list(grpc.order) == http["order"] == embedded.order.tolist()
             assert (grpc.model, grpc.version) == (http["model"], http["version"]) == (MODEL, 1)
             np.testing.assert_allclose(scores, api_model.scores(request), rtol=1e-5)
 
@@ -52,8 +52,8 @@ async def test_a_lookup_is_the_same_in_every_api(api_model, api_service):
     async with running_api(api_service) as api:
         http = (await api.http.post(f"/v1/models/{MODEL}:lookup", json=LOOKUP)).json()
         grpc = await api.stub.Lookup(message)
-        assert http == Ranker(api_service, MODEL).lookup(LOOKUP)
-    assert grpc.request_id == http["request_id"] == "r-7"
+        embedded = Ranker(api_service).lookup(MODEL, **LOOKUP)
+    assert grpc.request_id == http["request_id"] == embedded.request_id == "r-7"
     assert set(grpc.embeddings) == set(http["embeddings"]) == set(LOOKUP["sparse"])
     for name, embedding in grpc.embeddings.items():
         rows = np.array(embedding.values, np.float32).reshape(-1, embedding.embedding_dim)
@@ -67,4 +67,5 @@ async def test_a_lookup_is_the_same_in_every_api(api_model, api_service):
             bags = [bag if isinstance(bag, list) else [bag] for bag in bags]
             expected = [api_model.pooled(name, bag, weight) for bag, weight in zip(bags, weights, strict=True)]
         np.testing.assert_array_equal(rows, np.array(found, np.float32))
+        np.testing.assert_array_equal(rows, getattr(embedded.embeddings[name], "values", embedded.embeddings[name]))
         np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)

@@ -34,7 +34,9 @@ def test_limit_gives_the_scores_of_a_served_model(tmp_path: Path, head, hotness,
     with Ranker.open(path, dtype="float32") as ranker:
         for payload, request in zip(pool, requests_of(workload), strict=False):
             scores = uvloop.run(limit.scores(merge([request])))
-            np.testing.assert_allclose(scores, ranker.rank(json.loads(payload.body))["scores"], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(
+                scores, ranker.rank(path.parent.name, **json.loads(payload.body)).scores, rtol=0, atol=1e-6
+            )
     computed = uvloop.run(limit.compute(workload, 2.5, 0.05))
     assert computed["batch"] == pytest.approx(2.5, abs=0.3)
     assert 0 < computed["CPU of a request"] <= 1e3 / computed["requests"] * 1.2

@@ -62,13 +62,12 @@ def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, versi
         for question in questions["rank"] + questions["lookup"]:
             if question.method == "rank":
                 sides = {"context": question.side("context"), "candidates": question.side("candidate")}
-                answer = ranker.rank({part: {"sparse": ids} for part, ids in sides.items()})
-                values = np.array(answer["scores"], np.float32)
+                answer = ranker.rank(SPEC.model, **sides)
+                values = answer.scores
             else:
-                answer = ranker.lookup({"sparse": question.bags})
-                vectors = [np.array(answer["embeddings"][name], np.float32).reshape(-1) for name in question.bags]
-                values = np.concatenate(vectors)
-            assert judge(question, answer["version"], values) is None
+                answer = ranker.lookup(SPEC.model, question.bags)
+                values = np.concatenate([answer.embeddings[name].reshape(-1) for name in question.bags])
+            assert judge(question, answer.version, values) is None
             kind, message, _ = judge(question, version + 1, values)
             assert kind == "mixed"
             assert f"names version {version + 1} " in message

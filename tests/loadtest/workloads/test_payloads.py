@@ -16,11 +16,11 @@ from loadtest.workloads.catalog import BenchShape, bench_payloads, open_workload
 from loadtest.workloads.payloads import APIS, HEADER_LENGTH, Api, Payloads, changing_headers
 from loadtest.workloads.workload import Workload
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
-from serving.formats.json_reader import rank_document
+from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec, encode_rank
-from serving.formats.requests import RankResponse
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.results import RankResult
 from shardrank_testing.serving_api import MODEL
 from shardrank_testing.workloads import MixedWorkload, assert_same_request, read_payload
 
@@ -114,9 +114,9 @@ def test_memory_is_bounded_but_one_payload_is_always_made():
     assert len(Payloads(workload, "grpc", count=200, max_bytes=1)) == 1
 
 
-def answer(num_scores: int) -> RankResponse:
+def answer(num_scores: int) -> RankResult:
     scores = np.linspace(0, 1, num_scores, dtype=np.float32)
-    return RankResponse("m", 7, scores, np.argsort(-scores), "id")
+    return RankResult("m", 7, scores, np.argsort(-scores), "id")
 
 
 @pytest.mark.parametrize("num_scores", [1, 300])
@@ -125,7 +125,7 @@ def test_scores_are_read_from_the_server_s_answers(num_scores):
     over_http = InferHttpCodec(model=MODEL, header_length=dict(pools["oip-http"][0].headers)[HEADER_LENGTH])
     over_grpc = InferGrpcCodec()
     answers = {
-        "json": json.dumps(rank_document(expected)).encode(),
+        "json": JsonCodec().encode(expected).body,
         "grpc": encode_rank(expected),
         "grpc-packed": encode_rank(expected),
         "oip-http": over_http.read(pools["oip-http"][0].body, RequestLimits()).encode(expected).body,

@@ -46,7 +46,7 @@ def on_service(on: OnCards, model: ApiModel, **options) -> RankingService:
 
 
 def on_cards(on: OnCards, model: ApiModel, **options) -> Ranker:
-    return Ranker(on_service(on, model, **options), MODEL)
+    return Ranker(on_service(on, model, **options))
 
 
 @pytest.mark.parametrize("on", engine_params(ON))
@@ -55,22 +55,22 @@ def test_requests_are_ranked_and_looked_up_as_they_must_be(api_model, api_servic
     with on_cards(on, api_model, num_replicas=2) as ranker:
         for seed in range(6):
             request = api_request(seed, 3 + seed)
-            np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
+            np.testing.assert_allclose(ranker.rank(MODEL, **request).scores, api_model.scores(request), rtol=1e-4)
         wrong = api_request(0)
         wrong["candidates"]["sparse"]["film"][1] = FILMS + 5
         with raises_kind("unknown_id", match=rf"candidates.sparse.film\[1\].*{FILMS + 5} has no row"):
-            ranker.rank(wrong)
-        looked_up = ranker.lookup({"sparse": names})["embeddings"]
-    expected = Ranker(api_service, MODEL).lookup({"sparse": names})["embeddings"]
+            ranker.rank(MODEL, **wrong)
+        looked_up = ranker.lookup(MODEL, names).embeddings
+    expected = Ranker(api_service).lookup(MODEL, names).embeddings
     for name in names:
-        for found, wanted in zip(looked_up[name], expected[name], strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        found, right = (getattr(rows[name], "values", rows[name]) for rows in (looked_up, expected))
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("on", "peer_access"), [(ON[1], 1.0), (OnCards(2, "every tier", "no peer access"), 0.0)])
 async def test_metrics_name_tiers_and_peer_access(api_model, on, peer_access):
     service = on_service(on, api_model)
-    await asyncio.to_thread(Ranker(service, MODEL).rank, api_request(1))
+    await asyncio.to_thread(Ranker(service).rank, MODEL, **api_request(1))
     await service.watch.refresh()
     samples = [
         (sample.name, sample.labels, sample.value)
@@ -154,14 +154,13 @@ async def test_versions_are_swapped_and_deltas_applied_on_cards(versions, store,
     async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
         card_set = CardSet(cards, CardOptions(card_memory_gb=1e-3))
         node, service = await with_live(fleet, versions, local=True, limits=LIMITS, card_set=card_set)
-        ranker = Ranker(service, MODEL)
+        ranker = Ranker(service)
 
         async def load() -> None:
             for request in itertools.cycle(requests):
-                answer = await asyncio.to_thread(ranker.rank, request)
-                version = answer["version"]
-                np.testing.assert_allclose(answer["scores"], versions[version].scores(request), rtol=1e-4)
-                answered[version] += 1
+                answer = await asyncio.to_thread(ranker.rank, MODEL, **request)
+                np.testing.assert_allclose(answer.scores, versions[answer.version].scores(request), rtol=1e-4)
+                answered[answer.version] += 1
                 if is_over:
                     return
 
@@ -182,10 +181,10 @@ async def test_versions_are_swapped_and_deltas_applied_on_cards(versions, store,
         values = np.full((FILMS, 8), 3.0, np.float32)
         sequence = await publisher.publish("films", np.arange(FILMS), values)
         await fleet.until("serve-0", lambda node: node.report(MODEL, 2).delta_sequence == sequence)
-        answer = await asyncio.to_thread(ranker.rank, requests[0])
+        answer = await asyncio.to_thread(ranker.rank, MODEL, **requests[0])
         model = versions[2]
         changed = ApiModel(model.path, model.spec, {**model.tables, "films": values}, model.tensors)
-        np.testing.assert_allclose(answer["scores"], changed.scores(requests[0]), rtol=1e-4)
+        np.testing.assert_allclose(answer.scores, changed.scores(requests[0]), rtol=1e-4)
     # A process that leaves ends with its rows; this one goes on.
     await asyncio.to_thread(node._local.node.close)
     assert [card.free_bytes() for card in cards.cards] == free

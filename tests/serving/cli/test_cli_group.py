@@ -185,7 +185,12 @@ def test_readmes_request_is_answered_in_the_form_that_it_shows(tmp_path: Path) -
     # As large as the demo's own data, so that the ids exist; hardly trained, as only the form is compared.
     version = train_version(generate_interactions(2000), tmp_path, seed=0, epochs=1)
     with Ranker.open(version.folder) as ranker:
-        answer = ranker.rank(json.loads(body[1]))
-    assert answer.keys() == shown.keys()
-    assert len(answer["scores"]) == len(shown["scores"]) == 3
+        scores = ranker.rank("films", **json.loads(body[1])).scores
+    assert scores.size == len(shown["scores"]) == 3
     assert sorted(shown["order"], key=lambda position: -shown["scores"][position]) == shown["order"]
+
+
+def test_the_page_of_python_names_shows_ids_that_are_strings(tmp_path: Path) -> None:
+    script = blocks((ROOT / "docs/python.md").read_text(encoding="utf-8"), "python")[-1]
+    done = subprocess.run((sys.executable, "-c", script), cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    assert re.fullmatch(r"\[0\.\d+ +0\.\d+\]\n", done.stdout)

@@ -74,10 +74,7 @@ def test_a_checkpoint_with_foreign_names_becomes_a_version(inputs: Path) -> None
     assert f"wrote {folder}" in result.output
     assert json.loads(shardrank("inspect", "--snapshot", folder, "--json").output)["metadata"] == {"run": "17"}
     with Ranker.open(folder) as ranker:
-        answer = ranker.rank(
-            {"context": {"sparse": {"user": ["cäcilie"]}}, "candidates": {"sparse": {"item": [0, 2990, 7]}}}
-        )
-    assert len(answer["scores"]) == 3
+        assert ranker.rank("shop", {"user": "cäcilie"}, {"item": [0, 2990, 7]}).scores.size == 3
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bu
         running("serve", *map(str, where), *flags, *ANY_PORTS) as program,
         Ranker.open(api_model.path, dtype="float32") as ranker,
     ):
-        assert program.rank(MODEL, request).json()["scores"] == ranker.rank(request)["scores"]
+        assert program.rank(MODEL, request).json()["scores"] == ranker.rank(MODEL, **request).scores.tolist()
         assert program.stop() == 0
 
 

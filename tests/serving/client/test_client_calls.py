@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import closing
 
 import numpy as np
 import pytest
 
-from loader.errors import DeadlineExceededError, OverloadedError
-from serving.client import Ragged, RetryPolicy
-from serving.embedded import ModelSource, load_served_model
+from loader.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    OverloadedError,
+    SnapshotNotFoundError,
+    UnavailableError,
+)
+from serving.client import Client, Ragged, RetryPolicy
+from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
 from serving.observe.traces import Tracer
@@ -61,14 +68,86 @@ async def test_scores_are_those_of_json_and_of_the_reference(api_model, api, kin
                 "tag": [np.array(bag) for bag in sparse["tag"]],
                 "device": np.array(sparse["device"]),
             }
-            for candidates in (sparse, arrays):
-                result = await call("rank", MODEL, **{**arguments, "candidates": candidates})
+            forms = [{**arguments, "candidates": candidates} for candidates in (sparse, arrays)]
+            mixed = {**request["candidates"], "sparse": arrays, "weights": None}
+            weights = request["candidates"]["weights"]
+            for form in (*forms, request, {**request, "candidates": mixed, "weights": weights}):
+                result = await call("rank", MODEL, **form)
                 assert result.scores.dtype == np.float32
                 np.testing.assert_array_equal(result.scores, np.float32(over_json["scores"]))
                 np.testing.assert_allclose(result.scores, api_model.scores(request), rtol=1e-4)
                 assert (result.model, result.version, result.request_id) == (MODEL, 1, f"r{seed}")
                 assert result.order.tolist() == over_json["order"]
                 assert result.order.size == 3
+
+
+async def test_a_ranker_is_a_client_of_its_own_process(api_model, api):
+    """The same results of the same arguments, for rank, lookup and describe."""
+    request, features = api_request(3), {"film": [[3], [9, 11]], "history": Ragged(np.array([1, 50, 2]), [2, 1])}
+    ranker: Client = Ranker(api.service)
+    async with calling(Client, address_of(api)) as call:
+        for form in (request, rank_arguments(request)):
+            remote, local = (
+                await call("rank", MODEL, **form, request_id="x"),
+                ranker.rank(MODEL, **form, request_id="x"),
+            )
+            np.testing.assert_array_equal(local.scores, remote.scores)
+            np.testing.assert_array_equal(local.order, remote.order)
+            assert (local.scores.dtype, local.order.dtype) == (np.float32, np.int64)
+            others = [(result.model, result.version, result.request_id, result.outputs) for result in (local, remote)]
+            assert others[0] == others[1]
+        body = {"sparse": {"tag": [[1, 2]]}, "weights": {"tag": [[0.5, 2.0]]}, "version": 1}
+        looked_up = ranker.lookup(MODEL, **body).embeddings["tag"]
+        np.testing.assert_array_equal(looked_up, (await call("lookup", MODEL, **body)).embeddings["tag"])
+        remote, local = await call("lookup", MODEL, features), ranker.lookup(MODEL, features)
+        np.testing.assert_array_equal(local.embeddings["film"], remote.embeddings["film"])
+        np.testing.assert_array_equal(local.embeddings["history"].values, remote.embeddings["history"].values)
+        np.testing.assert_array_equal(local.embeddings["history"].lengths, remote.embeddings["history"].lengths)
+        assert ranker.describe(MODEL) == await call("describe", MODEL)
+
+
+WRONG_SIDES = [
+    ({"context": [1]}, "context", "is not a mapping of features to ids"),
+    ({"context": {"sparse": {}, "ids": {}}}, "context.ids", "allowed are ['dense', 'sparse', 'weights']"),
+    ({"context": {"dense": [1.0]}, "context_dense": [1.0]}, "context.dense", "it is given twice"),
+    ({"top_k": 1.5}, "top_k", "1.5: "),
+    ({"timeout_ms": float("nan")}, "timeout_ms", "nan is not 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "field", "says"), WRONG_SIDES)
+def test_a_side_or_option_of_no_known_form_is_refused(api_service, arguments, field, says):
+    with pytest.raises(InvalidRequestError, match=re.escape(says)) as found:
+        Ranker(api_service).rank(MODEL, **{**rank_arguments(api_request()), **arguments})
+    assert (found.value.kind, found.value.field) == ("invalid_field", field)
+
+
+@both_apis
+@both_clients
+async def test_after_close_each_call_says_so(api, kind, scheme):
+    async with calling(kind, address_of(api, scheme)) as call:
+        await call("rank", MODEL, **api_request())
+        await call("close")
+        for method, *arguments in (
+            ("rank", MODEL, {}, {"film": [1]}),
+            ("lookup", MODEL, {"film": [1]}),
+            ("describe", MODEL),
+        ):
+            with pytest.raises(UnavailableError, match=f"this {kind.__name__} is closed") as found:
+                await call(method, *arguments)
+            assert found.value.kind == "closed"
+
+
+def test_a_ranker_that_is_closed_says_so_and_options_are_checked(api_model):
+    with Ranker.open(api_model.path, dtype="float32") as ranker:
+        assert ranker.rank(MODEL, **api_request()).scores.size == 5
+    with pytest.raises(UnavailableError, match="this Ranker is closed"):
+        ranker.rank(MODEL, **api_request())
+    ranker.close()
+    with pytest.raises(ConfigError, match="num_replicas: Input should be greater than or equal to 0"):
+        Ranker.open(api_model.path, num_replicas=-1)
+    with pytest.raises(SnapshotNotFoundError, match=f"is a model's folder; its newest version is .*/{MODEL}/1$"):
+        Ranker.open(api_model.path.parent)
 
 
 @both_clients

@@ -15,10 +15,10 @@ from serving.client.features import read_rank
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import PIECE_FLOATS, JsonCodec
 from serving.formats.messages import encode_lookup, encode_rank
-from serving.formats.requests import FeatureEmbeddings, LookupResponse, RankResponse
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.results import LookupResult, Ragged, RankResult
 
 LIMITS = RequestLimits()
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -26,7 +26,7 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 
 
 @st.composite
-def rank_answers(draw: st.DrawFn) -> RankResponse:
+def rank_answers(draw: st.DrawFn) -> RankResult:
     scores = draw(hnp.arrays(np.float32, st.integers(1, 40), elements=FLOATS))
     order = np.argsort(-scores, kind="stable")[: draw(st.integers(1, 40))]
     outputs = {
@@ -36,21 +36,21 @@ def rank_answers(draw: st.DrawFn) -> RankResponse:
     numbers = st.integers(1, 2**63 - 1)
     request_id, step = draw(st.just("") | NAMES), draw(st.just(0) | numbers)
     sequence = draw(st.sampled_from([-1, 0]) | numbers)
-    return RankResponse(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs, sequence)
+    return RankResult(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs, sequence)
 
 
 @st.composite
-def lookup_answers(draw: st.DrawFn) -> LookupResponse:
+def lookup_answers(draw: st.DrawFn) -> LookupResult:
     embeddings = {}
     for name in draw(st.sets(NAMES, max_size=4)):
         lengths = draw(st.none() | hnp.arrays(np.int64, st.integers(0, 4), elements=st.integers(0, 3)))
         rows = draw(st.integers(0, 5)) if lengths is None else int(lengths.sum())
         values = draw(hnp.arrays(np.float32, (rows, draw(st.integers(1, 5))), elements=FLOATS))
-        embeddings[name] = FeatureEmbeddings(values, lengths)
-    return LookupResponse(draw(NAMES), draw(st.integers(1, 2**63 - 1)), embeddings, draw(st.just("") | NAMES))
+        embeddings[name] = values if lengths is None else Ragged(values, lengths)
+    return LookupResult(draw(NAMES), draw(st.integers(1, 2**63 - 1)), embeddings, draw(st.just("") | NAMES))
 
 
-def bits(answer: RankResponse) -> dict[str, bytes]:
+def bits(answer: RankResult) -> dict[str, bytes]:
     return {name: values.tobytes() for name, values in answer.outputs.items()}
 
 
@@ -73,10 +73,10 @@ def test_embeddings_read_back_from_a_message(answer):
     assert (read.model, read.version, read.request_id) == (answer.model, answer.version, answer.request_id)
     assert set(read.embeddings) == set(answer.embeddings)
     for name, feature in answer.embeddings.items():
-        found = read.embeddings[name]
-        assert found.embedding_dim == feature.values.shape[1]
-        assert np.array(found.values, "f4").tobytes() == feature.values.tobytes()
-        assert list(found.lengths) == ([] if feature.lengths is None else feature.lengths.tolist())
+        found, rows = read.embeddings[name], getattr(feature, "values", feature)
+        assert found.embedding_dim == rows.shape[1]
+        assert np.array(found.values, "f4").tobytes() == rows.tobytes()
+        assert list(found.lengths) == (feature.lengths.tolist() if isinstance(feature, Ragged) else [])
 
 
 @given(rank_answers(), lookup_answers())
@@ -96,13 +96,13 @@ def test_json_answers_read_back_to_the_same_float32(ranked, looked_up):
     encoded = codec.encode(looked_up)
     read = json.loads(b"".join((encoded.body, *encoded.more)))
     for name, feature in looked_up.embeddings.items():
-        rows = read["embeddings"][name]
-        if feature.lengths is not None:
+        rows, values = read["embeddings"][name], getattr(feature, "values", feature)
+        if isinstance(feature, Ragged):
             assert [len(bag) for bag in rows] == feature.lengths.tolist()
             rows = [row for bag in rows for row in bag]
         flat = [one for row in rows for one in row]
-        assert np.array(flat, "f4").tobytes() == feature.values.tobytes()
-        assert all(len(row) == feature.values.shape[1] for row in rows)
+        assert np.array(flat, "f4").tobytes() == values.tobytes()
+        assert all(len(row) == values.shape[1] for row in rows)
 
 
 def infer_message(outputs: list[str]) -> bytes:
@@ -112,13 +112,13 @@ def infer_message(outputs: list[str]) -> bytes:
     return message.SerializeToString()
 
 
-def expected_output(answer: RankResponse, name: str) -> tuple[str, Any]:
+def expected_output(answer: RankResult, name: str) -> tuple[str, Any]:
     if name == "order":
         return "INT64", answer.order
     return "FP32", answer.scores if name == "scores" else answer.outputs[name]
 
 
-def is_id(found: str, answer: RankResponse) -> bool:
+def is_id(found: str, answer: RankResult) -> bool:
     """That of the request, or one of its own."""
     return found == answer.request_id if answer.request_id else re.fullmatch("[0-9a-f]{32}", found) is not None
 
@@ -167,8 +167,7 @@ def test_an_inference_body_reads_back(answer, outputs, binary):
 def test_a_long_answer_is_written_in_pieces_wherever_its_bags_end():
     lengths = np.array([0, 3, 2 * PIECE_FLOATS, 0, 1, PIECE_FLOATS // 4, 5, 0])
     values = np.arange(lengths.sum() * 3, dtype=np.float32).reshape(-1, 3)
-    pooled = FeatureEmbeddings(values, None)
-    answer = LookupResponse("films", 3, {"bags": FeatureEmbeddings(values, lengths), "rows": pooled})
+    answer = LookupResult("films", 3, {"bags": Ragged(values, lengths), "rows": values})
     pieces = list(JsonCodec("lookup", "films").read(b"{}", LIMITS).encode(answer).more)
     assert max(map(len, pieces)) < 12 * PIECE_FLOATS
     read = json.loads(b"".join(pieces))["embeddings"]

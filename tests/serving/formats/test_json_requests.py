@@ -234,7 +234,7 @@ def test_the_one_wrong_id_among_many_is_named():
 
 def test_what_is_not_quite_json_is_named_by_its_field_in_short_texts_and_by_its_byte_in_long_ones():
     film = [1] * 1000
-    with raises_kind("invalid_id", match=r"sparse\.film\[1000\]: NaN is not in 0\.\."):
+    with raises_kind("invalid_id", match=r"sparse\.film\[1000\]: NaN is not an id: one of the integers in 0\.\."):
         parse_json(SCHEMA, json.dumps({"sparse": {"film": [*film, float("nan")]}}).encode(), "lookup")
     with raises_kind("invalid_id", match=r"sparse\.film\[1000\]: 1{40}"):
         text = json.dumps({"sparse": {"film": film}}).replace("]", f", {'1' * 5000}]")

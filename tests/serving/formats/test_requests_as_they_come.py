@@ -53,5 +53,5 @@ async def test_every_form_is_ranked_from_any_kind_of_buffer(api_model, api_servi
 
 @pytest.mark.filterwarnings("error")
 def test_the_in_process_call_ranks_without_a_warning(api_model, api_service):
-    found = Ranker(api_service, MODEL).rank(api_request(1))
-    np.testing.assert_allclose(found["scores"], api_model.scores(api_request(1)), rtol=1e-5, atol=1e-6)
+    found = Ranker(api_service).rank(MODEL, **api_request(1))
+    np.testing.assert_allclose(found.scores, api_model.scores(api_request(1)), rtol=1e-5, atol=1e-6)

@@ -23,7 +23,7 @@ from loader.snapshot.tables import fingerprint_strings
 from router.feature_schema import FeatureSchema
 from serving.errors import RecordingDamagedError
 from serving.formats.messages import MessageCodec
-from serving.formats.requests import RankRequest, RankResponse
+from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.recording import (
@@ -35,6 +35,7 @@ from serving.observe.recording import (
     recorded_files,
 )
 from serving.rank.service import RankingService
+from serving.results import RankResult
 from shard_node.bags import KeyedBags
 from shardrank_testing.parsing import parse, parse_json
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, rank_message, run, running_api
@@ -53,16 +54,16 @@ def read_folder(folder: Path) -> list[RecordedRequest]:
     return [one for path in recorded_files(folder) for one in read_file(path)]
 
 
-def answer_of(request: RankRequest, seed: int = 0, **fields: Any) -> RankResponse:
+def answer_of(request: RankRequest, seed: int = 0, **fields: Any) -> RankResult:
     scores = np.random.default_rng(seed).random(request.num_candidates, np.float32)
-    return RankResponse(MODEL, 3, scores, np.argsort(-scores), **fields)
+    return RankResult(MODEL, 3, scores, np.argsort(-scores), **fields)
 
 
 def bits(array: np.ndarray | None) -> object:
     return None if array is None else (array.dtype, array.shape, array.tobytes())
 
 
-def same(found: RecordedRequest, request: RankRequest, answer: RankResponse) -> None:
+def same(found: RecordedRequest, request: RankRequest, answer: RankResult) -> None:
     read = parse(SCHEMA, MessageCodec(model=MODEL), found.request)
     assert isinstance(read, RankRequest)
     for name in ("keys", "bags_per_key", "offsets", "values", "weights"):
@@ -152,7 +153,7 @@ def test_requests_of_every_api_are_recorded_without_headers_and_keys(api_model: 
     for one, sent in zip(found, [*asked, asked[0]], strict=True):
         expected = parse_json(SCHEMA, sent)
         given = np.array(one.scores, np.float32)
-        same(one, expected, RankResponse(MODEL, 1, given, given, delta_sequence=0))
+        same(one, expected, RankResult(MODEL, 1, given, given, delta_sequence=0))
     written = b"".join(path.read_bytes() for path in recorded_files(tmp_path))
     assert [secret for secret in SECRETS if secret.encode() in written] == []
     assert samples["shardrank_recorded_requests_total"] == ({"outcome": "written"}, 4.0)

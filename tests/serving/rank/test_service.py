@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ import pytest
 
 from loader.errors import DeadlineExceededError
 from serving.embedded import ModelSource, load_served_model
-from serving.formats.json_reader import JsonCodec, encode_request
+from serving.formats.json_reader import JsonCodec
 from serving.rank.service import RankingService, answer
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.serving_api import (
@@ -141,7 +142,7 @@ async def test_the_deadline_is_counted_from_arrival(gated):
 
     async def late() -> bytes:
         await asyncio.sleep(0.05)
-        return encode_request(api_request(0) | {"timeout_ms": 40})
+        return json.dumps(api_request(0) | {"timeout_ms": 40}).encode()
 
     with pytest.raises(DeadlineExceededError):
         await answer(service, service.admit("http", "rank", None), JsonCodec("rank", MODEL), late(), Waiting())

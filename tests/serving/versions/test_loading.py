@@ -204,5 +204,5 @@ def test_a_dense_model_that_gives_nan_fails_the_request_alone(tmp_path, api_mode
         request["context"]["dense"] = [3e38, 3e38]
         assert not torch.isfinite(torch.from_numpy(model.scores(request))).all()
         with raises_kind("model_output", match="not finite"):
-            ranker.rank(request)
-        assert np.isfinite(ranker.rank(api_request(1))["scores"]).all()
+            ranker.rank(MODEL, **request)
+        assert np.isfinite(ranker.rank(MODEL, **api_request(1)).scores).all()

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from serving.errors import InvalidRequestError
 from serving.observe.calls import Call
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
+from serving.results import RankResult
 from serving.versions.loaded_version import LoadedVersion
 from serving.versions.version_choice import CanaryChoice, key_hash
 from shard_node.errors import GenerationNotFoundError, NodeUnavailableError
@@ -68,20 +70,20 @@ def expected_version(key: str) -> int:
     return 2 if CHOICE.has_key(MODEL, key) else 1
 
 
-def rank(service: RankingService, **fields: object) -> dict:
-    return Ranker(service, MODEL).rank(api_request(1) | fields)
+def rank(service: RankingService, **fields: Any) -> RankResult:
+    return Ranker(service).rank(MODEL, **api_request(1) | fields)
 
 
 def test_a_staged_version_answers_by_number_until_it_is_live(service, newer):
     assert service.live(MODEL) == 1
     assert service.live("books") is None
-    assert rank(service)["version"] == 1
-    np.testing.assert_allclose(rank(service, version=2)["scores"], newer.scores(api_request(1)), rtol=1e-5)
+    assert rank(service).version == 1
+    np.testing.assert_allclose(rank(service, version=2).scores, newer.scores(api_request(1)), rtol=1e-5)
     for _ in range(2):
         service.flip(MODEL, 2)
-        assert (service.live(MODEL), rank(service)["version"]) == (2, 2)
+        assert (service.live(MODEL), rank(service).version) == (2, 2)
     service.flip(MODEL, 1)
-    assert rank(service)["version"] == 1
+    assert rank(service).version == 1
     with pytest.raises(GenerationNotFoundError):
         service.flip(MODEL, 3)
     served = service.generations.all()[1].payload
@@ -125,14 +127,14 @@ def test_a_canary_ends_when_withdrawn_or_live(service):
     service.set_canary(MODEL, 1, SHARE)
     service.retire(MODEL, 1)
     assert service.canary(MODEL) is None
-    assert rank(service, routing_key=IN_CANARY)["version"] == 2
+    assert rank(service, routing_key=IN_CANARY).version == 2
 
 
 def test_a_version_is_counted_for_what_it_answered_and_scored(service, api_model, newer):
     service.set_canary(MODEL, 2, SHARE)
     requests = [api_request(seed, 1 + seed) | {"routing_key": key} for seed, key in enumerate(KEYS[:12])]
     for request in requests:
-        Ranker(service, MODEL).rank(request)
+        Ranker(service).rank(MODEL, **request)
     for version, model in ((1, api_model), (2, newer)):
         own = [one for one in requests if expected_version(one["routing_key"]) == version]
         scores = np.concatenate([model.scores(one) for one in own]).astype(np.float64)

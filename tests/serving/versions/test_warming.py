@@ -14,9 +14,9 @@ from serving.cli import settings
 from serving.config import ServeConfig
 from serving.embedded import ModelSource, load_served_model
 from serving.fleet.workers import worker_config
-from serving.formats.requests import RankResponse
 from serving.observe.recording import RequestRecorder
 from serving.rank.service import RankingService
+from serving.results import RankResult
 from serving.versions import warming
 from serving.versions.warming import Warming
 from shardrank_testing.parsing import parse_json
@@ -36,7 +36,7 @@ def recorded(api_model: ApiModel, api_service: RankingService, tmp_path_factory:
         request = api_request(seed, count)
         if seed == len(SIZES) - 1:
             request["context"]["sparse"]["user"] = [999_999]
-        answer = RankResponse(MODEL, 1, np.zeros(count, np.float32), np.arange(count))
+        answer = RankResult(MODEL, 1, np.zeros(count, np.float32), np.arange(count))
         recorder.offer(schema, parse_json(schema, request), answer, 0.0)
     recorder.close()
     return folder

@@ -10,7 +10,7 @@ import numpy as np
 
 from router.feature_schema import FeatureSchema
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
-from serving.formats.json_reader import JsonCodec, encode_request
+from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.protobuf import encode_varint
 from serving.formats.requests import Codec, Method, Request
@@ -31,11 +31,8 @@ def parse(schema: RequestSchema, codec: Codec, body: bytes) -> Request:
 
 
 def parse_json(schema: RequestSchema, request: Mapping[str, Any] | bytes | str, method: Method = "rank") -> Any:
-    """A dict goes the way of an in-process call."""
-    if isinstance(request, Mapping):
-        body = encode_request(request)
-    else:
-        body = request.encode("utf-8", "surrogatepass") if isinstance(request, str) else request
+    text = json.dumps(request) if isinstance(request, Mapping) else request
+    body = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     return parse(schema, JsonCodec(method, MODEL), body)
 
 

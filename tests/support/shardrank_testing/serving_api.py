@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.config import ServeConfig
 from serving.embedded import ModelSource, load_served_model
-from serving.formats.json_reader import JsonCodec, encode_request
+from serving.formats.json_reader import JsonCodec
 from serving.formats.requests import Buffer, Codec, Encoded, Method, Response
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -291,7 +292,7 @@ async def ask(
     """The answer to a request in the JSON form, as the one road gives it to any API."""
     codec = KeptAnswers(JsonCodec(method, model, "embedded"))
 
-    body = request if isinstance(request, bytes) else encode_request(request)
+    body = request if isinstance(request, bytes) else json.dumps(request).encode()
     call = call or service.admit(codec.api, method, None)
     await answer(service, call, codec, body, Waiting() if watch is None else Waiting(watch))
     return codec.answers[0]
