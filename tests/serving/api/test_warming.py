@@ -51,9 +51,8 @@ async def warmed(model: ApiModel, folder: Path | None, recorded: int) -> tuple[f
             assert service.generations.all() == []
             rows = {table: rows - before.get(table, 0) for table, rows in (await rows_of(served)).items()}
             found = dict(re.findall(r"(?m)^shardrank_(.*) (\S+)$", service.metrics.render().decode()))
-            counts = {
-                name: count for name, count in found.items() if re.match("(version_)?requests_total|.*_count", name)
-            }
+            counted = re.compile("(version_)?requests_total|.*_count")
+            counts = {name: count for name, count in found.items() if counted.match(name)}
             assert {*counts.values()} <= {"0.0"}
             assert served.counter.totals().last is None
             return float(found[f'warmed_requests_total{{model="{MODEL}",version="1"}}']), rows
