@@ -12,35 +12,33 @@ import copy
 import itertools
 import logging
 import socket
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from loader.errors import ShardrankError
+from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
 from serving.api.grpc import wire
 from serving.api.grpc.services import RANKING, GrpcServer
 from serving.api.http import PROTOBUF, HttpApp, HttpServer
 from serving.formats.messages import packed_request
 from serving.formats.requests import RankRequest
-from serving.models.layers import CPU
+from serving.formats.schema import RequestSchema
 from serving.observe.calls import VersionCounter
 from serving.observe.recording import last_requests
 from serving.rank.service import RankingService
-from serving.versions.loaded_version import LoadedVersion, golden_batches
+from serving.versions.loaded_version import LoadedVersion
 from shard_node.bags import KeyedBags
 from shard_node.generation import Generations
 
 logger = logging.getLogger(__name__)
 
-SIZES = (1, 10, 20, *range(50, 501, 50), 1000, 2000)
-"""Candidates of batches. Not all: what oneDNN keeps for a number of rows takes 0.6 MB a layer, 0.7 ms to prepare."""
-GOLDEN_REQUESTS = 16
-GROUPS = (1, 1, 2, 4, 8)
-"""Requests that are sent at once, group after group: under load several are ranked together."""
+SIZES = (1, 10, 20, *range(50, 501, 50))
+"""Candidates of golden requests; not all, since oneDNN keeps 0.6 MB a layer for each number of rows."""
+GROUPS = (1, 2, 4, 8)
+"""Recorded requests that are sent at once, group after group: under load several are ranked together."""
 PAUSES = 3.0
 """After a group, times its duration: a quarter of one core is used."""
 LIMIT_S = 10.0
@@ -52,44 +50,49 @@ _GRPC_FIELDS = (
 )
 
 
-def _warm_layers(served: LoadedVersion) -> None:
-    """Score zeros for the usual numbers of candidates, on the CPU. Blocks."""
-    torch.set_num_threads(1)
-    ranking = served.rankings[0]
-    for size in SIZES if ranking.device == CPU else ():
-        started_at = time.monotonic()
-        with torch.inference_mode():
-            ranking.parts.models.original.scores(ranking.parts.assembler.zeros(size))
-        time.sleep(time.monotonic() - started_at)
-
-
 def warming_requests(
     served: LoadedVersion, snapshot: Snapshot, folder: Path | None, recorded: int
-) -> list[RankRequest]:
-    """Return golden requests, each several times if they are few, and the last ones that were recorded in a folder."""
-    schema, golden, requests = served.schema, snapshot.golden(), list[RankRequest]()
-    for number in range(0 if golden is None else min(GOLDEN_REQUESTS, golden.num_requests)):
-        assert golden is not None
-        ((batch, _),) = golden_batches(schema, golden.request(number))
-        # Strings are left out: only their fingerprints are known.
-        bags, is_string = batch.bags, schema.is_string
-        lengths = np.where(np.repeat(is_string, bags.bags_per_key), 0, bags.lengths)
-        kept = ~np.repeat(is_string, bags.values_per_key())
-        weights = None if bags.weights is None else bags.weights[kept]
-        bags = KeyedBags.from_lengths(bags.keys, bags.bags_per_key, lengths, bags.values[kept], weights)
-        requests.append(
-            RankRequest(bags, len(batch.candidate_dense), batch.context_dense[0], batch.candidate_dense, 0.0)
-        )
-    requests = list(itertools.islice(itertools.cycle(requests), GOLDEN_REQUESTS))
+) -> list[list[RankRequest]]:
+    """Return golden requests of the usual sizes, and the last recorded ones of a folder: groups to be sent at once."""
+    schema, golden, limit = served.schema, snapshot.golden(), served.schema.limits.max_candidates
+    requests = [] if golden is None else [_golden_request(schema, golden, size) for size in SIZES if size <= limit]
+    groups = [[request] for request in requests] + [requests[first : first + 4] for first in (0, 4) if requests]
     if folder is not None and recorded:
         try:
-            requests += last_requests(folder, schema, recorded, MAX_READ_BYTES)
+            remaining = iter(last_requests(folder, schema, recorded, MAX_READ_BYTES))
         except ShardrankError as error:
             logger.warning("%s %d: recorded requests do not warm it: %s", served.model, served.version, error)
-    return requests
+            return groups
+        sizes = itertools.cycle(GROUPS)
+        while group := list(itertools.islice(remaining, next(sizes))):
+            groups.append(group)
+    return groups
 
 
-async def warm(service: RankingService, served: LoadedVersion, requests: Sequence[RankRequest]) -> None:
+def _golden_request(schema: RequestSchema, golden: GoldenRequests, size: int) -> RankRequest:
+    """Return the first golden request with so many candidates, its candidates again and again.
+
+    Bags of strings are empty, since only fingerprints of these are known.
+    """
+    first, features = golden.request(0), schema.features.features
+    candidates = np.resize(first.candidate_dense, (size, first.candidate_dense.shape[1]))
+    lengths, values, weights = [], [], []
+    for feature, is_string in zip(features, schema.is_string, strict=True):
+        num_bags = 1 if feature.side == "context" else size
+        lengths.append(np.resize(first.lengths[feature.name], num_bags) * (not is_string))
+        values.append(np.resize(first.values[feature.name], lengths[-1].sum()))
+        weights.append(np.resize(first.weights.get(feature.name, np.ones(1, np.float32)), lengths[-1].sum()))
+    bags = KeyedBags.from_lengths(
+        schema.keys,
+        np.array([of_feature.size for of_feature in lengths], np.int64),
+        np.concatenate(lengths),
+        np.concatenate(values),
+        np.concatenate(weights) if first.weights else None,
+    )
+    return RankRequest(bags, size, first.context_dense[0], candidates, 0.0)
+
+
+async def warm(service: RankingService, served: LoadedVersion, groups: Sequence[Sequence[RankRequest]]) -> None:
     """Answer requests with a version that is not installed yet, by HTTP and gRPC in turn, for `LIMIT_S` at most.
 
     They are not counted as requests of clients. Failures are logged, and do not keep the version from serving.
@@ -102,14 +105,14 @@ async def warm(service: RankingService, served: LoadedVersion, requests: Sequenc
     for ranking in served.rankings:
         ranking.metrics, ranking.counter = hidden.metrics, version.counter
     try:
-        await asyncio.to_thread(_warm_layers, served)
         app = await asyncio.to_thread(HttpApp, hidden)
         http = HttpServer(service.limits, clock, hidden.metrics.failed, app.application, admit=app.admit)
-        grpc, remaining, sizes = GrpcServer(hidden), enumerate(requests), itertools.cycle(GROUPS)
+        listeners: Iterator[HttpServer | GrpcServer] = itertools.cycle((http, GrpcServer(hidden)))
         async with asyncio.timeout(LIMIT_S):
-            while group := list(itertools.islice(remaining, next(sizes))):
+            for group in groups:
                 sent_at = clock()
-                calls = [_answered(grpc if number % 2 else http, served, request) for number, request in group]
+                sent = zip(group, listeners, strict=False)
+                calls = [_answered(listener, served, request) for request, listener in sent]
                 answered += sum(await asyncio.gather(*calls))
                 await asyncio.sleep(PAUSES * (clock() - sent_at))
     except Exception as error:
@@ -120,7 +123,7 @@ async def warm(service: RankingService, served: LoadedVersion, requests: Sequenc
             ranking.metrics, ranking.counter = service.metrics, served.counter
         hidden.generations.retire_all()
     service.metrics.count("warmed_requests", served.model, served.version, by=answered)
-    counts = answered, len(requests), clock() - started_at
+    counts = answered, sum(map(len, groups)), clock() - started_at
     logger.info("%s %d is warm: %d of %d requests answered, in %.1f s", served.model, served.version, *counts)
 
 

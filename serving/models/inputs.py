@@ -27,15 +27,7 @@ from shard_node.bags import Float32Array, Int64Array
 
 COLUMN_MULTIPLE: Final = 32
 MIN_ROWS: Final = 8
-
-
-def rounded_rows(num_candidates: int) -> int:
-    """Round candidates up: to a multiple of 8 up to 256, by at most a sixteenth beyond.
-
-    oneDNN prepares a product for each new number of rows, at some 0.4 ms a layer: classes are few enough to keep.
-    """
-    step = max(MIN_ROWS, (1 << num_candidates.bit_length()) >> 5)
-    return -(-num_candidates // step) * step
+"""Rows of candidates are rounded up to a multiple of it, of more for larger batches."""
 
 
 def padded_width(width: int) -> int:
@@ -298,16 +290,6 @@ class InputAssembler:
             buffer.append(matrix)
         return buffer
 
-    def zeros(self, num_candidates: int) -> RankingInputs:
-        """Make the inputs of a request whose values are all 0, with sequences of one row."""
-        context, candidates = (matrix.zero_() for matrix in self.buffer(1, rounded_rows(num_candidates)))
-        mask = torch.ones(1, 1, dtype=torch.bool)
-        sequences = {
-            name: SequenceInput(torch.zeros(1, 1, dim, dtype=self.dtype), mask)
-            for name, dim in self.shapes.sequence_dims.items()
-        }
-        return RankingInputs(context, candidates, sequences, torch.zeros(len(candidates), dtype=torch.int64), True)
-
     def assemble(
         self,
         embeddings: Embeddings,
@@ -321,11 +303,13 @@ class InputAssembler:
 
         Embeddings are the batch's lookup of all features: context features have R bags, candidate features N.
         `request_of_candidate` is int64 [N], ascending, dense inputs float32 [R, Kc] and [N, Kd]. The candidates' matrix
-        has `rounded_rows`; those after N are zeros, of the last request. `projections` are the ranking model's, float32
-        by part.
+        has rows in classes: by 8 up to 256, by at most a sixteenth beyond. Those after N are zeros, of the last
+        request. `projections` are the ranking model's, float32 by part.
         """
         num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
-        num_rows = rounded_rows(num_candidates)
+        # oneDNN prepares a product for each new number of rows, at some 0.4 ms a layer: classes are few enough to keep.
+        step = max(MIN_ROWS, (1 << num_candidates.bit_length()) >> 5)
+        num_rows = -(-num_candidates // step) * step
         if num_requests > buffer[0].shape[0] or num_rows > buffer[1].shape[0]:
             buffer[:] = self.buffer(max(num_requests, buffer[0].shape[0]), max(num_rows, buffer[1].shape[0]))
         context, candidates = buffer[0][:num_requests], buffer[1][:num_rows]

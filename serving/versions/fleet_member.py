@@ -336,7 +336,7 @@ class FleetMember:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        loop, requests = asyncio.get_running_loop(), list[RankRequest]()
+        loop, requests = asyncio.get_running_loop(), list[list[RankRequest]]()
 
         def work(wish: CancelToken) -> LoadedVersion:
             # OpenMP would give this thread helpers of its own.
