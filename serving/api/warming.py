@@ -13,6 +13,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,7 @@ from serving.formats.schema import RequestSchema
 from serving.observe.calls import VersionCounter
 from serving.observe.recording import last_requests
 from serving.rank.service import RankingService
-from serving.versions.loaded_version import LoadedVersion
-from shard_node.bags import KeyedBags
+from serving.versions.loaded_version import LoadedVersion, golden_bags
 from shard_node.generation import Generations
 
 logger = logging.getLogger(__name__)
@@ -74,21 +74,16 @@ def _golden_request(schema: RequestSchema, golden: GoldenRequests, size: int) ->
 
     Bags of strings are empty, since only fingerprints of these are known.
     """
-    first, features = golden.request(0), schema.features.features
+    first = golden.request(0)
     candidates = np.resize(first.candidate_dense, (size, first.candidate_dense.shape[1]))
-    lengths, values, weights = [], [], []
-    for feature, is_string in zip(features, schema.is_string, strict=True):
-        num_bags = 1 if feature.side == "context" else size
-        lengths.append(np.resize(first.lengths[feature.name], num_bags) * (not is_string))
-        values.append(np.resize(first.values[feature.name], lengths[-1].sum()))
-        weights.append(np.resize(first.weights.get(feature.name, np.ones(1, np.float32)), lengths[-1].sum()))
-    bags = KeyedBags.from_lengths(
-        schema.keys,
-        np.array([of_feature.size for of_feature in lengths], np.int64),
-        np.concatenate(lengths),
-        np.concatenate(values),
-        np.concatenate(weights) if first.weights else None,
-    )
+    lengths = {
+        feature.name: np.resize(first.lengths[feature.name], 1 if feature.side == "context" else size) * (not is_string)
+        for feature, is_string in zip(schema.features.features, schema.is_string, strict=True)
+    }
+    values = {name: np.resize(ids, lengths[name].sum()) for name, ids in first.values.items()}
+    weights = {name: np.resize(floats, lengths[name].sum()) for name, floats in first.weights.items()}
+    resized = replace(first, lengths=lengths, values=values, weights=weights)
+    bags = golden_bags(schema, resized, slice(0, 1), slice(0, size))
     return RankRequest(bags, size, first.context_dense[0], candidates, 0.0)
 
 

@@ -541,7 +541,7 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
     for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         candidates = slice(int(ends[first] - counts[first]), int(ends[end - 1]))
         batch = MergedBatch(
-            _bags(schema, golden, slice(first, end), candidates),
+            golden_bags(schema, golden, slice(first, end), candidates),
             np.concatenate([[0], np.cumsum(counts[first:end])]),
             np.repeat(np.arange(end - first), counts[first:end]),
             golden.context_dense[first:end],
@@ -550,7 +550,8 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
         yield batch, np.stack([scores[candidates] for scores in (golden.scores, *outputs)])
 
 
-def _bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> KeyedBags:
+def golden_bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> KeyedBags:
+    """Return the bags of some golden requests and of their candidates."""
     lengths, values, weights = [], [], []
     for feature in schema.features.features:
         name, bags = feature.name, requests if feature.side == "context" else candidates
