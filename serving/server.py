@@ -241,7 +241,7 @@ def fleet_member(
         plan=plan,
         num_replicas=settings.num_replicas(options.ranking_replicas, card_set, may_block=may_block),
         hot_rows=settings.hot_rows(options),
-        warming=settings.warming(options),
+        warm_from=options.warm_from or options.record,
     )
     local = fixed = None
     if options.has_rows:

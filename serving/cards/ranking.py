@@ -409,7 +409,7 @@ class CardRanking(Ranking):
         scores = packed.score(batch)
         if times is not None:
             times.lookup_s, times.rank_s = ready - started_at, self._clock() - ready
-        self._metrics.count("card_batches", self._model_name, "graph" if packed.is_graph else "launches")
+        self.metrics.count("card_batches", self._model_name, "graph" if packed.is_graph else "launches")
         return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence)
 
     def warm(self, golden: GoldenRequests | None) -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from router.plan_file import PlanFile
     from serving.config import DivisionSettings, MemberSettings, ServeConfig, ShardNodeConfig
     from serving.rank.service import RankingService
-    from serving.versions.warming import Warming
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.buckets import NodeIdentity, Partition
     from shard_node.cuda.card_set import CardSet
@@ -297,16 +296,6 @@ def recording(config: ServeConfig, service: RankingService) -> Iterator[None]:
     with contextlib.closing(RequestRecorder(config.record, *bounds, counted, clock=service.clock)) as recorder:
         service.on_ranked += (recorder.offer,)
         yield
-
-
-def warming(config: ServeConfig) -> Warming | None:
-    """Return what versions are warmed with; None for nothing."""
-    folder = config.warm_from or config.record
-    if folder is None or not config.warm_requests:
-        return None
-    from serving.versions.warming import Warming
-
-    return Warming(folder=folder, requests=config.warm_requests)
 
 
 def trace_config(config: TraceSettings, service_name: str) -> TraceConfig | None:

@@ -293,9 +293,8 @@ def main() -> None:
     die_with_parent(os.environ)
     environment = dict(os.environ)
     _set_title((sys.executable, "-m", "serving.fleet.fork_server"))
-    # NumPy starts threads at its import, unless told that one is enough.
-    if "OMP_NUM_THREADS" not in environment:
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # NumPy starts threads at its import, unless told that one is enough, and with threads nothing could be forked.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
     # No collection writes to the pages of what is there now.

@@ -11,6 +11,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from functools import cache, partial
 from typing import Literal, TypeAlias, get_args
 
@@ -71,7 +72,7 @@ _COUNTERS = {
     "dense_steps_refused": ("Sets of dense weights that must not answer.", _VERSION),
     "recorded_requests": ("Requests chosen to be recorded: written, or dropped.", ("outcome",)),
     "recorded_bytes": ("Bytes of recorded requests that were written.", ()),
-    "warmed_requests": ("Recorded requests that versions ranked before they were ready.", _VERSION),
+    "warmed_requests": ("Requests that versions answered before they were ready, to be warm.", _VERSION),
     "hot_lookups": ("Rows that were looked up where hot rows are held.", _TABLE),
     "hot_hits": ("How many of these were hot.", _TABLE),
 }
@@ -146,10 +147,17 @@ class ServingMetrics:
         # Observations that are not in their histograms yet. Made one by one, between work that needs the processor's
         # caches, each costs three times what it costs after another one. Thread-safe: both ends of a deque are.
         self._kept: Kept = deque()
+        self._by = 1
+
+    def uncounted(self) -> ServingMetrics:
+        """Return metrics that make the series of what they observe, and count nothing."""
+        other = copy(self)
+        other._kept, other._by = deque(maxlen=0), 0
+        return other
 
     def call_ended(self, call: Call, status: str, outcome: Outcome | None, now: float) -> None:
         """Count a call that ended now: its status (`ok` or its error's kind), its version's outcome, its times."""
-        self._counter("requests", call.api, call.method, call.model, status).inc()
+        self._counter("requests", call.api, call.method, call.model, status).inc(self._by)
         if status != "ok":
             self.failed(call.api, call.method, status)
         stages: tuple[str, ...] = ("total",)
@@ -158,7 +166,7 @@ class ServingMetrics:
             stages, seconds = CALL_STAGES, (*call.around_batch(), *seconds)
         self._kept.append((self._of_stages(stages, call.model, call.method), seconds))
         if outcome is not None:
-            self._counter("version_requests", call.model, str(call.version), outcome).inc()
+            self._counter("version_requests", call.model, str(call.version), outcome).inc(self._by)
         if len(self._kept) >= MAX_KEPT:
             self._make_observations()
 
@@ -175,7 +183,7 @@ class ServingMetrics:
             stages, seconds = BATCH_STAGES, (*times.seconds(), times.lookup_s)
             if times.lookup.request_bytes:
                 for count, size in zip(self._of_wire(model), times.lookup.wire_bytes(), strict=True):
-                    count.inc(size)
+                    count.inc(size * self._by)
         self._kept.append((self._of_stages(stages, model, method), seconds))
         if times.num_candidates:
             self._kept.append((self._sizes(model), (times.num_requests, times.num_candidates)))
@@ -184,7 +192,7 @@ class ServingMetrics:
 
     def failed(self, api: str, method: str, kind: str) -> None:
         """Count an error, of a call or of what is no call, such as a connection."""
-        self._counter("errors", api, method, kind).inc()
+        self._counter("errors", api, method, kind).inc(self._by)
 
     def spans_ended(self, outcome: TraceOutcome, count: int) -> None:
         """Count spans of traces that were exported, failed to be, were dropped (no room or time), or refused."""
@@ -202,7 +210,7 @@ class ServingMetrics:
 
     def count(self, name: str, *labels: object, by: float = 1) -> None:
         """Count by one of the names of `_COUNTERS`, and its labels."""
-        self._counters[name].labels(*labels).inc(by)
+        self._counters[name].labels(*labels).inc(by * self._by)
 
     def set_version(self, name: str, model: str, version: int, value: float) -> None:
         """Set one of the gauges that have a value for each version."""

@@ -261,8 +261,8 @@ class Ranking:
         self.router = router
         self.device = device
         self._shards = shards
-        self._metrics = metrics
-        self._counter = counter
+        self.metrics = metrics
+        self.counter = counter
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
         self._output_names = tuple(parts.schema.features.spec.dense_model.outputs)
@@ -379,7 +379,7 @@ class Ranking:
             outcomes.append(RankResult(model, version, of_request, best, request_id, dense_step, named, sequence))
         # A sum is finite only if all of them are, and one number is asked faster than many.
         if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
-            self._counter.scored(scores[0] if is_counted is None else scores[0, is_counted[batch.request_of_candidate]])
+            self.counter.scored(scores[0] if is_counted is None else scores[0, is_counted[batch.request_of_candidate]])
             return outcomes
         finite = np.logical_and.reduceat(np.isfinite(scores).all(axis=0), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
@@ -396,7 +396,7 @@ class Ranking:
                 outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
         is_answered = np.array([isinstance(one, RankResult) for one in outcomes])
         is_counted = is_answered if is_counted is None else is_counted & is_answered
-        self._counter.scored(scores[0, is_counted[batch.request_of_candidate]])
+        self.counter.scored(scores[0, is_counted[batch.request_of_candidate]])
         return outcomes
 
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
@@ -476,7 +476,7 @@ class Ranking:
         times.answer_s = times.ended_at - scored_at
         for call in waiting:
             call.batch = times
-        self._metrics.batch_ended(self._model_name, times, method)
+        self.metrics.batch_ended(self._model_name, times, method)
         if times.trace is not None:
             self._end_trace(times, method)
 

@@ -46,6 +46,8 @@ from router.plan import Plan
 from router.replica_directory import ReplicaDirectory
 from router.shard import ReplicaSource, ReplicatedShard
 from router.shard_client import ShardClient
+from serving.api.warming import warm, warming_requests
+from serving.formats.requests import RankRequest
 from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DENSE_POLL_S, DenseSteps, poll
@@ -74,12 +76,15 @@ class ServingConfig(LoadOptions):
     """A serving process of a fleet; checking files takes at most `stage_cpu_share` of one core.
 
     `falls_back`: the only process of its fleet serves the store's next older version in place of one that is refused.
+    Versions are warmed by golden requests and the last `warm_requests` that were recorded in `warm_from`.
     """
 
     node_id: NodeId
     store: Path | StoreUrl
     falls_back: bool = False
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
+    warm_from: Path | None = None
+    warm_requests: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +343,7 @@ class FleetMember:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        loop = asyncio.get_running_loop()
+        loop, requests = asyncio.get_running_loop(), list[list[RankRequest]]()
 
         def work(wish: CancelToken) -> LoadedVersion:
             # OpenMP would give this thread helpers of its own.
@@ -363,6 +368,8 @@ class FleetMember:
                     hot=hot,
                 )
                 kept.push(closing.pop_all())
+                recorded = self._config.warm_from, self._config.warm_requests
+                requests.extend(warming_requests(served, snapshot, *recorded))
                 return served
 
         started_at = time.monotonic()
@@ -371,6 +378,7 @@ class FleetMember:
         try:
             # A version that comes back answers with the dense weights that it had.
             await self._dense.update(served)
+            await warm(self._service, served, requests)
             self._service.install_staged(served)
         except BaseException:
             self._discard(served)

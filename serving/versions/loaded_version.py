@@ -41,7 +41,6 @@ from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
-from serving.versions.warming import Warming
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import STORED_AND_FLOAT16
 from shard_node.bags import KeyedBags
@@ -74,7 +73,6 @@ class LoadOptions(Frozen):
         plan: how rows are divided, in place of what the fleet's record and the snapshot say.
         hot_rows: copies of each version's hottest rows in this process; None for none.
         trust_exported: run exported programs, which are code; without, a version that has one is refused.
-        warming: recorded requests that a version ranks before it is ready; None for none.
     """
 
     verify: bool = True
@@ -87,7 +85,6 @@ class LoadOptions(Frozen):
     hot_rows: HotRowsConfig | None = None
     replica_policy: ReplicaPolicy = ReplicaPolicy()
     trust_exported: bool = False
-    warming: Warming | None = None
 
 
 class LoadedVersion:
@@ -163,9 +160,6 @@ class LoadedVersion:
         replicas = _started(name, options.num_replicas or 1, checked_with, ranking, clock)
         try:
             checked = check_version(snapshot, parts, replicas, options.dtype, options.wire_dtype, clock)
-            if options.warming is not None:
-                warmed = options.warming.warm(replicas, clock)
-                metrics.count("warmed_requests", spec.model, snapshot.version, by=warmed)
         except BaseException:
             _stop(checked_with, replicas)
             raise
@@ -190,6 +184,11 @@ class LoadedVersion:
     def num_waiting(self) -> int:
         """Count the requests that wait for a replica."""
         return self.batcher.num_waiting
+
+    @property
+    def rankings(self) -> list[Ranking]:
+        """List those of its replicas."""
+        return [replica.ranking for replica in self._replicas]
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """Return what the nodes of all shards report, by address.
@@ -527,7 +526,7 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
     for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         candidates = slice(int(ends[first] - counts[first]), int(ends[end - 1]))
         batch = MergedBatch(
-            _bags(schema, golden, slice(first, end), candidates),
+            golden_bags(schema, golden, slice(first, end), candidates),
             np.concatenate([[0], np.cumsum(counts[first:end])]),
             np.repeat(np.arange(end - first), counts[first:end]),
             golden.context_dense[first:end],
@@ -536,7 +535,8 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
         yield batch, np.stack([scores[candidates] for scores in (golden.scores, *outputs)])
 
 
-def _bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> KeyedBags:
+def golden_bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> KeyedBags:
+    """Return the bags of some golden requests and of their candidates."""
     lengths, values, weights = [], [], []
     for feature in schema.features.features:
         name, bags = feature.name, requests if feature.side == "context" else candidates

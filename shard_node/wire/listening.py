@@ -152,7 +152,7 @@ class ConnectionListener(abc.ABC, Generic[Made]):
             # Any error, such as too many open files, stops it as an empty queue does: it is closed anyway.
             with listener, contextlib.suppress(OSError):
                 while True:
-                    self._accept_socket(*listener.accept())
+                    self.accept_socket(*listener.accept())
         if self._connecting:
             _, unfinished = await asyncio.wait(self._connecting, timeout=min(timeout_s, LAST_HANDSHAKE_S))
             for task in unfinished:
@@ -180,9 +180,9 @@ class ConnectionListener(abc.ABC, Generic[Made]):
                 loop.remove_reader(listener)
                 loop.call_later(_EXHAUSTED_PAUSE_S, self._watch, listener)
                 return
-            self._accept_socket(connection, peer)
+            self.accept_socket(connection, peer)
 
-    def _accept_socket(self, connection: socket.socket, peer: Any) -> None:
+    def accept_socket(self, connection: socket.socket, peer: Any) -> None:
         """Make the protocol of an accepted connection; `peer` is its address, "" of a Unix socket."""
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:

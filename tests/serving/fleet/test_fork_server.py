@@ -106,6 +106,13 @@ def test_nothing_is_forked_where_a_fork_would_be_broken(
     assert reason in caplog.text
 
 
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
+def test_numbers_of_threads_keep_nothing_from_being_forked(tmp_path: Path, variable: str, monkeypatch) -> None:
+    monkeypatch.setenv(variable, "3")
+    with running_fork_server(str(tmp_path / "socket"), ("numpy",)):
+        assert forked(str(tmp_path / "socket"))[0].wait(20) == 7
+
+
 def test_a_killed_process_keeps_its_id_until_it_is_reported(server: str) -> None:
     process, _ = forked(server, "stay")
     os.kill(process.pid, signal.SIGKILL)

@@ -102,6 +102,13 @@ def test_every_process_is_ready_before_the_ports_are_printed(fleet: Program) -> 
     assert "libtorch" not in Path(f"/proc/{fleet.process.pid}/maps").read_text()
 
 
+def test_processes_share_the_memory_of_their_imports(fleet: Program) -> None:
+    """Started by exec, each of the five that import torch has 160 MB of its own for that."""
+    pids = [fleet.process.pid, *descendants(fleet.process.pid)]
+    rollups = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+    assert sum(int(re.findall(r"\nPss: +(\d+) kB", rollup)[0]) for rollup in rollups) < 800_000
+
+
 def test_metrics_of_all_workers_are_added_up(fleet: Program) -> None:
     def answered() -> float:
         text = httpx.get(f"{fleet.url}/metrics").text
