@@ -26,7 +26,6 @@ PLUGIN_GROUP = "shardrank.commands"
 COMMANDS = {
     "demo": "fleet",
     "up": "fleet",
-    "down": "fleet",
     "serve": "fleet",
     "shard-node": "fleet",
     "train": "snapshots",

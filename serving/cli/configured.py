@@ -41,7 +41,7 @@ def configured(name: str, schema: type[Settings]) -> Callable[[Callable[..., Any
 GROUPS = {
     "Memory": "hot_rows_gb pinned_memory_gb replicate_bytes store_cache store_cache_gb",
     "Cards": "cards device",
-    "Network and TLS": "host http_port grpc_port admin_port admin_listen advertise address tokens tls_cert tls_key "
+    "Network and TLS": "host http_port grpc_port admin_port admin_listen advertise tokens tls_cert tls_key "
     "tls_client_ca node_ca node_cert node_key limits",
     "Observing": "log_level log_format log_dir access_log trace_endpoint record record_share",
 }

@@ -69,7 +69,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 
 @configured("up", FleetConfig)
 def up(config: FleetConfig) -> None:
-    """Run a whole fleet on this machine, or on a Ray cluster.
+    """Run a whole fleet on this machine.
 
     Runs until Ctrl-C. Starts a coordinator, shards × replicas shard nodes on private Unix sockets and the serving
     processes, waits until each says that it is ready, and restarts whichever dies. What is live is kept in the
@@ -83,27 +83,13 @@ def up(config: FleetConfig) -> None:
       shardrank up --store models --model films --version 3 --shards 2 --replicas 2 --cards 2 --workers 2
       shardrank up --snapshot models/films/3 --http-port 0 --grpc-port 0
       shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
-      shardrank up --on ray --store /shared/models --registry redis://10.0.0.9/0 --replicas 2 --workers 2 --detach
     """
-    settings.warn_if_open("its host's address" if config.on == "ray" else config.host, Protection.of(config))
-    config = _on_ray(config) if config.on == "ray" else config
+    settings.warn_if_open(config.host, Protection.of(config))
     config = config_of(FleetConfig, config, "", (), **_versions(config))
     try:
-        run_until_signalled(partial(_run_on_ray if config.on == "ray" else _run, config))
+        run_until_signalled(partial(_run, config))
     except StopRequestedError:
         announce("stopped")
-
-
-def _on_ray(config: FleetConfig) -> FleetConfig:
-    """Return the settings of a fleet on several hosts: `--device auto` is the CPU, and each has its address."""
-    from serving.fleet.ray_fleet import HOST
-    from shard_node.cuda.card_set import DeviceChoice
-
-    device = DeviceChoice.parse(config.device)
-    update = {"device": "cpu" if device.kind == "auto" else str(device)}
-    if "host" not in config.model_fields_set:
-        update["host"] = HOST
-    return config.model_copy(update=update)
 
 
 def _versions(config: FleetConfig) -> dict[str, Any]:
@@ -142,50 +128,6 @@ async def _run(config: FleetConfig) -> None:
 
 def _ready(name: str) -> None:
     announce(f"{name} is ready")
-
-
-async def _run_on_ray(config: FleetConfig) -> None:
-    from serving.fleet.ray_fleet import fleet_on_ray
-
-    async with fleet_on_ray(config, _ready, on_begin=_tell) as fleet:
-        announce(f"registry: {fleet.registry.name}")
-        for address in fleet.addresses:
-            announce(f"HTTP: {address}/docs")
-        for model, shards in fleet.earlier.items():
-            announce(
-                f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
-                f"{config.shards}; the same command then ends the nodes that are left over"
-            )
-        if fleet.ended:
-            announce(f"ended: {', '.join(fleet.ended)}")
-        if not config.detached:
-            await asyncio.Event().wait()
-
-
-@click.command(cls=WithExamples)
-@opts.registry_option
-@opts.setting_option(FleetConfig, "address", help="The cluster. Default: RAY_ADDRESS, or the one on this machine.")
-def down(registry: str | None, address: str | None) -> None:
-    """End a fleet that `shardrank up --on ray --detach` started.
-
-    Requests in flight are answered first. What is live stays in the registry, for the next start.
-
-    Examples:
-      shardrank down --registry redis://10.0.0.9/0 --address 10.0.0.1:6379
-    """
-    from serving.fleet.ray_fleet import connected, end_in_order
-
-    if registry is None:
-        raise click.UsageError("Name the fleet: --registry URL.")
-
-    async def program() -> None:
-        async with opened_registry(registry) as fleet:
-            with connected(address, fleet.name) as cluster:
-                names = cluster.names()
-                await end_in_order(cluster, names)
-        click.echo(f"ended: {', '.join(names) or 'nothing, no such fleet runs there'}")
-
-    asyncio.run(program())
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:

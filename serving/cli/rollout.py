@@ -273,7 +273,7 @@ def reshard_command(shards: int, url: str) -> None:
 
     What is live stays on the shards that it is on. Start nodes with the new number (--shard I/SHARDS) beside the others
     and roll out a version: it is staged on them, serving processes flip to it, and no answer fails. Then the nodes of
-    the old number hold nothing, and can be ended. `shardrank up --on ray --shards N` does all of it but the rollout.
+    the old number hold nothing, and can be ended.
 
     Examples:
       shardrank rollout reshard 4 --registry redis://10.0.0.9:6379/0

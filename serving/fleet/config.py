@@ -48,7 +48,6 @@ class SupervisionConfig(Settings):
     healthy_after_s: float = Field(default=30.0, gt=0)
 
 
-_ON_RAY: Final = frozenset({"address", "cpus", "detached"})
 _SET_BY_FLEET: Final = {
     "serve": {"registry", "node_id", "workers"},
     "shard_node": {"registry", "node_id", "shard", "listen"},
@@ -60,8 +59,6 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     """What `shardrank up` runs by: a coordinator, shard nodes and serving processes over one store.
 
     Attributes:
-        on: `here`, or on the hosts of a Ray cluster: then several numbers of shards may be there at a time, and names
-            of shard nodes say which one is theirs.
         passes: how children get their settings. Processes of an earlier release read no file.
     """
 
@@ -82,16 +79,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     """Nodes of each shard."""
     verify: bool = True
     """Compare every file's SHA-256 before serving; leave it out only for a local store that you trust."""
-    on: Literal["here", "ray"] = "here"
-    """This machine, or the hosts of a Ray cluster; see docs/ray.md."""
-    address: str | None = setting(None, "HOST:PORT")
-    """With --on ray: the cluster. Default: RAY_ADDRESS, or the one that runs on this machine."""
     log_dir: Path | None = setting(None, "FOLDER")
     """Keep the logs of the processes here. Default: a temporary folder, which stays only if one of them failed."""
-    cpus: float = setting(1.0, ge=0, le=1024)
-    """With --on ray: CPUs that Ray sets aside for each process."""
-    detached: bool = setting(False, "--detach")
-    """With --on ray: leave the fleet running; `shardrank down` ends it."""
     serve: dict[str, Any] = setting({}, file_only=True)
     """Further settings of each serving process, by field; a table of a file."""
     shard_node: dict[str, Any] = setting({}, file_only=True)
@@ -112,12 +101,6 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
         for section, names in _SET_BY_FLEET.items():
             if kept := sorted(names & getattr(self, section).keys()):
                 raise ValueError(f"{section}.{kept[0]}: the fleet sets it for each process.")
-        if self.on != "ray" and (wrong := self.given(info) & _ON_RAY):
-            raise ValueError(f"{self.labels(wrong)}: only with --on ray.")
-        if self.on == "ray" and self.log_dir is not None:
-            raise ValueError("--log-dir: not with --on ray, which has the logs in a folder of each host.")
-        if self.on == "ray" and self.registry is None:
-            raise ValueError("--on ray needs --registry: one that every host of the cluster reaches, such as Redis.")
         if self.registry is None and not isinstance(self.store_place, Path | None):
             raise ValueError(f"--registry URL is needed: no registry lies in a store at a URL, {self.store}.")
         children: dict[str, Callable[[], Settings]] = {
@@ -145,9 +128,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     @property
     def shard_nodes(self) -> dict[str, int]:
         """The shard of each node, by name; children and nodes have the same names."""
-        of = f"of-{self.shards}-" if self.on == "ray" else ""
         names = ((shard, replica) for shard in range(self.shards) for replica in range(self.replicas))
-        return {f"shard-{shard}-{of}{replica}": shard for shard, replica in names}
+        return {f"shard-{shard}-{replica}": shard for shard, replica in names}
 
     @property
     def worker_names(self) -> list[str]:

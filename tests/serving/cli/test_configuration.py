@@ -39,11 +39,10 @@ NEEDS: list[tuple[str, dict[str, Any]]] = [
     ("tls_cert tls_key tls_client_ca tls_role", PAIR | {"tls_client_ca": "ca"}),
     ("node_cert node_key", {"node_ca": "ca", "node_cert": "c", "node_key": "k"}),
     ("serve.hot_rows_gb", {"shards": ["h:1"]}),
-    ("address cpus detached on", {"on": "ray", "registry": "r"}),
 ]
 # In the file, in a variable, and as a flag.
 VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
-    ("registry owner device host node_id address", ("a", "b", "c")),
+    ("registry owner device host node_id", ("a", "b", "c")),
     ("advertise admin_listen trace_endpoint", ("a:1", "b:1", "c:1")),
     ("store store_cache snapshot record tls_cert tls_key tls_client_ca", (Path("/a"), Path("/b"), Path("/c"))),
     ("node_ca node_cert node_key tokens", (Path("/a"), Path("/b"), Path("/c"))),
@@ -60,7 +59,7 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("shard_node", ({"threads": 1}, {"threads": "2"}, {})),
     ("coordinator", ({"tick_s": 1}, {"tick_s": "2"}, {})),
     ("verify", (False, True, False)),
-    ("trust_exported local detached access_log", (True, False, True)),
+    ("trust_exported local access_log", (True, False, True)),
     ("sharding", ("range", "table", "hash")),
     ("dtype", ("float32", "int8", "bfloat16")),
     ("wire_dtype", ("float32", "float16", "auto")),
@@ -70,7 +69,6 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("log_format", ("json", "text", "json")),
     ("log_dir", (Path("/a"), Path("/b"), Path("/c"))),
     ("hot_rows", ("static", "learning", "static")),
-    ("on", ("ray", "here", "ray")),
     ("plan_file", (Path(__file__), Path(pytest.__file__), Path(click.__file__))),
     ("warm_from", (Path("/"), Path("/usr"), Path("/"))),
 ]

@@ -139,8 +139,6 @@ REFUSALS = [
     ("up --store s3://bucket/p", USAGE, "--registry URL is needed"),
     ("serve --store s3://key:secret@bucket/p", ERROR, "credentials are taken from the environment"),
     ("verify --store s --store-cache-gb 1", USAGE, "--store-cache-gb: only with a --store at a URL"),
-    ("up --store s --detach", USAGE, "--detach: only with --on ray"),
-    ("up --store s --on ray", USAGE, "--on ray needs --registry"),
     # What is not there.
     *(
         (f"{command} {missing}", ERROR, "nosuch: there is no such ")
