@@ -13,9 +13,9 @@ from loader.snapshot.reader import Snapshot
 from serving.api import warming
 from serving.api.warming import warm, warming_requests
 from serving.embedded import ModelSource, load_served_model
-from serving.formats.requests import RankResponse
 from serving.observe.recording import RequestRecorder
 from serving.rank.service import RankingService
+from serving.results import RankResult
 from serving.versions.loaded_version import LoadedVersion
 from shardrank_testing.golden import golden_of
 from shardrank_testing.parsing import parse_json
@@ -35,7 +35,7 @@ def recorded(api_model: ApiModel, api_service: RankingService, tmp_path_factory:
         request = api_request(seed, count)
         if seed == len(SIZES) - 1:
             request["context"]["sparse"]["user"] = [999_999]
-        answer = RankResponse(MODEL, 1, np.zeros(count, np.float32), np.arange(count))
+        answer = RankResult(MODEL, 1, np.zeros(count, np.float32), np.arange(count))
         recorder.offer(schema, parse_json(schema, request), answer, 0.0)
     recorder.close()
     return folder

@@ -76,7 +76,10 @@ def test_the_log_level_may_come_before_the_command_or_after(
 
 
 @pytest.mark.parametrize("words", ["--log-format json verify", "verify --log-format json"])
-def test_the_error_of_a_command_is_in_the_format_of_logs(words: str) -> None:
+def test_the_error_of_a_command_is_in_the_format_of_logs(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     line = json.loads(shardrank(*words.split(), "--store", "nosuch", code=1).stderr)
     assert (line["level"], line["message"]) == ("error", "error: store nosuch: there is no such folder")
 

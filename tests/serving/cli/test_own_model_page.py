@@ -53,14 +53,18 @@ def test_a_model_of_ones_own_is_rolled_out_under_load_in_a_hundred_lines(folder:
     assert len(written) <= MAX_LINES
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+    # Where other tests have the CPU, the generator may be late, and its exit code says so.
+    loaded = ROLL_OUT.replace("wait %2", "wait %2 || true")
     script = "\n".join(
-        [SERVE, "python ask.py", ROLL_OUT, f"curl -s {URL}:rank -d @request.json -w '\\n'", "kill %1; wait %1"]
+        [SERVE, "python ask.py", loaded, f"curl -s {URL}:rank -d @request.json -w '\\n'", "kill %1; wait %1"]
     )
     script = script.replace("shardrank up", f"shardrank up --http-port {port} --grpc-port 0")
     (folder / "ask.py").write_text(ASK.replace("8080", str(port)))
     printed = bash(script.replace("8080", str(port)), folder)
     first, last = (json.loads(line) for line in printed.splitlines() if line.startswith('{"model":"shop","version":'))
     assert (first["version"], last["version"]) == (1, 2)
+    load = json.loads((folder / "load.json").read_text())
+    assert load["answered"] == load["due"] > 0
     for version, answer in ((1, first), (2, last)):
         golden = load_file(folder / f"models/shop/{version}/golden.safetensors")["scores"]
         assert answer["scores"] == pytest.approx(golden, abs=0.02)

@@ -209,12 +209,14 @@ def test_a_description_a_snapshot_and_its_manifest_are_planned_alike(tmp_path: P
     description = tmp_path / "films.json"
     description.write_text(pooled_spec().model_dump_json())
     folder, _ = write_snapshot(tmp_path, pooled_spec())
-    plans = [planned("--model", path) for path in (description, folder, folder / MANIFEST_NAME)]
+    plans = [planned("--model", path, "--disk-gb", "80") for path in (description, folder, folder / MANIFEST_NAME)]
     assert plans[0].model == "films"
     assert plans[0] == plans[1] == plans[2]
     halves = make_spec(dtype="fp16").model_dump(mode="json") | {"features": pooled_spec().model_dump()["features"]}
     description.write_text(json.dumps(halves))
-    assert planned("--model", folder, "--dtype", "fp16") == planned("--model", description)
+    # The rest of this machine's disk changes from run to run.
+    same = ("--disk-gb", "80")
+    assert planned("--model", folder, "--dtype", "fp16", *same) == planned("--model", description, *same)
 
 
 def test_given_counts_decide_what_is_hot(tmp_path: Path) -> None:

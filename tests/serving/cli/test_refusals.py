@@ -132,7 +132,6 @@ REFUSALS = [
     ("publish s3://bucket/p/films/1 --store s3://bucket/q --registry r", USAGE, "in another store than s3://bucket/q"),
     ("publish file:///nowhere/films/1 --registry r", ERROR, "/nowhere/films/1"),
     ("versions", USAGE, "Name the fleet: --registry URL, or --store FOLDER"),
-    ("down", USAGE, "Name the fleet: --registry URL"),
     ("up", USAGE, "Name a store: --store FOLDER|URL"),
     ("up --snapshot {model} --store s", USAGE, "--snapshot names the folder itself: leave out --store"),
     ("token new --scope rank --name 'a b'", USAGE, "--name 'a b': allowed are 1 to 64 letters"),
