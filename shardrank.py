@@ -131,9 +131,6 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:
-            if name in _RENAMED:
-                # An AttributeError would lose its text in `from shardrank import NAME`.
-                raise ImportError(f"cannot import {name!r} from 'shardrank'; it is {_RENAMED[name]} now")
             raise AttributeError(f"module 'shardrank' has no attribute {name!r}")
         found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
         return found

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from serving.cli import LOGGED, WithExamples
 from serving.cli.options import FILE, option, settings_options, switch, together
 from serving.fleet.config import KNOWN_VARIABLES
+from serving.observe.logs import start_logging
 from serving.settings import Settings, assignments, plain_type
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,12 @@ def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
     """
     path: Path | None = ctx.params["config"]
     is_given = ctx.get_parameter_source
+    file = {} if path is None else read_file(path, schema)
+    if file.get("log_format") == "json" and "log_format" not in ctx.meta:
+        # Of what variables are warned of, too.
+        start_logging("warning", "json")
     sources = {
-        f"--config {path}: ": {} if path is None else read_file(path, schema),
+        f"--config {path}: ": file,
         _PREFIX: read_variables(schema, os.environ),
         "before the command: ": {name: ctx.meta[name] for name in LOGGED if name in ctx.meta},
         "": {name: ctx.params[name] for name in schema.names() if is_given(name) is ParameterSource.COMMANDLINE},

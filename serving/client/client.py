@@ -6,17 +6,18 @@ of a `Client` block where they would be suspended, so that they end in their fir
 
 from __future__ import annotations
 
+import asyncio
 import random as random_numbers
 import threading
 import time
-from asyncio import sleep as sleep_on_loop
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
-from loader.errors import ConfigError, DeadlineExceededError, OverloadedError, UnavailableError
+from loader.errors import ConfigError, DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
 from serving.client.features import (
     NO_FEATURES,
     Features,
@@ -37,6 +38,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_LAYOUTS = 64
+_TOO_MANY = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,9 @@ class Requests:
         self._tokens, self._lock = self._retry.budget_burst, threading.Lock()
         self._random = random
         self._clock = clock
-        self._sleep: Callable[[float], Any] = sleep or (sleep_on_loop if self._on_loop else time.sleep)
+        self._sleep: Callable[[float], Any] = sleep or (asyncio.sleep if self._on_loop else time.sleep)
         # By model and by the version that was asked for, None for the live one.
-        self._layouts: dict[tuple[str, int | None], Layout] = {}
+        self._layouts: dict[str, Layout] = {}
 
     async def _rank(
         self,
@@ -168,13 +170,15 @@ class Requests:
         """
         ends = self._ends(timeout_ms)
         given = RankFeatures(context, candidates, weights or {}, context_dense, candidate_dense)
-        key = model, version
+        key = f"{model}/{version}"
         if (layout := self._layouts.get(key)) is None:
             layout = Layout(await self._described(model, version, ends))
             while len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)), None)
             self._layouts[key] = layout
-        options = {"model": model, "version": version, "top_k": top_k or 0}
+        if top_k is not None:
+            _check_number("top_k", top_k)
+        options = {"model": model, "version": version, "top_k": top_k}
         options |= {"request_id": request_id, "routing_key": routing_key}
         if version in (None, layout.version):
             try:
@@ -236,10 +240,13 @@ class Requests:
         data = await self._send("GetModel", ranking_pb2.GetModelRequest(), options, ends)
         return read_message(ranking_pb2.GetModelResponse, data)
 
+    def _closed(self) -> UnavailableError | None:
+        problem = f"this {type(self).__name__} is closed; make another one"
+        return UnavailableError(problem, kind="closed") if self._is_closed else None
+
     def _ends(self, timeout_ms: int | None) -> float:
         timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
-        if not timeout_ms >= 1:
-            raise invalid_field("timeout_ms", f"{timeout_ms} is not 1 or more")
+        _check_number("timeout_ms", timeout_ms)
         return self._clock() + timeout_ms / 1000
 
     async def _send(
@@ -262,8 +269,8 @@ class Requests:
         with self._lock:
             self._tokens = min(policy.budget_burst, self._tokens + policy.budget_ratio)
         while True:
-            if self._is_closed:
-                raise UnavailableError(f"this {type(self).__name__} is closed; make another one", kind="closed")
+            if (closed := self._closed()) is not None:
+                raise closed
             remaining_s = ends - self._clock()
             if remaining_s <= 0:
                 raise DeadlineExceededError("the deadline passed before the call was made")
@@ -271,7 +278,12 @@ class Requests:
                 request.timeout_ms = min(2**32 - 1, max(1, round(1000 * remaining_s)))
             try:
                 return await self._transport.send(method, request, remaining_s, headers or {})
-            except (UnavailableError, OverloadedError) as error:
+            except (ShardrankError, asyncio.CancelledError) as error:
+                task = asyncio.current_task() if self._on_loop else None
+                if (closed := self._closed()) is not None and (task is None or not task.cancelling()):
+                    raise closed from error
+                if not isinstance(error, UnavailableError | OverloadedError):
+                    raise
                 attempt += 1
                 pause_s = self._random() * min(policy.backoff_ms * 2 ** (attempt - 1), policy.max_backoff_ms) / 1000
                 # After an overload without `retry-after`, a retry would only add to the load.
@@ -286,6 +298,11 @@ class Requests:
             slept = self._sleep(pause_s)
             if self._on_loop:
                 await slept
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, Real) or not 1 <= float(value) < _TOO_MANY:
+        raise invalid_field(name, f"{value!r:.80} is not a number of 1 or more, and below 2^32")
 
 
 def _blocking(request: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Client, P], T]:

@@ -94,7 +94,7 @@ class RankFeatures:
     ) -> None:
         context, context_weights, context_dense = _side("context", context, context_dense)
         candidates, candidate_weights, candidate_dense = _side("candidates", candidates, candidate_dense)
-        weights = {**weights, **context_weights, **candidate_weights}
+        weights = {**_by_name("weights", weights), **context_weights, **candidate_weights}
         _check_weighted(weights, context.keys() | candidates.keys())
         self.context = {
             name: Column.of(f"context.sparse.{name}", ids, weights.get(name), is_context=True)
@@ -172,7 +172,7 @@ class Layout:
 
 def lookup_request(features: Features, weights: Features) -> ranking_pb2.LookupRequest:
     """Make a lookup. Raises InvalidRequestError."""
-    _check_weighted(weights, features.keys())
+    _check_weighted(_by_name("weights", weights), _by_name("sparse", features).keys())
     columns = {name: Column.of(f"sparse.{name}", ids, weights.get(name)) for name, ids in features.items()}
     return ranking_pb2.LookupRequest(sparse={name: column.message() for name, column in columns.items()})
 
@@ -214,16 +214,21 @@ def read_message(kind: type[M], data: bytes) -> M:
 
 def _side(path: str, given: Features, dense: Values) -> tuple[Features, Features, Values]:
     """Return the ids, the weights and the dense values of a side: ids by feature, or an object of the JSON form."""
-    if not isinstance(given, Mapping):
-        raise invalid_field(path, f"{given!r:.80} is not a mapping of features to ids")
     # A feature's ids are no mapping.
-    if not isinstance(given.get("sparse"), Mapping) and given.keys() != {"dense"}:
+    if not isinstance(_by_name(path, given).get("sparse"), Mapping) and given.keys() != {"dense"}:
         return given, NO_FEATURES, dense
     if unknown := given.keys() - {"sparse", "weights", "dense"}:
         raise invalid_field(f"{path}.{min(unknown)}", "unknown key; allowed are ['dense', 'sparse', 'weights']")
     if dense is not None and "dense" in given:
         raise invalid_field(f"{path}.dense", "it is given twice")
-    return given.get("sparse", NO_FEATURES), given.get("weights") or NO_FEATURES, given.get("dense", dense)
+    weights = _by_name(f"{path}.weights", given.get("weights") or NO_FEATURES)
+    return _by_name(f"{path}.sparse", given.get("sparse", NO_FEATURES)), weights, given.get("dense", dense)
+
+
+def _by_name(path: str, given: Features) -> Features:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise invalid_field(path, f"{given!r:.80} is not a mapping of names of features to their values")
+    return given
 
 
 def _check_weighted(weights: Features, names: Set[str]) -> None:
@@ -234,12 +239,15 @@ def _check_weighted(weights: Features, names: Set[str]) -> None:
 def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
     """Flat values, and how many each bag has; None if they are not divided."""
     if isinstance(value, Ragged):
-        lengths = np.asarray(value.lengths)
+        try:
+            lengths, count = np.asarray(value.lengths), len(value.values)
+        except (TypeError, ValueError) as error:
+            raise invalid_field(path, f"Ragged: {error}") from error
         if lengths.ndim != 1 or (lengths.size and (lengths.dtype.kind not in "iu" or int(lengths.min()) < 0)):
             problem = f"lengths {str(lengths)[:80]} of {lengths.dtype}; they must be integers [bags], none below 0"
             raise invalid_field(path, problem)
-        if (total := int(lengths.sum(dtype=np.int64))) != len(value.values):
-            raise count_mismatch(path, f"lengths add up to {total}; there are {len(value.values)} values")
+        if (total := int(lengths.sum(dtype=np.int64))) != count:
+            raise count_mismatch(path, f"lengths add up to {total}; there are {count} values")
         return value.values, lengths.astype("<i4")
     if not isinstance(value, list | tuple):
         array = np.asarray(value)

@@ -92,6 +92,7 @@ class Child:
             # A pipe in place of the file would make a stalled supervisor stall its children.
             log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             opened.callback(os.close, log)
+            self._log_begins = os.fstat(log).st_size
             nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, nothing)
             process: asyncio.subprocess.Process | ForkedProcess | None = None
@@ -129,7 +130,8 @@ class Child:
     def failure(self, what: str) -> FleetError:
         """Make the error for a child that does not serve, with the error that its log ends with, or its last lines."""
         with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            # What is before this process's own lines is of another one, perhaps of another day.
+            log.seek(max(self._log_begins, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             lines = log.read().decode("utf-8", "replace").splitlines()
         if lines and (last := message_of(lines[-1])).startswith(ERROR_PREFIX):
             reason = f": {last.removeprefix(ERROR_PREFIX)}"

@@ -39,7 +39,9 @@ class AccessLog:
         request = call.request if call.parsed_at else None
         fields = {"api": call.api, "method": call.method, "model": call.model, "version": call.version}
         fields |= {"candidates": getattr(request, "num_candidates", 0), "status": status, "error": error and kind}
-        fields |= {"ms": seconds, "request_id": call.request_id or getattr(request, "request_id", "")}
+        request_id = call.request_id or getattr(request, "request_id", "")
+        # One more than is written, which says that it was cut.
+        fields |= {"ms": seconds, "request_id": request_id[: MAX_ID_CHARS + 1]}
         self._waiting.append((time.time(), fields))
 
     def write(self) -> None:

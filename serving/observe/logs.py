@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import select
 import sys
 from datetime import UTC, datetime
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TextIO, TypeAlias
 
 import click
 
@@ -15,6 +16,8 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+MAX_WAIT_S: Final = 0.05
+"""For room on stderr."""
 _PACKAGES: Final = ("loader", "shard_node", "router", "serving", "loadtest")
 ERROR_PREFIX: Final = "error: "
 """Of an error that is raised on purpose; nothing but the exit follows it."""
@@ -23,12 +26,13 @@ logger = logging.getLogger("shardrank")
 
 
 class TextFormatter(logging.Formatter):
-    """Adds a record's `fields` to its message, as `name=value`."""
+    """Adds a record's `fields` to its message, as `name=value`; what could end the line is escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
         """Return the line of a record, without a traceback."""
-        fields: dict[str, object] = getattr(record, "fields", {})
-        return " ".join((super().formatMessage(record), *(f"{name}={value}" for name, value in fields.items())))
+        fields = {name: str(value) for name, value in getattr(record, "fields", {}).items()}
+        shown = (f"{name}={value if value.isprintable() else ascii(value)}" for name, value in fields.items())
+        return " ".join((super().formatMessage(record), *shown))
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,12 +55,34 @@ class JsonFormatter(logging.Formatter):
 _FORMATTERS = (TextFormatter, JsonFormatter)
 
 
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Drops lines, and later says how many, where nobody reads stderr: a server must not wait for that."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record's line unless there is no room for it."""
+        try:
+            # A pipe that can be written to has room for a page.
+            has_room = bool(select.select([], [self.stream], [], 0.0 if self._dropped else MAX_WAIT_S)[1])
+        except (OSError, ValueError):
+            has_room = True  # no file, as in tests
+        self._dropped += not has_room
+        if has_room:
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                logger.warning("%d lines of the log were dropped: nobody read them", dropped)
+            super().emit(record)
+
+
 def start_logging(log_level: LogLevel, log_format: LogFormat) -> None:
     """Log to stderr from now on, libraries from warning up; in JSON also warnings, and the error a process dies of.
 
     It may be called again: its handler is replaced.
     """
-    is_json, root, handler = log_format == "json", logging.getLogger(), logging.StreamHandler(sys.stderr)
+    is_json, root, handler = log_format == "json", logging.getLogger(), StderrHandler()
     handler.setFormatter(JsonFormatter() if is_json else TextFormatter(_TEXT))
     root.handlers = [other for other in root.handlers if not isinstance(other.formatter, _FORMATTERS)] + [handler]
     root.setLevel("DEBUG" if log_level == "debug" else "WARNING")

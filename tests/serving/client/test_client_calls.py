@@ -23,6 +23,7 @@ from serving.limits import RequestLimits
 from serving.observe.traces import Tracer
 from serving.rank.service import RankingService
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments, reordered_spec
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.otlp_receiver import KeptSpans
 from shardrank_testing.serving_api import (
     MODEL,
@@ -107,11 +108,23 @@ async def test_a_ranker_is_a_client_of_its_own_process(api_model, api):
 
 
 WRONG_SIDES = [
-    ({"context": [1]}, "context", "is not a mapping of features to ids"),
+    ({"context": [1]}, "context", "is not a mapping of names of features to their values"),
+    ({"context": {"sparse": {"user": [1]}, "weights": [1]}}, "context.weights", "is not a mapping"),
+    ({"weights": [1]}, "weights", "is not a mapping"),
+    ({"candidates": {1: [1]}}, "candidates", "is not a mapping"),
+    (
+        {"candidates": {"film": Ragged(5, [1])}, "weights": {}},
+        "candidates.sparse.film",
+        "Ragged: object of type 'int' has no len()",
+    ),
+    ({"version": [1]}, "version", "[1]: "),
+    ({"top_k": 0}, "top_k", "0 is not a number of 1 or more"),
+    ({"timeout_ms": "50"}, "timeout_ms", "'50' is not a number"),
+    ({"timeout_ms": float("inf")}, "timeout_ms", "inf is not a number"),
     ({"context": {"sparse": {}, "ids": {}}}, "context.ids", "allowed are ['dense', 'sparse', 'weights']"),
     ({"context": {"dense": [1.0]}, "context_dense": [1.0]}, "context.dense", "it is given twice"),
     ({"top_k": 1.5}, "top_k", "1.5: "),
-    ({"timeout_ms": float("nan")}, "timeout_ms", "nan is not 1 or more"),
+    ({"timeout_ms": float("nan")}, "timeout_ms", "nan is not a number"),
 ]
 
 
@@ -136,6 +149,19 @@ async def test_after_close_each_call_says_so(api, kind, scheme):
             with pytest.raises(UnavailableError, match=f"this {kind.__name__} is closed") as found:
                 await call(method, *arguments)
             assert found.value.kind == "closed"
+
+
+@both_apis
+@both_clients
+async def test_a_call_that_is_under_way_when_its_client_closes_says_so(api_model, kind, scheme):
+    async with gated_api(api_model) as api, calling(kind, address_of(api, scheme), timeout_ms=20_000) as call:
+        assert api.gate is not None
+        pending = asyncio.create_task(call("rank", MODEL, **api_request()))
+        await api.gate.wait_until_busy()
+        await call("close")
+        api.gate.open.set()
+        with raises_kind("closed"):
+            await pending
 
 
 def test_a_ranker_that_is_closed_says_so_and_options_are_checked(api_model):

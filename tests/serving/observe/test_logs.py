@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from loader.errors import OverloadedError
 from serving.api.bodies import left_early
 from serving.observe.access import AccessLog
 from serving.observe.calls import Call
-from serving.observe.logs import announce, message_of, start_logging
+from serving.observe.logs import StderrHandler, announce, logger, message_of, start_logging
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def usual_logging():
     logging.captureWarnings(False)
     sys.excepthook = sys.__excepthook__
     handlers = logging.getLogger().handlers
-    handlers[:] = [handler for handler in handlers if type(handler) is not logging.StreamHandler]
+    handlers[:] = [handler for handler in handlers if not isinstance(handler, StderrHandler)]
 
 
 def test_a_json_line_has_time_level_logger_message_fields_and_traceback(capsys):
@@ -79,6 +80,31 @@ def test_the_access_log_has_each_calls_status(capsys, api, error, kind, status):
     assert (line["model"], line["version"], line["status"]) == ("films", 3, status)
     assert line.get("error") == (None if error is None else kind)
     assert len(line["request_id"]) == 128
+
+
+def test_an_id_of_a_client_can_not_forge_a_line(capsys):
+    start_logging("info", "text")
+    log = AccessLog()
+    log.add(Call("http", "rank", 0.0, "x\n2026-11-28 ERROR \x1b[31m"), 0.5, "ok", None)
+    log.write()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(r"request_id='x\n2026-11-28 ERROR \x1b[31m'")
+
+
+def test_a_pipe_that_nobody_reads_costs_lines_and_no_process_waits_for_it(monkeypatch):
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "w") as writer:
+        monkeypatch.setattr(sys, "stderr", writer)
+        start_logging("info", "text")
+        for _ in range(1000):
+            logger.info("%s", 1000 * "x")
+        os.set_blocking(reading, False)
+        written = len(os.read(reading, 1 << 20).splitlines())
+        logger.info("again")
+        told, last = os.read(reading, 1 << 20).decode().splitlines()
+    assert 0 < written < 100
+    assert told.endswith(f": {1000 - written} lines of the log were dropped: nobody read them")
+    assert last.endswith("again")
 
 
 def test_a_line_of_text_ends_with_the_clients_id(capsys):
