@@ -10,6 +10,7 @@ record, then its files are deleted; killed anywhere, the next run ends what was 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from loader.errors import (
     SnapshotCorruptError,
     SnapshotError,
     SnapshotExistsError,
+    SnapshotResourceError,
 )
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel, delta_stream
@@ -73,7 +75,8 @@ async def publish(
     # Its own path says model and version, whatever link leads to it.
     snapshot = await asyncio.to_thread(lambda: Snapshot.open(folder.resolve(), verify=False))
     if as_next:
-        snapshot = await asyncio.to_thread(_renumbered, snapshot, open_store(store))
+        on_record = [record.version for record in await fleet.versions(snapshot.spec.model)]
+        snapshot = await asyncio.to_thread(_renumbered, snapshot, open_store(store), max(on_record, default=0))
     await _check_published(fleet, snapshot)
     await _check_lineage(fleet, snapshot.manifest, store)
     target, copied, report = await asyncio.to_thread(_put_in_store, snapshot, store, verify, progress)
@@ -81,13 +84,16 @@ async def publish(
     return Publication(record, target, copied, is_new, report)
 
 
-def _renumbered(snapshot: Snapshot, store: Store) -> Snapshot:
+def _renumbered(snapshot: Snapshot, store: Store, last: int) -> Snapshot:
+    """Return a snapshot as the version of the store that it is, or as one above all of the store and `last`."""
     model = snapshot.spec.model
     for version in store.versions(model):
-        same, stored = snapshot.as_version(version), store.manifest(model, version)
-        if stored is not None and stored[1] == same.identity:
-            return same
-    return snapshot.as_version(max(snapshot.version, store.next_version(model)))
+        # A version that can't be read is another one.
+        with contextlib.suppress(SnapshotCorruptError):
+            same, stored = snapshot.as_version(version), store.manifest(model, version)
+            if stored is not None and stored[1] == same.identity:
+                return same
+    return snapshot.as_version(max(snapshot.version, store.next_version(model), last + 1))
 
 
 async def register(
@@ -121,26 +127,32 @@ def newest(address: StorePlace, model: str, below: int | None = None) -> Snapsho
             try:
                 with store.hold(model, version, with_rows=False, verify=False) as held:
                     return Snapshot.open(held.path, verify=False, rows_here=isinstance(address, Path))
+            except SnapshotResourceError:
+                # It says nothing about the version.
+                raise
             except SnapshotError as error:
                 logger.warning("version %d of %s is passed over: %s", version, model, error)
     return None
 
 
-async def fall_back(
-    fleet: FleetRegistry, store: StorePlace, wanted: WantedModel, reason: str, otherwise: int | None = None
-) -> int | None:
-    """Have the next older version that can be read take the place of a live one that no process serves; return it.
+async def fall_back(fleet: FleetRegistry, store: StorePlace, wanted: WantedModel, reason: str) -> int | None:
+    """Have the next older version that may be served take the place of a live one that no process serves; return it.
 
-    None if there is none: then `otherwise` is wanted, if any. Raises as `register`.
+    None if there is none: then no version is wanted. Raises SnapshotResourceError, StoreError and RegistryError.
     """
-    older = await asyncio.to_thread(newest, store, wanted.model, wanted.live)
-    by = otherwise if older is None else older.version
-    if older is not None:
-        await register(fleet, older, clock=time.time, store=store)
-        refused = wanted.live, wanted.model, by
-        logger.warning("version %s of %s is refused, version %s is wanted instead: %s", *refused, reason)
-    await fleet.update_wanted(wanted.model, lambda now: now and now.replaced(wanted.live, by, reason))
-    return None if older is None else by
+    model, by = wanted.model, wanted.live
+    while (older := await asyncio.to_thread(newest, store, model, by)) is not None:
+        by = older.version
+        try:
+            await register(fleet, older, clock=time.time, store=store)
+            break
+        except (RegistryConflictError, DeltaError) as error:
+            logger.warning("version %d of %s is passed over: %s", by, model, error)
+    by = None if older is None else by
+    instead = "no version" if by is None else f"version {by}"
+    logger.warning("version %s of %s is refused, %s is wanted instead: %s", wanted.live, model, instead, reason)
+    await fleet.update_wanted(model, lambda now: now and now.replaced(wanted.live, by, reason))
+    return by
 
 
 def version_record(snapshot: Snapshot, published_at: float) -> PublishedVersion:

@@ -98,13 +98,9 @@ def snapshot_folder(
         )
     from loader.stores import open_store
 
+    model = only_model(store) if model is None else model
     opened = open_store(store)
     opened.check_exists()
-    if model is None:
-        models = opened.models()
-        if len(models) > 1:
-            raise click.UsageError(f"--store {store} holds several models, name one with --model: {models}")
-        model = models[0]
     held = opened.hold(model, version, with_rows=with_rows, verify=verify)
     _HELD.append(held)
     return held.path
@@ -164,6 +160,18 @@ def export_into(
     where, _ = store.put(snapshot.path, snapshot.identity, progress)
     shutil.rmtree(snapshot.path)
     return snapshot, where
+
+
+def only_model(store: StorePlace) -> str:
+    """Return the one model of a store. Raises UsageError, SnapshotNotFoundError."""
+    from loader.stores import open_store
+
+    opened = open_store(store)
+    opened.check_exists()
+    models = opened.models()
+    if len(models) > 1:
+        raise click.UsageError(f"--store {store} holds several models, name one with --model: {models}")
+    return models[0]
 
 
 def member_folder(config: MemberSettings, *, with_rows: bool = True) -> Path:

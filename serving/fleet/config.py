@@ -67,8 +67,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     models: tuple[str, ...] = setting((), "--model NAME", max_length=256)
     """What to serve; default: all of the store, and what is rolled out later."""
     version: int | None = setting(None, ge=1)
-    """What the one model begins with. Default: the version that was live last; the first time, the store's newest. If
-    that does not pass its checks, the next older one."""
+    """What the one model begins with. Default: the version that was live last; the first time, the store's newest that
+    passes its checks."""
     versions: dict[str, int] = setting({}, file_only=True)
     """The same by model, of several."""
     snapshot: Path | None = setting(None, "FOLDER")

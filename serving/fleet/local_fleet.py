@@ -53,17 +53,18 @@ COORDINATOR = "coordinator"
 EXPIRY_S = 5.0
 """Longer than what a node that was killed announced stays in a registry."""
 _POLL_S = 0.1
+_GONE = "the store has no version of it any more"
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """One model at the start of a fleet: what is live, its plan, the store's highest version, and what was live."""
+    """One model at the start of a fleet: what is live, whether for the first time, its plan, the highest version."""
 
     model: str
     version: int
+    is_first: bool
     plan: Plan
     latest: int
-    before: int | None
 
 
 class _OccupiedError(FleetError):
@@ -104,9 +105,12 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
     for model in models:
         chosen = await _choose(fleet, config, model, wanted.get(model), nodes)
         snapshot, plan = await asyncio.to_thread(_planned, store, config, models, model, chosen)
-        latest, before = await asyncio.to_thread(store.latest, model), wanted[model].live if model in wanted else None
-        found.append((snapshot, Beginning(model, snapshot.version, plan, latest, before)))
+        latest, is_first = await asyncio.to_thread(store.latest, model), model not in wanted or not wanted[model].live
+        found.append((snapshot, Beginning(model, snapshot.version, is_first, plan, latest)))
     await _write_fleet_record(fleet, config, nodes)
+    for model in () if config.models or nodes else sorted(wanted.keys() - {*models}):
+        logger.warning("%s is not served: %s", model, _GONE)
+        await fleet.update_wanted(model, lambda now: now and now.replaced(now.live, None, _GONE))
     # Where no shard node runs all of them are about to be of this number of shards.
     shards = None if any(node.kind == "shard" for node in nodes) else config.shards
     for snapshot, one in found:
@@ -119,15 +123,15 @@ def _planned(
     store: Store, config: FleetConfig, models: Sequence[str], model: str, version: int | None
 ) -> tuple[Snapshot, Plan]:
     """Read what divides a version, None for the newest that can be read; children fetch and check what they load."""
-    snapshot = newest(config.named_store, model) if version is None else None
-    if snapshot is None:
-        with store.hold(model, version, with_rows=False, verify=False) as held:
-            snapshot = Snapshot.open(held.path, verify=False, rows_here=isinstance(config.named_store, Path))
     file = None if config.plan_file is None else PlanFile.read(config.plan_file)
     if file is not None and file.model not in models:
         raise PlanError(f"{config.plan_file}: model is {file.model!r}, allowed here are {list(models)}")
     division = config.shards, config.sharding, config.cards, config.replicate_bytes
-    return snapshot, Plan.of_snapshot(snapshot, *division, file)
+    readable = newest(config.named_store, model) if version is None else None
+    version = version if readable is None else readable.version
+    with store.hold(model, version, with_rows=False, verify=False) as held:
+        snapshot = Snapshot.open(held.path, verify=False, rows_here=isinstance(config.named_store, Path))
+        return snapshot, Plan.of_snapshot(snapshot, *division, file)
 
 
 async def _choose(
@@ -185,29 +189,33 @@ async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: 
 
 
 class GiveWay:
-    """Has versions that nodes of a fleet refuse at its start give way to the store's next older ones."""
+    """Has versions that nodes of a fleet refuse at its start give way to the store's next older ones.
+
+    Only of models of which nobody has named a version, and none was live before: what was rolled out, people take back.
+    """
 
     def __init__(self, fleet: FleetRegistry, config: FleetConfig, begun: Sequence[Beginning]) -> None:
         self._fleet, self._config = fleet, config
-        self._before = {one.model: one.before for one in begun}
+        self._models = {one.model for one in begun if one.is_first} - config.versions.keys()
+        # Nodes refuse at once.
+        self._lock = asyncio.Lock()
         self.is_over = False
 
     async def __call__(self, model: str, version: int, reason: str) -> bool:
         """Return whether another version is expected now, or none of that model since others are served."""
-        wanted, last = await self._fleet.wanted(), await read_rollout(self._fleet, model)
-        is_rolling = last is not None and last.rollout.active
-        if self.is_over or is_rolling or model in self._config.versions or model not in self._before:
-            return False
-        if wanted[model].live != version:
-            return True
-        if any(node.live.get(model) == version for node in await self._fleet.nodes()):
-            return False
-        may_be_none = not self._config.models and any(one.live for one in wanted.values() if one.model != model)
-        otherwise = None if may_be_none else self._before[model]
-        older = await fall_back(self._fleet, self._config.named_store, wanted[model], reason, otherwise)
-        if older is None and may_be_none:
-            logger.error("no version of %s is served: version %d is refused: %s", model, version, reason)
-        return older is not None or may_be_none
+        async with self._lock:
+            wanted, last = await self._fleet.wanted(), await read_rollout(self._fleet, model)
+            is_rolling = last is not None and last.rollout.active
+            # A lack of memory says nothing about the version.
+            is_bad = reason.startswith(("Snapshot", "RankingModelError"))
+            if self.is_over or is_rolling or not is_bad or model not in self._models:
+                return False
+            if wanted[model].live == version:
+                if any(node.live.get(model) == version for node in await self._fleet.nodes()):
+                    return False
+                await fall_back(self._fleet, self._config.named_store, wanted[model], reason)
+            now = await self._fleet.wanted()
+        return now[model].live is not None or (not self._config.models and any(one.live for one in now.values()))
 
 
 async def ask_node(

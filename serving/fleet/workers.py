@@ -232,10 +232,13 @@ class Membership:
             agent = settings.config_of(AgentConfig, {}, models=options.models or None)
             reopen = partial(open_registry, options.registry)
             return cls(FleetRegistry(reopen()), reopen, options.named_store, agent)
+        if store is not None and options.takes_newest:
+            model = options.models[0] if options.models else settings.only_model(store)
+            if (readable := newest(store, model)) is not None:
+                options = options.model_copy(update={"version": readable.version})
         folder = settings.member_folder(options, with_rows=False)
         place = folder.parent.parent if store is None or isinstance(store, Path) else store
-        snapshot = newest(place, folder.parent.name) if options.takes_newest else None
-        snapshot = snapshot or Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
+        snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
         version = version_record(snapshot, time.time())
         fleet = single_process_fleet(f"process {os.getpid()}", version)
         return cls(fleet, lambda: fleet.registry, place, AgentConfig.for_only_process(version.model), version)

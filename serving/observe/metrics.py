@@ -172,8 +172,8 @@ class ServingMetrics:
 
     def refused(self, api: str, method: str, model: str, kind: str) -> None:
         """Count a call that was refused before it was received, so that no time of it is known."""
-        self._counter("requests", api, method, model, kind).inc()
-        self._counter("errors", api, method, kind).inc()
+        self._counter("requests", api, method, model, kind).inc(self._by)
+        self._counter("errors", api, method, kind).inc(self._by)
 
     def batch_ended(self, model: str, times: BatchTimes, method: str) -> None:
         """Observe the size and the stages of a batch."""
@@ -233,7 +233,7 @@ class ServingMetrics:
 
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""
-        if MULTIPROCESS_VARIABLE in os.environ:
+        if MULTIPROCESS_VARIABLE in os.environ or not self._by:
             return
         self._counter.cache_clear()
         for outcome in get_args(Outcome):

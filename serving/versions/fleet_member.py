@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from loader.errors import SnapshotCorruptError, UnavailableError
+from loader.errors import SnapshotCorruptError, SnapshotError, UnavailableError
 from loader.progress import CancelToken, Progress, ended, in_background, throttled
 from loader.registry.fleet import (
     FleetRecord,
@@ -47,6 +47,7 @@ from router.replica_directory import ReplicaDirectory
 from router.shard import ReplicaSource, ReplicatedShard
 from router.shard_client import ShardClient
 from serving.api.warming import warm, warming_requests
+from serving.errors import RankingModelError
 from serving.formats.requests import RankRequest
 from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
@@ -199,7 +200,8 @@ class FleetMember:
         while not self._is_live():
             if self._tasks[0].done() and (error := self._tasks[0].exception()) is not None:
                 desired = next(iter(self.agent.desired.values()))
-                may_fall_back = self._config.falls_back
+                # A lack of memory says nothing about the version.
+                may_fall_back = self._config.falls_back and isinstance(error, SnapshotError | RankingModelError)
                 if not may_fall_back or await fall_back(self.fleet, self._config.store, desired, str(error)) is None:
                     raise error
                 self._tasks[0] = asyncio.create_task(self.agent.run())

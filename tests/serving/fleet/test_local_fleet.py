@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -159,29 +160,50 @@ def test_without_models_all_of_the_store_begin_each_with_the_newest_that_can_be_
     ]
 
 
-def gives_way(store: Path, *refused: tuple[str, int], **settings: object) -> list[bool]:
-    """Whether another version is expected after each refusal, at the start of a fleet."""
+BAD = "RankingModelError: golden scores differ"
+
+
+def gives_way(store: Path, *refused: tuple[str, int], reason: str = BAD, **settings: object) -> list[bool]:
+    """Whether another version is expected after refusals by several nodes, at the start of a fleet."""
     config = FleetConfig.model_validate({"store": store, **settings})
 
     async def work(fleet: FleetRegistry) -> list[bool]:
         give_way = GiveWay(fleet, config, await begin(fleet, config, sleep=no_sleep))
-        return [await give_way(*version, "golden scores differ") for version in refused]
+        return await asyncio.gather(*(give_way(*version, reason) for version in refused))
 
     return on(store, work)
 
 
 def test_a_version_that_is_refused_gives_way_to_the_next_older_one(store: Path) -> None:
-    # The second refusal is an echo of the first.
     assert gives_way(store, ("small", 3), ("small", 3)) == [True, True]
     record = wanted(store)
     assert (record.live, record.hold, record.num_shards) == (2, (2,), {2: 2})
-    assert record.refused == {3: "golden scores differ"}
+    assert record.refused == {3: BAD}
 
 
-def test_what_was_live_before_is_wanted_again_if_no_version_passes(store: Path) -> None:
+def test_a_version_that_has_no_room_or_was_live_before_does_not_give_way(store: Path) -> None:
+    assert gives_way(store, ("small", 3), reason="MemoryBudgetError: 3 GB of 2") == [False]
     begun(store, versions={"small": 2})
-    assert gives_way(store, ("small", 2), ("small", 1)) == [True, False]
+    assert gives_way(store, ("small", 2)) == [False]
     assert wanted(store).live == 2
+
+
+def test_a_version_that_is_on_record_as_another_one_is_passed_over(store: Path) -> None:
+    begun(store, versions={"small": 2})
+    on(store, lambda fleet: fleet.update_wanted("small", lambda now: now.replaced(2, None, "")))
+    shutil.rmtree(store / "small" / "2")
+    write_snapshot(store, one_table_spec(260), seed=9, version=2)
+    assert gives_way(store, ("small", 3)) == [True]
+    assert wanted(store).live == 1
+
+
+def test_a_model_that_the_store_has_no_more_is_not_wanted(store: Path) -> None:
+    write_snapshot(store, make_spec())
+    begun(store, models=())
+    shutil.rmtree(store / "films")
+    begun(store, models=())
+    assert on(store, lambda fleet: fleet.wanted_model("films")).live is None
+    assert wanted(store).live == 3
 
 
 def test_a_version_that_was_named_does_not_give_way(store: Path) -> None:

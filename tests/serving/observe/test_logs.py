@@ -19,7 +19,13 @@ from serving.observe.logs import StderrHandler, announce, logger, message_of, st
 
 @pytest.fixture(autouse=True)
 def usual_logging():
+    loggers = [
+        logging.getLogger(name) for name in ("", "shardrank", "serving", "loader", "router", "shard_node", "loadtest")
+    ]
+    levels = [one.level for one in loggers]
     yield
+    for changed, level in zip(loggers, levels, strict=True):
+        changed.setLevel(level)
     logging.captureWarnings(False)
     sys.excepthook = sys.__excepthook__
     handlers = logging.getLogger().handlers
