@@ -8,6 +8,7 @@ at export. All of them come to the same: a table is stored as a few parts, whose
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain, compress
 from typing import Annotated, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -208,9 +209,11 @@ class ModelDescription(Frozen):
 
     @property
     def traced_features(self) -> tuple[set[str], set[str]]:
-        """Features that a trace may have, and those of them whose ids are numbers of rows."""
-        by_row = (table.feature_names for table in self.tables if table.id_mapping.kind == "identity")
-        return {feature.name for feature in self.features}, {name for names in by_row for name in names}
+        """Features that a trace may have, and those of them whose ids can only be whole numbers."""
+        kinds = [(table.id_mapping.kind, getattr(table.id_mapping, "id_type", "")) for table in self.tables]
+        of_numbers = [kind == "identity" or id_type == "integer" for kind, id_type in kinds]
+        names = (table.feature_names for table in compress(self.tables, of_numbers))
+        return {feature.name for feature in self.features}, {*chain.from_iterable(names)}
 
     def compiled(self, kept: Mapping[str, int] | None = None) -> ModelSpec:
         """Return the model as it is stored; `kept` is how many rows are left of tables that are pruned.

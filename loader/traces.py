@@ -58,15 +58,13 @@ class _IdCounter:
         if self._counter.is_full:
             self.result()
 
-    def add_texts(self, seen: Mapping[str, int], line_of: Callable[[str], int], *, is_of_rows: bool) -> None:
+    def add_texts(self, seen: Mapping[str, int], line_of: Callable[[str], int], *, is_of_numbers: bool) -> None:
         """Count ids by the cells of a CSV column: whether these are numbers is known once all were seen.
 
-        Raises TraceError for a cell that is no id, with its line. A text is none in a column of row numbers, or where
-        most cells are whole numbers.
+        Raises TraceError for a cell that is no id, with its line; in a column `is_of_numbers` a text is none.
         """
         texts, counts = [text for text in seen if text], np.array([seen[text] for text in seen if text], np.int64)
         numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
-        is_of_numbers = is_of_rows or 2 * sum(numbers) > len(texts)
         for text, is_number in zip(texts, numbers, strict=True):
             if len(text) > MAX_STRING_ID_BYTES:
                 problem = f"an id of {len(text)} characters; at most {MAX_STRING_ID_BYTES} are allowed"
@@ -106,9 +104,9 @@ def count_values(where: str, values: npt.NDArray[Any]) -> AccessCounts:
 
 
 def read_traces(
-    traces: Iterable[str], features: Collection[str], of_rows: Collection[str] = ()
+    traces: Iterable[str], features: Collection[str], of_numbers: Collection[str] = ()
 ) -> dict[str, AccessCounts]:
-    """Count the ids of a model's features in traces; those of features `of_rows` are row numbers, and never strings.
+    """Count the ids of a model's features in traces; those of features `of_numbers` are never strings.
 
     Each trace is `FEATURE=FILE.npy`, or the path of a `.csv` or `.parquet` file whose columns are features; of other
     columns a warning is logged. A feature that several traces have is counted over all of them.
@@ -116,13 +114,13 @@ def read_traces(
     Raises TraceError for a file that can't be read, or is of another kind; a feature that the model does not have, no
     column that is a feature; an id that is negative or too large; too many different ids.
     """
-    return merged_by_table(_read(trace, features, of_rows) for trace in traces)
+    return merged_by_table(_read(trace, features, of_numbers) for trace in traces)
 
 
-def _read(trace: str, features: Collection[str], of_rows: Collection[str]) -> Mapping[str, AccessCounts]:
+def _read(trace: str, features: Collection[str], of_numbers: Collection[str]) -> Mapping[str, AccessCounts]:
     suffix = Path(trace).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        counters = (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features, of_rows)
+        counters = (_read_csv if suffix == ".csv" else _read_parquet)(Path(trace), features, of_numbers)
         return {name: counter.result() for name, counter in counters.items()}
     feature, _, file = trace.partition("=")
     if not file or Path(file).suffix != ".npy":
@@ -154,7 +152,7 @@ def _counters(path: Path, columns: Collection[str], features: Collection[str]) -
     return {name: _IdCounter(f"{path}, column {name!r}") for name in names}
 
 
-def _read_csv(path: Path, features: Collection[str], of_rows: Collection[str]) -> dict[str, _IdCounter]:
+def _read_csv(path: Path, features: Collection[str], of_numbers: Collection[str]) -> dict[str, _IdCounter]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = csv.reader(file)
@@ -174,7 +172,7 @@ def _read_csv(path: Path, features: Collection[str], of_rows: Collection[str]) -
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: can't be read: {cut(error)}") from error
     for name, counter in counters.items():
-        counter.add_texts(texts[name], partial(_line_of, path, name), is_of_rows=name in of_rows)
+        counter.add_texts(texts[name], partial(_line_of, path, name), is_of_numbers=name in of_numbers)
     return counters
 
 
@@ -185,7 +183,7 @@ def _line_of(path: Path, column: str, text: str) -> int:
         return next(lines.line_num for line in lines if line[column] == text)
 
 
-def _read_parquet(path: Path, features: Collection[str], of_rows: Collection[str]) -> dict[str, _IdCounter]:
+def _read_parquet(path: Path, features: Collection[str], of_numbers: Collection[str]) -> dict[str, _IdCounter]:
     """Count columns of whole numbers, of strings, or of lists of either: a list is a bag."""
     try:
         import pyarrow
@@ -207,10 +205,10 @@ def _read_parquet(path: Path, features: Collection[str], of_rows: Collection[str
                 ids = seen.field("values")
                 if types.is_integer(ids.type):
                     numbers = ids.to_numpy(zero_copy_only=False)
-                elif name not in of_rows and (types.is_string(ids.type) or types.is_large_string(ids.type)):
+                elif name not in of_numbers and (types.is_string(ids.type) or types.is_large_string(ids.type)):
                     numbers = fingerprint_strings(ids.to_pylist())
                 else:
-                    limit = f"ids must be whole numbers, or strings of no row numbers, or lists of them; got {ids.type}"
+                    limit = f"ids must be whole numbers, strings if the model has these, or lists; got {ids.type}"
                     raise TraceError(f"{counters[name].where}: {limit}")
                 counters[name].add(numbers, seen.field("counts").to_numpy().astype(np.int64))
     except (OSError, pyarrow.ArrowException) as error:

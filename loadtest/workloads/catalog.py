@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -16,6 +16,7 @@ from loadtest.workloads.served import described_spec
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
     VARIED_CANDIDATES,
+    CandidateCounts,
     IdDistribution,
     Uniform,
     Workload,
@@ -55,8 +56,7 @@ def open_workload(
         spec, unknown = described_spec(source), _unknown_ids(source)
         of_each = parse_hotness(["1", *hotness], spec)
         text += f", hotness {' '.join(hotness) or 1}{unknown}"
-        if counts.most > (allowed := source.limits.max_candidates):
-            raise ConfigError(f"candidates: {counts.name}: the server's limit max_candidates is {allowed}")
+        _check_limits(source, counts, of_each, varied=varied)
     elif family in ("dlrm-v2", "merlin-tiny"):
         if colon and (not _SCALE.fullmatch(suffix) or not 0 < float(suffix) <= 1):
             raise ConfigError(f"workload: {text!r}: the scale {suffix!r} is not a number above 0 and at most 1")
@@ -73,6 +73,18 @@ def open_workload(
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
     return Workload(name, spec, of_each, drawn_ids, counts, ragged=varied)
+
+
+def _check_limits(described: ModelInfo, counts: CandidateCounts, hotness: Mapping[str, int], *, varied: bool) -> None:
+    """Raise ConfigError: the largest request that may be drawn is more than a server takes."""
+    most = {name: max(2, 2 * ids - 1) if varied else ids for name, ids in hotness.items()}
+    bags = {feature.name: counts.most if feature.side == "candidate" else 1 for feature in described.features}
+    reached = {"max_candidates": counts.most, "max_ids_per_bag": max(most.values())}
+    reached["max_ids_per_request"] = sum(ids * bags[name] for name, ids in most.items())
+    for limit, size in reached.items():
+        if size > (allowed := getattr(described.limits, limit)):
+            problem = f"a request may have {size}, the server's limit {limit} is {allowed}"
+            raise ConfigError(f"candidates {counts.name}, hotness: {problem}")
 
 
 def _unknown_ids(described: ModelInfo) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
@@ -55,19 +56,20 @@ def described_spec(described: ModelInfo) -> ModelSpec:
 def requests_like(path: Path, described: ModelInfo) -> tuple[FeatureSchema, list[RankRequest]]:
     """Read the requests of a file, or of a folder of `--record`, to a model; with the schema that they are made for.
 
-    A file has a recorded request in each line, or a JSON request of the API. Raises ConfigError: there is none that
-    fits the model, or a line is no request to it.
+    A file has a recorded request in each line, or a JSON request of the API; blank lines are passed over. Raises
+    ConfigError: there is none that fits the model, or a line is no request to it.
     """
     schema = RequestSchema(FeatureSchema.of(described_spec(described)), described.limits)
     lines = [] if path.is_dir() else path.read_bytes().splitlines()
     requests = list[RankRequest]()
     if not lines or b'"schema_digest"' in lines[0]:
         requests, lines = last_requests(path, schema, MAX_REQUESTS, MAX_BYTES), []
-    for number, text in enumerate(lines, 1):
+    numbered = ((number, text) for number, text in enumerate(lines, 1) if text.strip())
+    for number, text in islice(numbered, MAX_REQUESTS):
         try:
             request = JsonCodec(model=described.model).read(text, described.limits).parse(schema)
         except InvalidRequestError as error:
-            raise ConfigError(f"--like {path}: line {number}: {error}") from error
+            raise ConfigError(f"--like {path}: line {number} is no JSON request on one line: {error}") from error
         assert isinstance(request, RankRequest)
         requests.append(request)
     if not requests:

@@ -86,8 +86,8 @@ def _on_cpu(model: PlacedModel, shard: int, options: CapacityOptions) -> dict[st
     is_mapped = [table["tier"] == "mapped" for table in tables]
     # Files are mapped with the rows of other shards in them.
     if (disk_bytes := sum(map(table_bytes, compress(layout.tables, is_mapped)))) > disk:
-        limits = f"{ram} bytes of RAM and {disk} of disk for each version"
-        raise MemoryBudgetError(f"rows take {sum(sizes)} bytes of shard {shard}; there are {limits}")
+        files = f"tables that {ram} bytes of RAM have no room for have files of {disk_bytes} bytes, of all shards' rows"
+        raise MemoryBudgetError(f"shard {shard}: {files}; for each version there are {disk} bytes of disk")
     return {
         "options": options.model_dump(exclude=_OF_CARDS) | {"system": node.model_dump(include=_OF_CPU)},
         "size": {name: size for name, size in _sizes(model.spec).items() if name not in _OF_CARDS},

@@ -67,12 +67,12 @@ class CpuNode(CardSystem):
     rows_per_s: float = Field(gt=0)
 
     @classmethod
-    def of(cls, cards: int, ram_gb: float, rows_per_s: float, **more: float) -> Self:
-        """Make a node whose RAM is as many cards."""
+    def of(cls, ram_gb: float, rows_per_s: float, **more: float) -> Self:
+        """Make a node whose RAM is one card."""
         link, gb_per_s = Link(gb_per_s=1e9, header_bytes=0, latency_us=0), rows_per_s * CPU_ROW_BYTES / GB
         free = {"peer": link, "host": link, "host_memory_gb_per_s": 1e9, "hbm_latency_us": 0, "launch_us": 0}
-        memory = {"card_memory_gb": ram_gb / cards, "hbm_gb_per_s": gb_per_s, "ram_gb": ram_gb}
-        return cls.model_validate({"name": "cpu", "cards": cards, "rows_per_s": rows_per_s, **free, **memory, **more})
+        memory = {"card_memory_gb": ram_gb, "hbm_gb_per_s": gb_per_s, "ram_gb": ram_gb}
+        return cls.model_validate({"name": "cpu", "cards": 1, "rows_per_s": rows_per_s, **free, **memory, **more})
 
 
 class CapacityOptions(Frozen):

@@ -35,7 +35,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 ROWS_PER_S = 20e6
 """Of a core, assumed: docs/measurements/2026-11-21-lookup.md has 15 to 50 million for int8 of 64 and 128."""
 MAX_MEASURED_BYTES = 1 << 30
-_OF_GPUS = ("card_memory_gb", "pinned_memory_gb", "hot_gb", "no_peer_access")
+_OF_GPUS = ("cards", "card_memory_gb", "pinned_memory_gb", "hot_gb", "no_peer_access")
 _OF_CPUS = ("cores", "ram_gb", "disk_gb", "rows_per_s", "measure")
 
 
@@ -71,7 +71,7 @@ def _head(text: str) -> Head:
 @opts.gigabytes("--disk-gb", "With cpu: for tables that RAM has no room for. Default: what is free in this folder.")
 @opts.option("--rows-per-s N", "With cpu: rows that a core pools. Default: 20 million, assumed.", opts.ABOVE_ZERO)
 @opts.switch("--measure", "With cpu: measure --rows-per-s here, with rows like the model's; some seconds.")
-@opts.count("--cards", "Cards of each node; default: the system's, with cpu one.", 1, 64)
+@opts.count("--cards", "Cards of each node; default: the system's.", 1, 64)
 @opts.gigabytes(
     "--card-memory-gb", "Of each card, for rows and places, in 10^9 bytes; default: all of the card.", above_zero=True
 )
@@ -177,9 +177,11 @@ def _system(options: Options, spec: ModelSpec, profile: LookupProfile) -> dict[s
 
     given = {name for name, value in options.items() if value is not None and value is not False}
     of_gpus, of_cpus = ([name for name in names if name in given] for names in (_OF_GPUS, _OF_CPUS))
-    name = options["system"] or ("h100" if (of_gpus or "cards" in given) and not of_cpus else "cpu")
+    name = options["system"] or ("h100" if of_gpus and not of_cpus else "cpu")
     if wrong := of_gpus if name == "cpu" else of_cpus:
         raise click.UsageError(f"--{wrong[0].replace('_', '-')} does not go with --system {name}.")
+    if {"measure", "rows_per_s"} <= given:
+        raise click.UsageError("--measure and --rows-per-s: one of them.")
     if name != "cpu":
         return {"pinned_memory_gb": DEFAULT_PINNED_GB, **dict(SYSTEMS[name]), "system": SYSTEMS[name]}
     here = {
@@ -196,7 +198,7 @@ def _system(options: Options, spec: ModelSpec, profile: LookupProfile) -> dict[s
         lookups = profile.lookups(spec, layout, options["requests"], options["candidates"])
         values, bags = [table.values for table in lookups], [table.bags for table in lookups]
         here["rows_per_s"] = measured_rows_per_s(layout, values, bags, MAX_MEASURED_BYTES)
-    node = CpuNode.of(options["cards"] or 1, **here | {name: options[name] for name in here.keys() & given})
+    node = CpuNode.of(**here | {name: options[name] for name in here.keys() & given})
     return {**dict(node), "system": node, "pinned_memory_gb": node.disk_gb}
 
 

@@ -16,7 +16,7 @@ import click
 from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_time, print_document, print_json, progress_bars
-from serving.cli.settings import config_of, published_folder, registry_url, with_model, with_registry
+from serving.cli.settings import check_store, config_of, published_folder, registry_url, with_model, with_registry
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **opt
 
     folder, own = published_folder(snapshot, store)
     where = own if store is None else store
+    check_store(where)
 
     async def work(fleet: FleetRegistry) -> tuple[Publication, Retained | None]:
         checks = {"trust_exported": options["trust_exported"], "may_be_unchecked": True, "progress": bars}

@@ -251,7 +251,8 @@ async def check_model(fleet: FleetRegistry, model: str) -> None:
     """Raise ConfigError for a model that a registry does not have."""
     known = {record.model for record in await fleet.versions()} | (await fleet.wanted()).keys()
     if model not in known:
-        raise ConfigError(f"registry {fleet.name} has no model {model!r}; it has {nearest(model, known)}")
+        problem = f"it has {nearest(model, known)}; `shardrank publish` puts a version on record"
+        raise ConfigError(f"registry {fleet.name} has no model {model!r}; {problem}")
 
 
 def to_bytes(gigabytes: float | None) -> int | None:

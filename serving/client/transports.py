@@ -226,7 +226,7 @@ class HttpTransport:
             raise DeadlineExceededError(f"no answer within {1000 * timeout_s:.0f} ms") from error
         except (httpx.HTTPError, OSError) as error:
             # What TLS refuses after its handshake comes through httpx as it is.
-            raise UnavailableError(f"{type(error).__name__}: {error}") from error
+            raise UnavailableError(f"{self._target.address}: {type(error).__name__}: {error}") from error
         body = b"".join(parts)
         if response.status_code != httpx.codes.OK:
             raise http_error(response.status_code, body, response.headers.get("retry-after"))

@@ -71,7 +71,6 @@ def test_an_array_that_is_no_trace_is_refused(tmp_path: Path, values: np.ndarray
         ("item,shop\n1\n", "a line of 1 cells; the header has 2"),
         ("item\n-1\n", "column 'item': id -1 is not in"),
         ("item\n99999999999999999999\n", "id 99999999999999999999 is not in"),
-        ("item\n1\n2\nabc\n", "log.csv, column 'item', line 4: 'abc' is a text in a column of whole numbers"),
         (f"item\n{'a' * 1025}\n", "an id of 1025 characters; at most 1024"),
         ("item\n\xff\n", "can't be read"),
         ("item\n1.0\n2.0\n", "column 'item', line 2: '1.0' is neither a whole number nor a string"),
@@ -86,13 +85,13 @@ def test_a_table_that_is_no_trace_is_refused(tmp_path: Path, text: str, message:
 
 
 def test_a_text_among_row_numbers_is_refused_and_unknown_columns_are_warned_of(tmp_path: Path, caplog) -> None:
-    (tmp_path / "log.csv").write_text("itme,sku,item\n1,a1,a\n2,7,b\n")
+    (tmp_path / "log.csv").write_text("itme,sku,item\n1,1,1\n2,7,2\n3,A-7,abc\n")
     assert read_traces([str(tmp_path / "log.csv")], {"item", "sku", "items"}).keys() == {"item", "sku"}
     assert (
         "log.csv: columns that match no feature are left out: ['itme']; features without a column are ['items']"
         in caplog.text
     )
-    with pytest.raises(TraceError, match="column 'item', line 2: 'a' is a text in a column of whole numbers"):
+    with pytest.raises(TraceError, match="column 'item', line 4: 'abc' is a text in a column of whole numbers"):
         read_traces([str(tmp_path / "log.csv")], {"item", "sku"}, {"item"})
 
 

@@ -96,7 +96,14 @@ def test_a_described_model_has_the_schema_of_the_served_one(service: RankingServ
     [
         ({"hotness": ["histroy=3"]}, r"no feature 'histroy'; there are \['history'\]"),
         ({"hotness": ["history=0"]}, "'0' is not a whole number of ids from 1 to 4096"),
-        ({"candidates": "5000"}, "candidates: 5000: the server's limit max_candidates is 4096"),
+        (
+            {"candidates": "5000"},
+            "candidates 5000, hotness: a request may have 5000, the server's limit max_candidates is 4096",
+        ),
+        (
+            {"hotness": ("3000",), "candidates": "5"},
+            "a request may have 5999, the server's limit max_ids_per_bag is 4096",
+        ),
     ],
 )
 def test_options_that_do_not_fit_a_served_model_are_refused(service: RankingService, options, message) -> None:
@@ -144,7 +151,7 @@ def test_requests_are_drawn_from_recorded_and_from_json_ones(service: RankingSer
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"context": {}}\n', "line 1: candidates: missing"),
+        ('{"context": {}}\n', "line 1 is no JSON request on one line: candidates: missing"),
         ("", "no requests to .* with the features of version 1"),
     ],
 )

@@ -153,6 +153,7 @@ def test_verify_scores_the_golden_requests_of_a_trained_version(tmp_path: Path) 
     rewrite_manifest(folder, lambda manifest: manifest["golden"].update(tolerance=1e-9))
     bad = shardrank("verify", "--store", tmp_path, code=1)
     assert "bad: golden_mismatch: model 'films' version 1: golden scores differ" in bad.stdout
+    (tmp_path / "fleet").mkdir()
     refused = shardrank("publish", folder, "--store", tmp_path / "fleet", code=1)
     assert "must not be served: golden_mismatch: model 'films' version 1: golden scores differ" in refused.stderr
     assert not (tmp_path / "fleet" / "films").exists()

@@ -31,6 +31,7 @@ from shardrank_testing.snapshots import one_table_spec, rewrite_manifest, write_
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
     spec = one_table_spec(260)
+    (tmp_path / "store").mkdir()
     for seed in range(3):
         write_snapshot(tmp_path / "training", spec, seed=seed, dense=random_tensors(spec, seed))
     return tmp_path / "training" / "small"
