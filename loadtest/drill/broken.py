@@ -123,6 +123,7 @@ async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
     url, attempts = fleet.registry.registry.url, []
     for room_kb in (1, largest_kb // 2):
         store = fleet.folder / f"store-{room_kb}"
+        store.mkdir()
         refused_by, reason = await asyncio.to_thread(publish_with_little_room, snapshot, url, store, room_kb)
         if await fleet.registry.version(fleet.spec.model, fleet.exported) is not None:
             refused_by = "none"
