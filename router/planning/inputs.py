@@ -35,7 +35,6 @@ from shard_node.planning.cost_model import CardSystem, Link
 from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share
 
 GB = 1_000_000_000
-MAX_COMPARED = 32
 MAX_HOTNESS = 1_000_000
 CPU_ROW_BYTES = 128
 """What a row of `CpuNode.rows_per_s` counts for where tables of several widths are divided."""
@@ -52,8 +51,6 @@ class NetworkOptions(Frozen):
     # For the hottest rows; or the share of the lookups that they answer.
     hot_rows_gb: float = Field(default=0.0, ge=0)
     hit_rate: float | None = Field(default=None, ge=0, le=1)
-    compare_hit_rates: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
-    compare_hot_rows: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
 
 
 class CpuNode(CardSystem):

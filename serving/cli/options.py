@@ -308,8 +308,6 @@ network_options = together(
     gigabytes("--hot-rows-gb", "Of the router's process, for the hottest rows, which it looks up itself.", 0.0),
     option("--hit-rate H", "Share of all lookups that such rows shall answer, in place of --hot-rows-gb.",
            FiniteRange(0, 1)),
-    numbers("--compare-hit-rates H,...", "Print for each whether to replicate or to shard.", 0, 1, "0,0.5,0.85,0.99"),
-    numbers("--compare-hot-rows N,...", "The same, for so many of the hottest rows at the router.", 0, 2**48),
 )  # fmt: skip
 films_options = together(
     option("--movielens", "Folder of MovieLens 100K's u.data, u.item, u.user, u.genre.", EXISTING_FOLDER),
