@@ -440,7 +440,7 @@ def invalid_because(generator: Generator, due: int) -> tuple[str, ...]:
             f"{MAX_LAG_SHARE:.0%} of the latency's p99, or {MIN_MAX_LAG_MS:g} ms"
         )
     if due == 0:
-        reasons.append("no request was due: the rate is too low for so short a run")
+        reasons.append("no request was due: give a higher --rate or a longer --duration")
     return tuple(reasons)
 
 

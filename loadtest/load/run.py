@@ -75,10 +75,8 @@ def execute(
     show_result(result)
     if isinstance(result, SweepResult):
         return 0 if result.highest_rate is not None else 1
-    failed = 1 - result.answered / max(result.due, 1)
-    if not result.due:
-        click.echo("no request was due: give a higher --rate or a longer --duration")
-    elif failed > max_failed_share:
+    failed = (result.due - result.answered) / max(result.due, 1)
+    if failed > max_failed_share:
         click.echo(f"{failed:.1%} of the requests failed; --max-failed-share is {max_failed_share:.1%}")
     return 0 if result.valid and failed <= max_failed_share else 1
 

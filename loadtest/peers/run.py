@@ -227,7 +227,7 @@ def peers(
     environments: Path,
     install: bool,
     seconds: float,
-    hotness: tuple[float, ...],
+    hotness: tuple[int, ...],
     in_flight: int,
     rows: int,
     side_split: SideSplit,
@@ -265,11 +265,11 @@ def peers(
         "shardrank": f"{row_dtype} rows, {choose_dtype(dtype)} dense model",
         **{peer.name: " ".join(peer.requirements.read_text().split()) for peer in chosen},
     }
-    subjects, ids = subjects_of(shape, chosen), list(map(int, hotness))
+    subjects = subjects_of(shape, chosen)
     with Generators() as generators, ExitStack() as stack:
         servers = start_servers(bench, stack, shape, chosen, environments, workers, choose_dtype(dtype))
         bench.say("comparing scores")
-        check_subjects(shape, subjects, ids, dtype, generators, servers)
+        check_subjects(shape, subjects, hotness, dtype, generators, servers)
 
         def measured(subject: Subject, ids: int, number: int) -> Values:
             server, load = servers[subject.peer], subject.load(shape, servers[subject.peer], ids)
@@ -279,7 +279,7 @@ def peers(
             return full | {f"{percentile}, one in flight": alone[percentile] for percentile in ("p50", "p99")}
 
         best, tables = (BEST, partial(best_of, [subject.title for subject in subjects if subject.peer])), []
-        for count in ids:
+        for count in hotness:
             title = f"shardrank and what else could serve the model, hotness {count}"
             by_title = {subject.title: partial(measured, subject, count) for subject in subjects}
             tables.append(BenchTable(title, MEASURES, by_title, setup, best))
