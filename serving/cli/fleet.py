@@ -18,16 +18,13 @@ from serving.cli import options as opts
 from serving.cli.configured import configured
 from serving.cli.output import stdout_console
 from serving.cli.settings import Protection, config_of, opened_registry
-from serving.config import DivisionSettings, FrontSettings, RowSettings, TlsSettings
+from serving.config import DivisionSettings, FrontSettings, RowSettings, ServeConfig, ShardNodeConfig, TlsSettings
 from serving.fleet.config import CoordinatorSettings, FleetConfig
 from serving.fleet.process import StopRequestedError, run_until_signalled, run_until_stopped
 from serving.observe.logs import announce
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning
-
-
-from serving.config import ServeConfig, ShardNodeConfig
 
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "

@@ -280,7 +280,10 @@ function take(told) {
 async function read() {
   const headers = token ? { authorization: `Bearer ${token}` } : {};
   const answer = await fetch(`status?slot=${history?.slot ?? ""}`, { headers, cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
-  if (answer.status === 401 || answer.status === 403) return await refused(answer);
+  if (answer.status === 401 || answer.status === 403) {
+    askToken(token ? await reasonOf(answer) : "");
+    return false;
+  }
   if (!answer.ok) throw new Error(await reasonOf(answer));
   $("sign-in").hidden = true;
   $("main").hidden = false;
@@ -291,12 +294,6 @@ async function read() {
 async function reasonOf(answer) {
   const told = await answer.json().catch(() => null);
   return told?.error?.message ?? `HTTP ${answer.status}`;
-}
-
-async function refused(answer) {
-  const why = await reasonOf(answer);
-  askToken(token ? why : "");
-  return false;
 }
 
 function askToken(why) {
