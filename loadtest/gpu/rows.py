@@ -9,16 +9,23 @@ are random, and the expected sums are computed from the same bytes on the host, 
 from __future__ import annotations
 
 import ctypes
-from contextlib import ExitStack
+import json
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
+from loadtest.load.result import line
 from serving.models.inputs import padded_width
 from shard_node.bags import TableLayout
 from shard_node.cuda.batch import BatchShapes
@@ -39,19 +46,6 @@ from shard_node.cuda.kernel_params import (
 
 if TYPE_CHECKING:
     from shard_node.cuda.cupy_cards import Card, Cards, Memory, Stream
-
-
-import json
-import os
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
-from rich.console import Console
-
-from loadtest.load.result import line
 
 WITHOUT_PLACES = 0
 """In place of a number of logical cards: one card has all rows, and the kernel looks up no places."""

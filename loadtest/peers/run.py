@@ -26,7 +26,7 @@ from loader.snapshot.writer import export_snapshot
 from loadtest.bench.harness import BUSY_MEASURES, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import same_option, side_split_option
 from loadtest.errors import RequestFailedError
-from loadtest.load.config import OfferedLoad, bench_load
+from loadtest.load.config import TOLERANCES, OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec
@@ -91,8 +91,6 @@ PEERS = {
 ROW_DEVIATION = 0.3
 """Rows are this wide, so that scores differ by much more than a tolerance."""
 CHECKED_REQUESTS = 2
-FLOAT32_TOLERANCE, SHARDRANK_TOLERANCE = 1e-4, 0.03
-"""Of a score. Peers compute in float32, but add in another order; shardrank's rows may be int8 and its MLP bfloat16."""
 CHANNELS = 16
 """gRPC connections: few would fall unevenly on the processes behind a port, which the kernel chooses by chance."""
 BEST = "best peer"
@@ -168,7 +166,8 @@ def check_subjects(
         for subject in reversed(subjects):  # The last is a peer.
             scores = generators.scores(subject.load(shape, servers[subject.peer], ids), number)
             expected = scores if expected is None else expected
-            allowed = FLOAT32_TOLERANCE if subject.peer or is_float32 else SHARDRANK_TOLERANCE
+            # Peers compute in float32, but add in another order; shardrank's rows may be int8 and its MLP bfloat16.
+            allowed = TOLERANCES["float32" if subject.peer or is_float32 else "int8"]
             check_scores(f"{subject.title}, request {number}", scores, expected, allowed)
 
 

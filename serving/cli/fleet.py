@@ -116,15 +116,11 @@ def _versions(config: FleetConfig) -> dict[str, Any]:
 async def _run(config: FleetConfig) -> None:
     from serving.fleet.local_fleet import running_fleet
 
-    async with running_fleet(config, _ready, on_begin=_tell) as fleet:
+    async with running_fleet(config, lambda name: announce(f"{name} is ready"), on_begin=_tell) as fleet:
         announce(f"logs: {fleet.supervisor.log_directory}")
         announce(f"registry: {fleet.registry.name}")
         fleet.ports.announce(settings.scheme(config))
         await asyncio.Event().wait()
-
-
-def _ready(name: str) -> None:
-    announce(f"{name} is ready")
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:
