@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
-from loadtest.load.result import line
 from serving.models.inputs import padded_width
 from shard_node.bags import TableLayout
 from shard_node.cuda.batch import BatchShapes
@@ -382,8 +381,8 @@ class Results:
     The file, if there is one, is written anew after each row, under a head of date, command and machine.
     """
 
-    def __init__(self, path: Path | None, head: Row, console: Console) -> None:
-        self.path, self.head, self.console = path, head, console
+    def __init__(self, path: Path | None, head: Row) -> None:
+        self.path, self.head = path, head
         self.status: dict[str, str] = {}
         self.rows: list[Row] = []
 
@@ -391,7 +390,7 @@ class Results:
         """Keep a row, and print it."""
         self.rows.append({"part": part, **row})
         figures = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
-        line(self.console, f"{part}: {', '.join(f'{name} {figure}' for name, figure in figures.items())}")
+        click.echo(f"{part}: {', '.join(f'{name} {figure}' for name, figure in figures.items())}")
         self.save()
 
     @contextmanager
@@ -404,7 +403,7 @@ class Results:
             self.status[name] = "done"
         except Exception as error:  # Any failure is a result of the bench, and the other parts go on.
             self.status[name] = f"failed: {type(error).__name__}: {error}"
-            line(self.console, traceback.format_exc())
+            click.echo(traceback.format_exc())
         self.save()
 
     def save(self) -> None:
