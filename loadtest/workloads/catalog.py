@@ -72,10 +72,10 @@ def open_workload(
 
 def _check_limits(described: ModelInfo, counts: CandidateCounts, hotness: Mapping[str, int], *, varied: bool) -> None:
     """Raise ConfigError: the largest request that may be drawn is more than a server takes."""
-    most = {name: max(2, 2 * ids - 1) if varied else ids for name, ids in hotness.items()}
+    longest = {name: max(2, 2 * ids - 1) if varied else ids for name, ids in hotness.items()}
     bags = {feature.name: counts.most if feature.side == "candidate" else 1 for feature in described.features}
-    reached = {"max_candidates": counts.most, "max_ids_per_bag": max(most.values())}
-    reached["max_ids_per_request"] = sum(ids * bags[name] for name, ids in most.items())
+    reached = {"max_candidates": counts.most, "max_ids_per_bag": max(longest.values())}
+    reached["max_ids_per_request"] = sum(ids * bags[name] for name, ids in longest.items())
     for limit, size in reached.items():
         if size > (allowed := getattr(described.limits, limit)):
             problem = f"a request may have {size}, the server's limit {limit} is {allowed}"
