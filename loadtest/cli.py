@@ -188,10 +188,12 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
       shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01
     """
     from loader.snapshot.publishing import rows_bytes_of
-    from loadtest.workloads.prepare import prepare_workload
+    from loadtest.workloads.catalog import open_workload
+    from loadtest.workloads.prepare import write_random_snapshot
 
+    spec = open_workload(workload).spec
     with progress_bars() as bars:
-        folder, spec = prepare_workload(workload, store, progress=bars, **given)
+        folder = write_random_snapshot(spec, store, progress=bars, **given)
     click.echo(f"wrote {folder} ({human_bytes(rows_bytes_of(spec))} of rows); serve it with")
     click.echo(f"  shardrank serve --store {store} --model {spec.model}")
 
@@ -202,5 +204,5 @@ def bench() -> None:
 
     Examples:
       shardrank loadtest bench lookup --quick
-      shardrank loadtest bench serving --against COMMIT --json against.json
+      shardrank loadtest bench serving --against ../before --json against.json
     """

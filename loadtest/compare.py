@@ -29,7 +29,7 @@ from loadtest.load.generator import Generators
 from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
-from loadtest.workloads.prepare import prepare_workload
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.cli import options as opts
 from serving.cli.output import progress_bars
 from serving.cli.settings import config_of
@@ -105,17 +105,13 @@ class ServedArm:
         return [*nodes, command("serve", "server", *ports, *serve_flags, *shards)]
 
 
-def compared_arms(cards: Sequence[float], shards: Sequence[float], transports: Sequence[str]) -> list[ServedArm]:
+def compared_arms(cards: Sequence[int], shards: Sequence[int], transports: Sequence[str]) -> list[ServedArm]:
     """List the arms in the order of the table; the first is the baseline. Raises click.UsageError."""
-    numbers = {"--cards": cards, "--shards": shards}
-    for flag, given in numbers.items():
-        if any(number % 1 for number in given):
-            raise click.UsageError(f"{flag}: {list(given)} are not whole numbers")
     if unknown := set(transports) - TRANSPORTS.keys():
         raise click.UsageError(f"--transport: {sorted(unknown)} are none of {', '.join(TRANSPORTS)}")
-    arms = [ServedArm(int(number)) for number in cards]
+    arms = [ServedArm(number) for number in cards]
     if cards:
-        arms += [ServedArm(int(cards[0]), int(count), transport) for count in shards for transport in transports]
+        arms += [ServedArm(cards[0], count, transport) for count in shards for transport in transports]
     if len(set(arms)) != len(arms) or not 2 <= len(arms) <= MAX_ARMS:
         problem = f"{[arm.name for arm in arms]} are {len(arms)} arms; a comparison has 2 to {MAX_ARMS} different ones"
         raise click.UsageError(f"--cards, and --shards with each --transport: {problem}")
@@ -206,7 +202,7 @@ def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
     expected = open_workload(load.workload).spec
     if not Store(store).versions(expected.model):
         with progress_bars() as bars:
-            prepare_workload(load.workload, store, seed=load.seed, progress=bars)
+            write_random_snapshot(expected, store, seed=load.seed, progress=bars)
     folder = Store(store).snapshot_path(expected.model)
     spec = Snapshot.open(folder, verify=False).spec
     for what in ("tables", "features"):
@@ -245,8 +241,8 @@ def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
 @opts.setting_option(RowSettings, "device")
 def compare_cards(
     bench: Bench,
-    cards: tuple[float, ...],
-    shards: tuple[float, ...] | None,
+    cards: tuple[int, ...],
+    shards: tuple[int, ...] | None,
     transports: tuple[str, ...],
     store: Path | None,
     in_flight: int,

@@ -8,7 +8,6 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from serving.cli.output import print_document, progress_bars, table_of
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
-from serving.fleet.local_fleet import Beginning, LocalFleet, running_fleet
+from serving.fleet.local_fleet import LocalFleet, running_fleet
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.fleet.workers import reserved_ports
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
@@ -213,18 +212,12 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
         versions = {"models": (folder.parent.name,), "versions": {folder.parent.name: int(folder.name)}}
         fleet = fleet.model_copy(update={**served, **versions, "replicate_bytes": REPLICATE_BYTES})
 
-        def show_placement(beginnings: Sequence[Beginning]) -> None:
-            plan = beginnings[0].plan
-            console.print(f"{plan.num_shards} shards, plan {plan.digest[:12]}", markup=False, highlight=False)
-
         async def serve() -> int:
             async with AsyncExitStack() as running:
                 with progress_bars() as bars:
                     ready, total = itertools.count(1), fleet.shards + 2
                     bars("starting processes", 0, total)
-                    starting = running_fleet(
-                        fleet, lambda name: bars("starting processes", next(ready), total), ports, show_placement
-                    )
+                    starting = running_fleet(fleet, lambda name: bars("starting processes", next(ready), total), ports)
                     at = await running.enter_async_context(starting)
                 films, report = await _rank(fleet, config.seed, version, expected, at, console, json_file)
                 if not once:

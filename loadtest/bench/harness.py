@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import wraps
+from itertools import zip_longest
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
@@ -168,28 +169,19 @@ def compare_rounds(
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
-    """Print a row for each measure: medians, and under them the ratios with their intervals.
-
-    As many subjects as the console has room for stand side by side, the baseline beside each group of others.
-    """
+    """Print a row for each subject of each measure: the median, and the ratio to the baseline with its interval."""
     line(console, comparison.title)
-    subjects, measures = comparison.subjects, comparison.measures
-    names = [f"{measure.name}, {measure.unit}" for measure in (compared.measure for compared in measures)]
-    width = 3 + max(len("0.123 × [0.123, 0.123]"), *map(len, subjects))
-    room = max(1, (console.width - max(map(len, names), default=0) - len(subjects[0]) - 6) // width)
-    for begin in range(1, max(2, len(subjects)), room):
-        group = range(begin, min(begin + room, len(subjects)))
-        rows: list[list[str]] = []
-        for name, compared in zip(names, measures, strict=True):
-            rows.append([name, *(significant(compared.middle[number]) for number in (0, *group))])
-            if compared.ratios:
-                rows.append(["", "", *(str(compared.ratios[number]) for number in group)])
-        columns = ["", *(f"#{subjects[number]}" for number in (0, *group))]
-        console.print(table_of("", columns, rows, no_wrap=True))
+    rows = list[tuple[str, ...]]()
+    for compared in comparison.measures:
+        name, ratios = f"{compared.measure.name}, {compared.measure.unit}", ("", *map(str, compared.ratios[1:]))
+        for subject, median, ratio in zip_longest(comparison.subjects, compared.middle, ratios, fillvalue=""):
+            rows.append((name, str(subject), significant(float(median)), str(ratio)))
+            name = ""
+    console.print(table_of("", ("", "", "#median", "#ratio"), rows, no_wrap=True))
     medians, sure = "values of one round", "(one round has no confidence interval)"
     if comparison.rounds > 1:
         medians, sure = f"medians of {comparison.rounds} rounds", f"with {CONFIDENCE:.0%} confidence intervals"
-    line(console, f"{medians}, and ratios to {subjects[0]} {sure}")
+    line(console, f"{medians}, and ratios to {comparison.subjects[0]} {sure}")
     for problem in comparison.problems:
         line(console, f"not valid: {problem}")
 

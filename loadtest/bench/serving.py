@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import cProfile
 import itertools
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,7 +23,6 @@ from typing import Any, get_args
 import click
 import numpy as np
 
-from loader.errors import ConfigError
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import (
@@ -63,6 +60,7 @@ from loadtest.workloads.payloads import APIS, Api, Payload
 from loadtest.workloads.prepare import write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
+from serving.cli import options as opts
 from serving.config import ServeConfig
 from serving.description import NumberFormat
 from serving.embedded import ModelSource, load_served_model
@@ -370,24 +368,6 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
                 bench.say(f"{title}: {total} calls of {functions} functions in {files} files")
 
 
-@contextmanager
-def checkout_of(against: str) -> Iterator[Path]:
-    """Check a commit of the working directory's repository out into a temporary folder; a folder is a checkout."""
-    if Path(against).is_dir():
-        yield checked_checkout(Path(against))
-        return
-    git = ("git", "worktree")
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        path = Path(folder) / "old"
-        add = subprocess.run((*git, "add", "--detach", str(path), against), capture_output=True, text=True, check=False)
-        if add.returncode:
-            raise ConfigError(f"--against: {against!r} is no folder and no commit: {add.stderr.strip()}")
-        try:
-            yield checked_checkout(path)
-        finally:
-            subprocess.run((*git, "remove", "--force", str(path)), capture_output=True, check=True)
-
-
 def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[Api], old: Path) -> None:
     """Measure this checkout's server and another one's under full load.
 
@@ -426,7 +406,9 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
 @side_split_option("candidates")
 @click.option("--seconds", type=click.FloatRange(0.05), default=4.0, show_default=True, help="Of each measurement.")
 @click.option("--dtype", type=click.Choice(get_args(DtypeChoice)), default="auto", show_default=True)
-@click.option("--against", metavar="COMMIT", help="A commit or another checkout: its server and this one's, compared.")
+@opts.option(
+    "--against", "Another checkout of this repository: its server and this one's, compared.", opts.EXISTING_FOLDER
+)
 def serving(
     bench: Bench,
     head: Head,
@@ -436,7 +418,7 @@ def serving(
     side_split: SideSplit,
     seconds: float,
     dtype: DtypeChoice,
-    against: str | None,
+    against: Path | None,
 ) -> None:
     """Measure what serving costs beyond computing.
 
@@ -446,16 +428,17 @@ def serving(
     request in a server's histograms, and the Python calls of a JSON request, of one over two shards, and, with
     `--api oip-http`, of one of that API.
 
-    With --against, processor time of a request, another commit's server and this checkout's in alternation.
+    With --against, processor time of a request, another checkout's server and this one's in alternation.
 
     Examples:
       shardrank loadtest bench serving --quick --hotness 1
       shardrank loadtest bench serving --head dlrm --json serving.json
-      shardrank loadtest bench serving --against HEAD~10 --json against.json
+      git worktree add --detach ../before HEAD~10
+      shardrank loadtest bench serving --against ../before --json against.json
     """
     shape = BenchShape.of(rows, varied=True, side_split=side_split)
     with ExitStack() as stack:
-        old = stack.enter_context(checkout_of(against)) if against else None
+        old = None if against is None else checked_checkout(against)
         bench.say(f"writing {rows} rows")
         model = ServedModel(
             bench,

@@ -16,11 +16,11 @@ from pydantic import BaseModel, Field, model_validator
 from loader.progress import Progress
 from loader.rollout.plan import Strategy
 from loadtest.errors import LoadError
-from loadtest.load.result import show_document, write_document
+from loadtest.load.result import write_document
 from loadtest.servers import INTERRUPTED
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import progress_bars, stdout_console
+from serving.cli.output import print_document, progress_bars
 from serving.cli.settings import config_of
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.settings import Settings, setting
@@ -100,7 +100,7 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
             report = run_until_signalled(lambda: run(folder, bars))
         except StopRequestedError:
             return INTERRUPTED
-    show_document(stdout_console(), report.model_dump(exclude={"problems", "details"}))
+    print_document(report.model_dump(exclude={"problems", "details"}))
     for problem in report.problems:
         click.echo(f"problem: {problem}")
     for detail in report.details if report.problems else ():

@@ -369,12 +369,13 @@ async def oracle_fleet(
         if config.registry == "redis":
             registry, redis_child = await stack.enter_async_context(running_redis(folder))
         total, ready = 1 + config.shards * config.replicas + config.workers, itertools.count(1)
+        of_fleet = {"shards", "replicas", "cards", "workers", "hot_rows_gb", "shard_node", "serve"}
         fleet_config = FleetConfig(
             store=store,
             models=(config.model,),
             versions={config.model: FIRST_VERSION},
             registry=registry,
-            **config.model_dump(include={"shards", "replicas", "cards", "workers"}),
+            **config.model_dump(include=of_fleet),
             replicate_bytes=REPLICATE_BYTES,
             http_port=0,
             grpc_port=0,
@@ -383,9 +384,6 @@ async def oracle_fleet(
             supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
             # Scores are compared to a hundred-thousandth.
             dtype="float32",
-            hot_rows_gb=config.hot_rows_gb,
-            shard_node=config.shard_node,
-            serve=config.serve,
             coordinator={"step_delay_s": config.step_delay_s},
             environment=environment or {},
             # An earlier release, in its environment, reads no file.

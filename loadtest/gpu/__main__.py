@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import torch
-from rich.console import Console
 
 import shard_node.cuda
 from loadtest.gpu.pooling import measure_pooling
@@ -83,7 +82,7 @@ def main(
         "command": shlex.join(["python", "-m", "loadtest.gpu", *sys.argv[1:]]),
         "machine": describe(open_device(device, 1)),
     }
-    results = Results(json_path, head, Console(width=140))
+    results = Results(json_path, head)
     for part in parts or PARTS:
         with results.part(part):
             if part == "pooling":

@@ -9,10 +9,16 @@ are random, and the expected sums are computed from the same bytes on the host, 
 from __future__ import annotations
 
 import ctypes
-from contextlib import ExitStack
+import json
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -39,19 +45,6 @@ from shard_node.cuda.kernel_params import (
 
 if TYPE_CHECKING:
     from shard_node.cuda.cupy_cards import Card, Cards, Memory, Stream
-
-
-import json
-import os
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
-from rich.console import Console
-
-from loadtest.load.result import line
 
 WITHOUT_PLACES = 0
 """In place of a number of logical cards: one card has all rows, and the kernel looks up no places."""
@@ -388,8 +381,8 @@ class Results:
     The file, if there is one, is written anew after each row, under a head of date, command and machine.
     """
 
-    def __init__(self, path: Path | None, head: Row, console: Console) -> None:
-        self.path, self.head, self.console = path, head, console
+    def __init__(self, path: Path | None, head: Row) -> None:
+        self.path, self.head = path, head
         self.status: dict[str, str] = {}
         self.rows: list[Row] = []
 
@@ -397,7 +390,7 @@ class Results:
         """Keep a row, and print it."""
         self.rows.append({"part": part, **row})
         figures = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
-        line(self.console, f"{part}: {', '.join(f'{name} {figure}' for name, figure in figures.items())}")
+        click.echo(f"{part}: {', '.join(f'{name} {figure}' for name, figure in figures.items())}")
         self.save()
 
     @contextmanager
@@ -410,7 +403,7 @@ class Results:
             self.status[name] = "done"
         except Exception as error:  # Any failure is a result of the bench, and the other parts go on.
             self.status[name] = f"failed: {type(error).__name__}: {error}"
-            line(self.console, traceback.format_exc())
+            click.echo(traceback.format_exc())
         self.save()
 
     def save(self) -> None:

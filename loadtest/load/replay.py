@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import numpy as np
 from pydantic import Field
 
@@ -20,13 +21,12 @@ from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
 from loadtest.load.config import MAX_RATE, TOLERANCES, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer
-from loadtest.load.result import Measured, Recorder, line, measured, percentiles, show_document, write_document
-from loadtest.load.run import shown
+from loadtest.load.result import Measured, Recorder, measured, percentiles, write_document
+from loadtest.load.run import show_measured
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import Pool, recorded_payload
 from loadtest.workloads.served import MAX_BYTES, describe
-from serving.cli.output import stdout_console
 from serving.client.features import read_rank
 from serving.observe.recording import RecordedRequest, read_file, recorded_files
 
@@ -178,6 +178,6 @@ def execute(config: ReplayConfig, json_file: Path | None) -> int:
         result = event_loop().run(replay(config, prepared))
     if json_file is not None:
         write_document(result, json_file)
-    show_document(stdout_console(), shown(result))
-    line(stdout_console(), f"tolerance {result.tolerance:g}: {why}")
+    show_measured(result)
+    click.echo(f"tolerance {result.tolerance:g}: {why}")
     return 0 if result.answered and not result.different else 1

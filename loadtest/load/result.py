@@ -27,12 +27,10 @@ import psutil
 from pydantic import BaseModel, Field
 from rich.console import Console
 
-from loader.errors import ConfigError
 from loader.snapshot.tables import Frozen
 from loadtest.load.config import Arrivals, OfferedLoad, RunConfig
 from loadtest.load.senders import NEVER, Failure, Outgoing
 from loadtest.workloads.payloads import Encoding
-from serving.cli.output import table_of
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Amount: TypeAlias = Annotated[float, Field(ge=0)]
@@ -58,9 +56,6 @@ Rows = npt.NDArray[np.void]
 
 
 LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio")
-MAX_COLUMNS = 12
-"""Of a printed table; the file has all."""
-SINGLE = (int, float, str, type(None))
 DocumentTable: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
 """Title, names of columns, if they have any, and rows."""
 
@@ -94,16 +89,8 @@ def versions() -> dict[str, str]:
 
 
 def write_document(document: BaseModel, file: Path) -> None:
-    """Write a document as JSON. Raises as `write_text`."""
-    write_text(document.model_dump_json(indent=1) + "\n", file)
-
-
-def write_text(text: str, file: Path) -> None:
-    """Write a file. Raises ConfigError if it can't be written."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from error
+    """Write a document as JSON. Raises OSError."""
+    file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def line(console: Console, text: str) -> None:
@@ -142,19 +129,6 @@ def value_text(value: Any) -> str:
     if isinstance(value, float):
         return significant(value)
     return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
-
-
-def show_document(console: Console, document: Mapping[str, Any]) -> None:
-    """Print a document's tables, up to `MAX_COLUMNS` columns of each; lists of numbers are left out."""
-    for title, head, rows in tables_of(document):
-        columns = [at for at, value in enumerate(rows[0]) if isinstance(value, SINGLE)][:MAX_COLUMNS] if rows else []
-        if columns and (head or len(rows[0]) == 2 or isinstance(rows[0][0], str)):
-            names = [head[at].replace("_", "\n") if head else "" for at in columns]
-            table = table_of("", names, [[value_text(row[at]) for at in columns] for row in rows])
-            table.show_header = bool(head)
-            if title:
-                line(console, title)
-            console.print(table)
 
 
 class Percentiles(Frozen):
@@ -466,7 +440,7 @@ def invalid_because(generator: Generator, due: int) -> tuple[str, ...]:
             f"{MAX_LAG_SHARE:.0%} of the latency's p99, or {MIN_MAX_LAG_MS:g} ms"
         )
     if due == 0:
-        reasons.append("no request was due: the rate is too low for so short a run")
+        reasons.append("no request was due: give a higher --rate or a longer --duration")
     return tuple(reasons)
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 from rich.console import Console
@@ -22,15 +22,13 @@ from loadtest.load.result import (
     SweepResult,
     line,
     outcome_of,
-    show_document,
     value_text,
     write_document,
-    write_text,
 )
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from loadtest.workloads.served import describe
-from serving.cli.output import stdout_console
+from serving.cli.output import print_document
 from serving.cli.settings import config_of
 
 MIN_RATE = 1.0
@@ -73,15 +71,13 @@ def execute(
     if html_file is not None:
         from loadtest.page import html
 
-        write_text(html(result), html_file)
-    show_result(stdout_console(), result)
+        html_file.write_text(html(result), encoding="utf-8")
+    show_result(result)
     if isinstance(result, SweepResult):
         return 0 if result.highest_rate is not None else 1
-    failed = 1 - result.answered / max(result.due, 1)
-    if not result.due:
-        line(stdout_console(), "no request was due: give a higher --rate or a longer --duration")
-    elif failed > max_failed_share:
-        line(stdout_console(), f"{failed:.1%} of the requests failed; --max-failed-share is {max_failed_share:.1%}")
+    failed = (result.due - result.answered) / max(result.due, 1)
+    if failed > max_failed_share:
+        click.echo(f"{failed:.1%} of the requests failed; --max-failed-share is {max_failed_share:.1%}")
     return 0 if result.valid and failed <= max_failed_share else 1
 
 
@@ -159,28 +155,30 @@ def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: 
     )
 
 
-def shown(result: Measured) -> dict[str, Any]:
-    """Return what is printed of a result."""
+def show_measured(result: Measured) -> None:
+    """Print figures by their names, then messages, one a line."""
+    messages = {"error_examples", "invalid_because"}
     hidden = {"kind", "format_version", "machine", "versions", "time_line", "varied"}
-    times = result.model_dump(include={"latency", "latency_of_due", "service"})
-    return {"times": times, **result.model_dump(exclude=hidden | times.keys())}
+    print_document(result.model_dump(exclude=hidden | messages))
+    for message in (text for name in sorted(messages) for text in getattr(result, name, ())):
+        click.echo(message)
 
 
-def show_result(console: Console, result: LoadResult | SweepResult) -> None:
-    """Print it."""
+def show_result(result: LoadResult | SweepResult) -> None:
+    """Print a run, or the steps of a sweep as a table."""
+    steps = result.steps if isinstance(result, SweepResult) else (result,)
+    click.echo(f"requests are {FORMS[steps[0].varied]}")
     if isinstance(result, LoadResult):
-        steps, document = [result], shown(result)
-    else:
-        steps, document = list(result.steps), result.model_dump(exclude={"kind", "format_version"})
-        document["steps"] = [
-            {
-                "rate": step.rate,
-                **step.latency_of_due.model_dump(),
-                "failed": step.due - step.answered,
-                "generator_cpu_share": max(process.cpu_share for process in step.generator.processes),
-                "outcome": outcome_of(step, result.slo_ms),
-            }
-            for step in steps
-        ]
-    line(console, f"requests are {FORMS[steps[0].varied]}")
-    show_document(console, document)
+        show_measured(result)
+        return
+    rows = [
+        {
+            "rate": step.rate,
+            **step.latency_of_due.model_dump(),
+            "failed": step.due - step.answered,
+            "generator_cpu_share": max(process.cpu_share for process in step.generator.processes),
+            "outcome": outcome_of(step, result.slo_ms),
+        }
+        for step in steps
+    ]
+    print_document({**result.model_dump(exclude={"kind", "format_version"}), "steps": rows})

@@ -26,7 +26,7 @@ from loader.snapshot.writer import export_snapshot
 from loadtest.bench.harness import BUSY_MEASURES, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import same_option, side_split_option
 from loadtest.errors import RequestFailedError
-from loadtest.load.config import OfferedLoad, bench_load
+from loadtest.load.config import TOLERANCES, OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec
@@ -91,8 +91,6 @@ PEERS = {
 ROW_DEVIATION = 0.3
 """Rows are this wide, so that scores differ by much more than a tolerance."""
 CHECKED_REQUESTS = 2
-FLOAT32_TOLERANCE, SHARDRANK_TOLERANCE = 1e-4, 0.03
-"""Of a score. Peers compute in float32, but add in another order; shardrank's rows may be int8 and its MLP bfloat16."""
 CHANNELS = 16
 """gRPC connections: few would fall unevenly on the processes behind a port, which the kernel chooses by chance."""
 BEST = "best peer"
@@ -168,7 +166,8 @@ def check_subjects(
         for subject in reversed(subjects):  # The last is a peer.
             scores = generators.scores(subject.load(shape, servers[subject.peer], ids), number)
             expected = scores if expected is None else expected
-            allowed = FLOAT32_TOLERANCE if subject.peer or is_float32 else SHARDRANK_TOLERANCE
+            # Peers compute in float32, but add in another order; shardrank's rows may be int8 and its MLP bfloat16.
+            allowed = TOLERANCES["float32" if subject.peer or is_float32 else "int8"]
             check_scores(f"{subject.title}, request {number}", scores, expected, allowed)
 
 
@@ -227,7 +226,7 @@ def peers(
     environments: Path,
     install: bool,
     seconds: float,
-    hotness: tuple[float, ...],
+    hotness: tuple[int, ...],
     in_flight: int,
     rows: int,
     side_split: SideSplit,
@@ -265,11 +264,11 @@ def peers(
         "shardrank": f"{row_dtype} rows, {choose_dtype(dtype)} dense model",
         **{peer.name: " ".join(peer.requirements.read_text().split()) for peer in chosen},
     }
-    subjects, ids = subjects_of(shape, chosen), list(map(int, hotness))
+    subjects = subjects_of(shape, chosen)
     with Generators() as generators, ExitStack() as stack:
         servers = start_servers(bench, stack, shape, chosen, environments, workers, choose_dtype(dtype))
         bench.say("comparing scores")
-        check_subjects(shape, subjects, ids, dtype, generators, servers)
+        check_subjects(shape, subjects, hotness, dtype, generators, servers)
 
         def measured(subject: Subject, ids: int, number: int) -> Values:
             server, load = servers[subject.peer], subject.load(shape, servers[subject.peer], ids)
@@ -279,7 +278,7 @@ def peers(
             return full | {f"{percentile}, one in flight": alone[percentile] for percentile in ("p50", "p99")}
 
         best, tables = (BEST, partial(best_of, [subject.title for subject in subjects if subject.peer])), []
-        for count in ids:
+        for count in hotness:
             title = f"shardrank and what else could serve the model, hotness {count}"
             by_title = {subject.title: partial(measured, subject, count) for subject in subjects}
             tables.append(BenchTable(title, MEASURES, by_title, setup, best))

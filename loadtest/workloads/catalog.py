@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -32,7 +31,6 @@ Head: TypeAlias = Literal["mlp", "dlrm"]
 
 
 WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS]"
-_SCALE = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?")
 
 
 def open_workload(
@@ -58,11 +56,8 @@ def open_workload(
         text += f", hotness {' '.join(hotness) or 1}{unknown}"
         _check_limits(source, counts, of_each, varied=varied)
     elif family in ("dlrm-v2", "merlin-tiny"):
-        if colon and (not _SCALE.fullmatch(suffix) or not 0 < float(suffix) <= 1):
-            raise ConfigError(f"workload: {text!r}: the scale {suffix!r} is not a number above 0 and at most 1")
-        scale = float(suffix or 1)
-        spec, profile = catalog_model(family, scale=scale)
-        text, of_each = f"{family}:{scale:.12g}", {name: int(ids) for name, ids in profile.hotness.items()}
+        spec, profile = catalog_model(text)
+        of_each = {name: int(ids) for name, ids in profile.hotness.items()}
         if profile.zipf:
             drawn_ids = Zipf(profile.zipf)
     elif family in ("bench-mlp", "bench-dlrm"):
@@ -77,10 +72,10 @@ def open_workload(
 
 def _check_limits(described: ModelInfo, counts: CandidateCounts, hotness: Mapping[str, int], *, varied: bool) -> None:
     """Raise ConfigError: the largest request that may be drawn is more than a server takes."""
-    most = {name: max(2, 2 * ids - 1) if varied else ids for name, ids in hotness.items()}
+    longest = {name: max(2, 2 * ids - 1) if varied else ids for name, ids in hotness.items()}
     bags = {feature.name: counts.most if feature.side == "candidate" else 1 for feature in described.features}
-    reached = {"max_candidates": counts.most, "max_ids_per_bag": max(most.values())}
-    reached["max_ids_per_request"] = sum(ids * bags[name] for name, ids in most.items())
+    reached = {"max_candidates": counts.most, "max_ids_per_bag": max(longest.values())}
+    reached["max_ids_per_request"] = sum(ids * bags[name] for name, ids in longest.items())
     for limit, size in reached.items():
         if size > (allowed := getattr(described.limits, limit)):
             problem = f"a request may have {size}, the server's limit {limit} is {allowed}"

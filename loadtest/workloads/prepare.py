@@ -13,7 +13,6 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.writer import export_snapshot
-from loadtest.workloads.catalog import open_workload
 from serving.models.ranking_models import build_model
 from shard_node.bags import Float32Array
 
@@ -68,14 +67,3 @@ def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progre
     rows = {name: RandomRows(seed, name, *shape) for name, shape in tables.items()}
     dense, metadata = random_dense(spec, seed), {"source": "random rows", "seed": str(seed)}
     return export_snapshot(store, spec, rows=rows, dense=dense, metadata=metadata, progress=progress)
-
-
-def prepare_workload(
-    text: str, store: Path, *, seed: int = 0, progress: Progress = no_progress
-) -> tuple[Path, ModelSpec]:
-    """Write the next version of a workload's model, with random rows and weights; the seed is of these.
-
-    Returns the snapshot's folder and the model. Raises as `open_workload` and `write_random_snapshot`.
-    """
-    spec = open_workload(text).spec
-    return write_random_snapshot(spec, store, seed=seed, progress=progress), spec

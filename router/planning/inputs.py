@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from loader.errors import ConfigError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec
@@ -35,7 +36,6 @@ from shard_node.planning.cost_model import CardSystem, Link
 from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share
 
 GB = 1_000_000_000
-MAX_COMPARED = 32
 MAX_HOTNESS = 1_000_000
 CPU_ROW_BYTES = 128
 """What a row of `CpuNode.rows_per_s` counts for where tables of several widths are divided."""
@@ -52,8 +52,6 @@ class NetworkOptions(Frozen):
     # For the hottest rows; or the share of the lookups that they answer.
     hot_rows_gb: float = Field(default=0.0, ge=0)
     hit_rate: float | None = Field(default=None, ge=0, le=1)
-    compare_hit_rates: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
-    compare_hot_rows: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
 
 
 class CpuNode(CardSystem):
@@ -227,12 +225,19 @@ def _part_ranks(spec: ModelSpec) -> dict[str, PartOfRanks]:
     return ranks
 
 
-def catalog_model(name: str, dtype: RowDtype = "int8", scale: float = 1.0) -> tuple[ModelSpec, LookupProfile]:
+def catalog_model(named: str, dtype: RowDtype = "int8") -> tuple[ModelSpec, LookupProfile]:
     """Return a published model, and its ids.
 
-    `name` is one of `CATALOG`; `dtype` is that of stored rows, which are published as float32; `scale`, above 0 and at
-    most 1, is of the numbers of rows: every table keeps at least one.
+    `named` is one of `CATALOG`, with `:SCALE` for that share of its rows: every table keeps at least one; `dtype` is
+    that of stored rows, which are published as float32. Raises ConfigError for a scale that is none.
     """
+    name, colon, text = named.partition(":")
+    try:
+        scale = float(text) if colon else 1.0
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale <= 1:
+        raise ConfigError(f"model {named!r}: the scale of its rows must be above 0 and at most 1")
     published, tables = CATALOG[name], []
     hotness: dict[str, float] = {}
     for number, (_, bags, rows, dim) in enumerate(entry for entry in published["tables"] for _ in range(entry[0])):

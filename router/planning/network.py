@@ -24,7 +24,7 @@ from shard_node.planning.cost_model import BYTES_PER_US, SUM_ITEM_BYTES
 from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.wire.frame import HEADER
 
-Bounded: TypeAlias = Literal["rows", "bytes", "hit rate"]
+Bounded: TypeAlias = Literal["bytes", "hit rate"]
 
 # As in `split`: with so many owners or fewer, and more values a bag than this, a part that has this share of all bags
 # is sent all of them.
@@ -57,8 +57,8 @@ class NearRows:
     def choose(cls, layout: TableLayout, hotness: Sequence[RowHotness], bounded: Bounded, bound: float) -> NearRows:
         """Return rows by lookups for each byte, the hottest first, as many as a bound allows.
 
-        `hotness` is in layout order; its lookups are those of one batch or sample of all tables. At most as many `rows`
-        or `bytes`, as stored, as the bound; or the fewest rows that have this share of all lookups, the last in part.
+        `hotness` is in layout order; its lookups are those of one batch or sample of all tables. At most as many bytes,
+        as stored, as the bound; or the fewest rows that have this share of all lookups, the last in part.
         """
         row_bytes = stored_row_bytes(layout)
         levels = [of_table.rows().astype(np.float64) for of_table in hotness]
@@ -66,7 +66,7 @@ class NearRows:
         rows, lookups = np.concatenate(levels), np.concatenate([of_table.lookups for of_table in hotness])
         order = np.argsort(-lookups / row_bytes[table], kind="stable")
         total = float(rows @ lookups)
-        costs = {"rows": rows, "bytes": rows * row_bytes[table], "hit rate": rows * lookups}[bounded][order]
+        costs = {"bytes": rows * row_bytes[table], "hit rate": rows * lookups}[bounded][order]
         # Of each level, in order: what is left of the bound once those before it are in.
         left = (bound * total if bounded == "hit rate" else bound) - (np.cumsum(costs) - costs)
         shares = np.empty_like(rows)
@@ -245,26 +245,11 @@ class FleetLookups:
         is_used = sent.values[:, shard] > 0
         return np.column_stack([values * is_used / sent.turns, sent.hit[:, shard], longest * is_used])
 
-    def use(self, bounded: Bounded, bound: float, network: NetworkOptions) -> dict[str, Any]:
-        """Return what hot rows at the router leave to move, as many as `NearRows.choose` allows.
-
-        `moved_bytes` are those of rows that are missed if they travelled, without scale and bias, to where they are
-        pooled; `network_bytes` are ids out and sums back.
-        """
-        layout = self.stored.layout
-        near = NearRows.choose(layout, self.stored.rows, bounded, bound)
-        sent = self.sent(near)
-        row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).code_bytes for table in layout.tables]
-        moved_bytes = sum((self.loads[:, 0] * (1 - near.hit_rates) * row_bytes).tolist())
-        return {
-            "hit_rate": near.hit_rate,
-            "hot_rows": near.num_rows,
-            "hot_bytes": near.size_bytes,
-            "moved_bytes": moved_bytes,
-            "moved_us": moved_bytes / (network.gb_per_s * BYTES_PER_US),
-            "network_bytes": float((sent.requests + sent.replies).sum()),
-            "network_us": NetworkTime.of(sent, network).alone_us,
-        }
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes of the rows that are missed at the router if they travelled there, without scale and bias."""
+        row_bytes = [RowFormat.of(table.dtype, table.embedding_dim).code_bytes for table in self.stored.layout.tables]
+        return float(sum((self.loads[:, 0] * (1 - self.stored.near.hit_rates) * row_bytes).tolist()))
 
 
 def network_use(
@@ -285,6 +270,7 @@ def network_use(
         "hit_rate": near.hit_rate,
         "hot_rows": near.num_rows,
         "hot_bytes": near.size_bytes,
+        "moved_bytes": lookups.moved_bytes,
         "shards_hit": sent.shards_hit,
         **{f"{name}_bytes": float(size.sum()) for name, size in sent.parts.items()},
         "busiest_to_mean": float(values.max() / values.mean()) if values.any() else 1.0,
@@ -293,10 +279,6 @@ def network_use(
         "slowest_us": slowest_us,
         "request_us": slowest_us + network.alone_us,
         "bound": times[slowest]["bound"] if slowest_us > network.alone_us else f"network {network.bound}",
-        "compared": [
-            *(lookups.use("hit rate", rate, line) for rate in line.compare_hit_rates),
-            *(lookups.use("rows", count, line) for count in line.compare_hot_rows),
-        ],
     }
 
 

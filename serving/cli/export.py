@@ -12,7 +12,7 @@ from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
 from serving.cli.settings import export_into
-from serving.cli.snapshots import check_dense_model, compiled, read_description, suggested_prefix
+from serving.cli.snapshots import compiled, read_description, suggested_prefix
 
 if TYPE_CHECKING:
     import numpy as np
@@ -279,6 +279,8 @@ def _match(
     """Return the tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
     from loader.checkpoints import match_checkpoint, open_checkpoint
     from loader.errors import CheckpointError, ExportError
+    from serving.errors import RankingModelError
+    from serving.models.ranking_models import load_model
 
     if (program is None) == (spec.dense_model.kind == "exported"):
         raise ExportError("--program goes with a dense_model of kind exported, and only with it")
@@ -297,7 +299,11 @@ def _match(
 
         check_program(spec, program)
         return rows, program
-    check_dense_model(spec, dense, keys, dense_prefix)
+    try:
+        # As a server builds it.
+        load_model(spec, dense)
+    except RankingModelError as error:
+        raise CheckpointError(f"{error}{suggested_prefix(spec, keys, dense_prefix)}") from error
     return rows, dense
 
 

@@ -18,16 +18,13 @@ from serving.cli import options as opts
 from serving.cli.configured import configured
 from serving.cli.output import stdout_console
 from serving.cli.settings import Protection, config_of, opened_registry
-from serving.config import DivisionSettings, FrontSettings, RowSettings, TlsSettings
+from serving.config import DivisionSettings, FrontSettings, RowSettings, ServeConfig, ShardNodeConfig, TlsSettings
 from serving.fleet.config import CoordinatorSettings, FleetConfig
 from serving.fleet.process import StopRequestedError, run_until_signalled, run_until_stopped
 from serving.observe.logs import announce
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning
-
-
-from serving.config import ServeConfig, ShardNodeConfig
 
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
@@ -119,15 +116,11 @@ def _versions(config: FleetConfig) -> dict[str, Any]:
 async def _run(config: FleetConfig) -> None:
     from serving.fleet.local_fleet import running_fleet
 
-    async with running_fleet(config, _ready, on_begin=_tell) as fleet:
+    async with running_fleet(config, lambda name: announce(f"{name} is ready"), on_begin=_tell) as fleet:
         announce(f"logs: {fleet.supervisor.log_directory}")
         announce(f"registry: {fleet.registry.name}")
         fleet.ports.announce(settings.scheme(config))
         await asyncio.Event().wait()
-
-
-def _ready(name: str) -> None:
-    announce(f"{name} is ready")
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:

@@ -139,16 +139,16 @@ def choice(flag: str, values: Sequence[str], text: str, default: str | None = No
     return option(flag, text, click.Choice(values), default or values[0])
 
 
-def numbers(flag: str, text: str, low: float, high: float, default: str | None = None) -> Option:
-    """Declare an option for numbers from `low` to `high` with commas between; the command gets a tuple of floats."""
+def numbers(flag: str, text: str, low: int, high: int, default: str | None = None) -> Option:
+    """Declare an option for whole numbers from `low` to `high` with commas between; the command gets a tuple."""
 
-    def listed(given: str) -> tuple[float, ...]:
+    def listed(given: str) -> tuple[int, ...]:
         try:
-            found = tuple(float(part) for part in given.split(",")) if given else ()
+            found = tuple(int(part) for part in given.split(",")) if given else ()
         except ValueError:
-            found = (math.nan,)
-        if not all(low <= one <= high for one in found):
-            raise click.BadParameter(f"{given!r} is not numbers from {low:g} to {high:g} with commas between.")
+            found = (low - 1,)
+        if not all(low <= each <= high for each in found):
+            raise click.BadParameter(f"{given!r} is not whole numbers from {low} to {high} with commas between.")
         return found
 
     return option(flag, text, listed, default)
@@ -308,8 +308,6 @@ network_options = together(
     gigabytes("--hot-rows-gb", "Of the router's process, for the hottest rows, which it looks up itself.", 0.0),
     option("--hit-rate H", "Share of all lookups that such rows shall answer, in place of --hot-rows-gb.",
            FiniteRange(0, 1)),
-    numbers("--compare-hit-rates H,...", "Print for each whether to replicate or to shard.", 0, 1, "0,0.5,0.85,0.99"),
-    numbers("--compare-hot-rows N,...", "The same, for so many of the hottest rows at the router.", 0, 2**48),
 )  # fmt: skip
 films_options = together(
     option("--movielens", "Folder of MovieLens 100K's u.data, u.item, u.user, u.genre.", EXISTING_FOLDER),

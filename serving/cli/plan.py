@@ -159,10 +159,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     division = best_division(spec, node, profile) if compare or out is not None else None
     document = to_jsonable_python(capacity(spec, profile, node, division))
     if out is not None and division is not None:
-        try:
-            out.write_text(division[1].to_json(), encoding="utf-8")
-        except OSError as error:
-            raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
+        out.write_text(division[1].to_json(), encoding="utf-8")
     if options["as_json"]:
         print_json(document)
     else:
@@ -214,7 +211,7 @@ def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
     from serving.cli.export import Pruned
 
     named, dtype, profile = options["model"], options["dtype"], LookupProfile()
-    name, _, scale = named.partition(":")
+    name = named.partition(":")[0]
     path, files = Path(named), [] if options["counts"] is None else [options["counts"]]
     is_described = name not in CATALOG and path.is_file() and path.name != MANIFEST_NAME
     if not is_described and (options["prune"] or options["keep_share"] is not None or options["ids"]):
@@ -230,7 +227,7 @@ def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
             click.echo(line, err=True)
         spec, counts = pruned.spec, _stored_counts(pruned.spec, pruned.counts, pruned.kept)
     elif name in CATALOG:
-        spec, profile = catalog_model(name, dtype or "int8", _scale(named, scale))
+        spec, profile = catalog_model(named, dtype or "int8")
         counts = _stored_counts(spec, read_access_counts(files, spec))
     elif path.exists():
         snapshot = Snapshot.open(path if path.is_dir() else path.parent, verify=False)
@@ -277,13 +274,3 @@ def _stored_counts(
             classes = by_row.classes()
         stored |= part_counts(table, spec.parts(table), rows, classes)
     return stored
-
-
-def _scale(named: str, text: str) -> float:
-    try:
-        scale = float(text or 1)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        raise click.UsageError(f"--model {named}: the scale of its rows must be above 0 and at most 1.")
-    return scale

@@ -17,8 +17,6 @@ from serving.cli.settings import config_of, snapshot_folder
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from loader.description import ModelDescription
     from loader.progress import Progress
     from loader.snapshot.manifest import ModelSpec
@@ -127,23 +125,6 @@ def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | 
     else:
         parse_dense_model(spec)
     return spec
-
-
-def check_dense_model(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], keys: Collection[str], dense_prefix: str | None = None
-) -> None:
-    """Build the dense model from its tensors, as a server will; `keys` are all of the checkpoint or snapshot.
-
-    Raises CheckpointError; where all missing names are there behind a prefix, its message says which.
-    """
-    from loader.errors import CheckpointError
-    from serving.errors import RankingModelError
-    from serving.models.ranking_models import load_model
-
-    try:
-        load_model(spec, tensors)
-    except RankingModelError as error:
-        raise CheckpointError(f"{error}{suggested_prefix(spec, keys, dense_prefix)}") from error
 
 
 def suggested_prefix(spec: ModelSpec, keys: Collection[str], dense_prefix: str | None) -> str:

@@ -52,8 +52,7 @@ Document = dict[str, Any]
 _Version: TypeAlias = tuple[str, int]
 _REPORTED: Any = {
     **dict.fromkeys(("model", "version", "state", "progress", "memory_tiers", "leases", "delta_published_at"), True),
-    "dense_step": True,
-    "golden_difference": True,
+    **dict.fromkeys(("dense_step", "golden_difference"), True),
     "hot": {"rows", "size_bytes"},
 }
 """Fields of a `VersionReport` that the page shows as they are."""

@@ -200,7 +200,6 @@ function perVersion(kind, shared, cells) {
 
 const named = (version) => (version ? `${version.model} ${version.version}` : "–");
 const tiers = (version) => Object.entries(version?.memory_tiers ?? {}).map(([tier, size]) => `${TIERS[tier] ?? tier} ${bytes(size)}`).join(", ") || "–";
-const counted = (value) => (value === null || value === undefined ? "–" : String(value));
 
 function lagOf(version) {
   if (!version || version.lag === null) return "–";
@@ -218,15 +217,15 @@ function eventsOf(told) {
 function showNodes() {
   fill($("shards"), ["node", "#shard", "address", "#memory free", "version", "state", "rows by tier", "#updates", "#lag", "#leases", "remarks"],
     perVersion("shard", [0, 1, 2, 3], (node, version) => [
-      node.node_id, counted(node.shard_index), node.address || "–", bytes(node.memory_available_bytes), named(version), stateOf(node, version), tiers(version),
-      counted(version?.delta_sequence), lagOf(version), counted(version?.leases), version?.reason ?? ""]),
+      node.node_id, number(node.shard_index), node.address || "–", bytes(node.memory_available_bytes), named(version), stateOf(node, version), tiers(version),
+      number(version?.delta_sequence), lagOf(version), number(version?.leases), version?.reason ?? ""]),
     "No shard nodes: serving processes hold their rows themselves.");
   fill($("serving"), ["node", "address", "#memory free", "version", "state", "answers", "rows by tier", "#hot rows", "#updates", "#lag", "#leases", "#dense step", "#golden off by", "remarks"],
     perVersion("serving", [0, 1, 2], (node, version) => [
       node.node_id, node.address || "–", bytes(node.memory_available_bytes), named(version), stateOf(node, version),
       version && node.live[version.model] === version.version ? "✓ live" : "–", tiers(version),
-      version?.hot ? `${version.hot.rows} (${bytes(version.hot.size_bytes)})` : "–", counted(version?.delta_sequence), lagOf(version), counted(version?.leases),
-      counted(version?.dense_step), typeof version?.golden_difference === "number" ? version.golden_difference.toExponential(1) : "–", version?.reason ?? ""]),
+      version?.hot ? `${version.hot.rows} (${bytes(version.hot.size_bytes)})` : "–", number(version?.delta_sequence), lagOf(version), number(version?.leases),
+      number(version?.dense_step), typeof version?.golden_difference === "number" ? version.golden_difference.toExponential(1) : "–", version?.reason ?? ""]),
     "No serving process is announced.");
   fill($("events"), ["time", "what", "of", "details"],
     eventsOf(state).map((one) => ({ cells: [clock(one.at), STEPS[one.step] ?? one.step, one.model, one.text] })), "No rollout is on record.");
@@ -280,7 +279,10 @@ function take(told) {
 async function read() {
   const headers = token ? { authorization: `Bearer ${token}` } : {};
   const answer = await fetch(`status?slot=${history?.slot ?? ""}`, { headers, cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
-  if (answer.status === 401 || answer.status === 403) return await refused(answer);
+  if (answer.status === 401 || answer.status === 403) {
+    askToken(token ? await reasonOf(answer) : "");
+    return false;
+  }
   if (!answer.ok) throw new Error(await reasonOf(answer));
   $("sign-in").hidden = true;
   $("main").hidden = false;
@@ -291,12 +293,6 @@ async function read() {
 async function reasonOf(answer) {
   const told = await answer.json().catch(() => null);
   return told?.error?.message ?? `HTTP ${answer.status}`;
-}
-
-async function refused(answer) {
-  const why = await reasonOf(answer);
-  askToken(token ? why : "");
-  return false;
 }
 
 function askToken(why) {

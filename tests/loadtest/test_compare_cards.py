@@ -77,9 +77,9 @@ def test_a_stores_model_is_served_if_it_is_the_workloads(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cards", "1,x"], "'1,x' is not numbers from 1 to 64"),
-        (["--cards", "0,1"], "'0,1' is not numbers from 1 to 64"),
-        (["--cards", "1,1.5"], "--cards: [1.0, 1.5] are not whole numbers"),
+        (["--cards", "1,x"], "'1,x' is not whole numbers from 1 to 64"),
+        (["--cards", "0,1"], "'0,1' is not whole numbers from 1 to 64"),
+        (["--cards", "1,1.5"], "'1,1.5' is not whole numbers from 1 to 64"),
         (["--cards", ""], "2 to 16 different ones"),
         (["--cards", "1"], "2 to 16 different ones"),
         (["--cards", ",".join(map(str, range(1, 18)))], "2 to 16 different ones"),

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from playwright.sync_api import sync_playwright
 
-from loader.errors import ConfigError
-from loadtest.load.result import percentiles, write_text
+from loadtest.load.result import percentiles
 from loadtest.page import draw_percentiles, html
 from shardrank_testing.browser import chromium_path
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep
@@ -151,11 +150,6 @@ def test_a_run_without_requests_has_a_page():
         "latency": times, "latency_of_due": times, "service": times,
     }  # fmt: skip
     assert "<svg" not in html(short().model_copy(update=nothing))
-
-
-def test_a_page_that_can_not_be_made_names_the_reason(tmp_path):
-    with pytest.raises(ConfigError, match=r"missing/run\.html: No such file"):
-        write_text(html(example_run()), tmp_path / "missing" / "run.html")
 
 
 def test_pages_in_a_browser_follow_its_colour_scheme(tmp_path):

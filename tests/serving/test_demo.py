@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import signal
 from pathlib import Path
@@ -48,7 +47,6 @@ def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Pat
         assert (report["source"], report["ratings"], report["test_ratings"]) == ("movielens-100k", 2500, 500)
         assert (report["shards"], report["cards"], report["version"]) == (2, 2, 1)
         assert "Films for user" in program.output
-        assert re.search("^2 shards, plan [0-9a-f]{12}$", program.output, re.MULTILINE)
         assert len(descendants(program.process.pid)) == 5
 
         # What the printed line does, done without curl.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,8 @@ import uvloop
 from loader.errors import ConfigError
 from loadtest.bench.harness import UniformTables
 from loadtest.bench.hot_rows import draw_hits
-from loadtest.bench.serving import Limit, checkout_of, requests_of
-from loadtest.servers import SERVED_PACKAGES, commit_of
+from loadtest.bench.serving import Limit, requests_of
+from loadtest.servers import SERVED_PACKAGES, checked_checkout
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
 from serving.embedded import Ranker
@@ -56,22 +55,12 @@ def test_drawn_ids_hit_at_the_chosen_rate() -> None:
     assert drawn.values.max() < 30_000
 
 
-def test_a_commit_is_checked_out_while_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_checkout_is_a_folder_with_its_packages(tmp_path: Path) -> None:
     repository, empty = tmp_path / "repository", tmp_path / "empty"
     for package in SERVED_PACKAGES:
         (repository / package).mkdir(parents=True)
         (repository / package / "__init__.py").touch()
     empty.mkdir()
-    monkeypatch.chdir(repository)
-    identity = "-c user.name=tests -c user.email=tests@example.org -c commit.gpgsign=false"
-    for command in ("git init -q", "git add .", f"git {identity} commit -q -m Packages"):
-        subprocess.run(command.split(), check=True)
-    with checkout_of("HEAD") as old:
-        assert old != repository
-        assert commit_of(old) == commit_of(repository)
-    assert not old.exists()
-    with checkout_of(str(repository)) as old:
-        assert old == repository
-    for against, problem in ((str(empty), "it has no loader"), ("no-such-commit", "is no folder and no commit")):
-        with pytest.raises(ConfigError, match=problem), checkout_of(against):
-            pass
+    assert checked_checkout(repository) == repository
+    with pytest.raises(ConfigError, match="it has no loader"):
+        checked_checkout(empty)

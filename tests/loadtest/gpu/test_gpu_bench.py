@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 from itertools import product
 
 import pytest
 import torch
-from rich.console import Console
 
 from loadtest.gpu import pooling
 from loadtest.gpu.pooling import GROUP, measure_pooling, time_graphs
@@ -32,7 +30,7 @@ with_cards = pytest.mark.parametrize("kind", ["emulated", pytest.param("logical"
 
 @pytest.fixture
 def results(tmp_path) -> Results:
-    return Results(tmp_path / "gpu.json", {"benchmark": "gpu"}, Console(file=io.StringIO(), width=140))
+    return Results(tmp_path / "gpu.json", {"benchmark": "gpu"})
 
 
 @with_cards

@@ -26,10 +26,11 @@ from loadtest.load import result as results
 from loadtest.load import run
 from loadtest.load.config import OfferedLoad, RunConfig, parse_target
 from loadtest.load.generator import Generators, open_payloads
-from loadtest.load.result import LoadResult, SweepResult, significant
+from loadtest.load.result import LoadResult, SweepResult
 from loadtest.load.run import MIN_RATE, TOLERANCE, run_sweep, show_result, sweep
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
+from serving.cli.output import text_of
 from shardrank_testing.load_results import example_run, example_sweep
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server, loaded_http_server
 
@@ -78,15 +79,16 @@ def test_requests_state_a_deadline_above_the_servers_default(timeout_ms, stated)
 
 
 @pytest.mark.parametrize("varied", [True, False])
-def test_a_result_is_shown(varied: bool):
+def test_a_result_is_shown(varied: bool, capsys: pytest.CaptureFixture[str]):
     for result, number in ((RUN, RUN.latency.p99_ms), (SWEEP, SWEEP.highest_rate)):
         document = result.model_dump()
         for step in document.get("steps", [document]):
             step["varied"] = varied
-        text = io.StringIO()
-        show_result(Console(file=text, width=140), type(result).model_validate(document))
-        assert significant(number) in text.getvalue()
-        assert f"requests are {FORMS[varied]}" in text.getvalue()
+        show_result(type(result).model_validate(document))
+        printed = capsys.readouterr().out
+        assert text_of("", number) in printed
+        assert f"requests are {FORMS[varied]}" in printed
+        assert all(reason in printed.splitlines() for reason in document.get("invalid_because", ()))
 
 
 @pytest.mark.parametrize(

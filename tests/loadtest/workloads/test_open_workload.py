@@ -95,7 +95,8 @@ def test_everything_that_was_chosen_is_in_the_name():
     assert same.name == "dlrm-v2:0.01, ids uniform, candidates 100-700:270, fixed bags"
 
 
-UNKNOWN = "dlrm dlrm-v2: dlrm-v2:0 dlrm-v2:1.5 dlrm-v2:nan dlrm-v2:-1 merlin-tiny:x films:x"
+UNKNOWN = "dlrm films:x"
+NO_SCALE = "dlrm-v2: dlrm-v2:0 dlrm-v2:1.5 dlrm-v2:nan dlrm-v2:-1 merlin-tiny:x"
 NOT_HOTNESS = "bench-mlp: bench-mlp:0 bench-mlp:4097 bench-dlrm:1.5"
 
 
@@ -103,6 +104,7 @@ NOT_HOTNESS = "bench-mlp: bench-mlp:0 bench-mlp:4097 bench-dlrm:1.5"
     ("text", "message"),
     [
         *((text, "workload") for text in ("", *UNKNOWN.split())),
+        *((text, "the scale of its rows must be above 0 and at most 1") for text in NO_SCALE.split()),
         *((text, "is not a whole number of ids from 1 to 4096") for text in NOT_HOTNESS.split()),
     ],
 )

@@ -13,7 +13,7 @@ from loader.snapshot.reader import Snapshot, verify_snapshot
 from loadtest.cli import prepare
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
-from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, prepare_workload, write_random_snapshot
+from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, write_random_snapshot
 from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import run, running_api
@@ -23,7 +23,7 @@ WORKLOAD = "merlin-tiny:0.0002"
 
 @pytest.fixture(scope="module")
 def snapshot_folder(tmp_path_factory):
-    return prepare_workload(WORKLOAD, tmp_path_factory.mktemp("store"), seed=3)[0]
+    return write_random_snapshot(open_workload(WORKLOAD).spec, tmp_path_factory.mktemp("store"), seed=3)
 
 
 def joined(rows: RandomRows, first: int, count: int) -> np.ndarray:
@@ -78,7 +78,7 @@ async def served(folder, payloads) -> list[dict]:
 
 
 def test_scores_of_random_models_differ_and_do_not_saturate(tmp_path):
-    folder, _ = prepare_workload("dlrm-v2:0.0001", tmp_path)
+    folder = write_random_snapshot(open_workload("dlrm-v2:0.0001").spec, tmp_path)
     payloads = Payloads(open_workload("dlrm-v2:0.0001", candidates="50"), "json", count=2)
     scores = np.array([answer["scores"] for answer in run(served(folder, payloads))])
     assert 0.01 < scores.std() < 0.4

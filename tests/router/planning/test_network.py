@@ -143,7 +143,7 @@ def test_hot_rows_are_the_hottest_for_their_bytes():
     layout = layout_like((8, "int8"), (128, "int8"), rows=100)
     counts = {"t0": np.arange(100, dtype=np.uint32), "t1": np.arange(100, dtype=np.uint32)}
     rows = Hotness(counts).of(layout)
-    by_rows = NearRows.choose(layout, rows, "rows", 10)
+    by_rows = NearRows.choose(layout, rows, "bytes", 160)
     # Rows of t1 have 136 bytes, of t0 16.
     assert by_rows.num_rows == 10
     assert by_rows.size_bytes == 160
@@ -160,6 +160,6 @@ def test_hot_rows_are_the_hottest_for_their_bytes():
 @pytest.mark.parametrize("rows", [100, 1000, 5000])
 def test_a_head_has_its_share_of_the_lookups(rows):
     layout = one_table_layout(2_000_000_000, 128, "fp32")
-    found = NearRows.choose(layout, Hotness(zipf=1.1, head=Head(5000, 0.85)).of(layout), "rows", rows)
+    found = NearRows.choose(layout, Hotness(zipf=1.1, head=Head(5000, 0.85)).of(layout), "bytes", rows * 512)
     harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
     assert found.hit_rate == pytest.approx(0.85 * harmonic[rows - 1] / harmonic[-1] + 0.15 * rows / 2e9, abs=1e-5)
