@@ -388,8 +388,6 @@ async def oracle_fleet(
             serve=config.serve,
             coordinator={"step_delay_s": config.step_delay_s},
             environment=environment or {},
-            # An earlier release, in its environment, reads no file.
-            passes="flags" if environment else "file",
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)

@@ -28,8 +28,7 @@ class StopRequestedError(Exception):
 
 def num_workers() -> int:
     """Return how many workers share the ports of this process: 1 if it is alone."""
-    # A supervisor of an earlier release also names a folder: `2/8/run/shardrank`.
-    return int(os.environ.get(WORKER_VARIABLE, "0/1").split("/", 2)[1])
+    return int(os.environ.get(WORKER_VARIABLE, "0/1").split("/")[1])
 
 
 def run_until_signalled(

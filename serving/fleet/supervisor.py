@@ -22,6 +22,7 @@ from serving.fleet.config import KNOWN_VARIABLES, SupervisionConfig
 from serving.fleet.fork_server import FORK_SERVER_VARIABLE, ForkedProcess, running_fork_server
 from serving.fleet.process import PARENT_PID_VARIABLE
 from serving.observe.logs import ERROR_PREFIX, message_of
+from serving.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,12 @@ class ChildSpec:
 def shardrank_command(*arguments: str) -> tuple[str, ...]:
     """Return the argument list that runs this installation's command line in a new process."""
     return (sys.executable, "-m", "serving.cli", *arguments)
+
+
+def configured_command(command: str, config: Settings, file: Path) -> tuple[str, ...]:
+    """Write a process' settings to a file, and return the argument list that runs it by them."""
+    config.write(file)
+    return shardrank_command(command, "--config", str(file))
 
 
 class Child:

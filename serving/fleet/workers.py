@@ -29,15 +29,8 @@ from serving.config import FrontSettings, MemberSettings, ServeConfig
 from serving.errors import FleetError
 from serving.fleet.config import SupervisionConfig
 from serving.fleet.process import WORKER_VARIABLE, notify_ready, run_until_stopped
-from serving.fleet.supervisor import (
-    ChildSpec,
-    NotYetError,
-    Probe,
-    shardrank_command,
-    supervised,
-)
+from serving.fleet.supervisor import ChildSpec, NotYetError, Probe, configured_command, supervised
 from serving.observe.logs import announce
-from serving.settings import Settings
 from shard_node.agent.agent import AgentConfig
 
 LOOPBACK = "127.0.0.1"
@@ -115,20 +108,17 @@ def worker_specs(
     run_directory: Path,
     ports: WorkerPorts,
     configs: Sequence[ServeConfig],
-    start: Callable[[str, Settings, Path], Sequence[str]],
     environment: Mapping[str, str],
     probes: Sequence[Probe] = (),
 ) -> list[ChildSpec]:
     """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
 
-    `configs` has each worker's settings but its ports, `start` returns the arguments of `shardrank` for a command and
-    its settings; `probes` what else each must report, if anything.
+    `configs` has each worker's settings but its ports, `probes` what else each must report, if anything.
     """
     on_exit, places = None, [dict[str, str]() for _ in ports.probes]
     if len(ports.probes) > 1:
         metrics = run_directory / "metrics"
-        # Workers of an earlier release, as during an upgrade, read a folder of their own, too.
-        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}{run_directory}"} for worker in range(len(places))]
+        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}"} for worker in range(len(places))]
         metrics.mkdir(mode=0o700, exist_ok=True)
         environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         # A dead process' gauges must not be added up with those of the living.
@@ -139,7 +129,7 @@ def worker_specs(
         bound |= {} if ports.admin is None else {"admin_port": ports.admin}
         config = configs[worker].model_copy(update=bound)
         name = f"serve-{worker}"
-        command = shardrank_command(*start("serve", config, run_directory / f"{name}.toml"))
+        command = configured_command("serve", config, run_directory / f"{name}.toml")
         probe = partial(_ask_worker, probes[worker : worker + 1], probe_port)
         specs.append(ChildSpec(name, command, probe, {**environment, **places[worker]}, on_exit))
     return specs
@@ -174,16 +164,12 @@ def run_workers(config: ServeConfig) -> None:
         config = config.model_copy(update=version)
     workers = [worker_config(config, worker) for worker in range(config.workers)]
 
-    def start(command: str, worker: Settings, file: Path) -> Sequence[str]:
-        worker.write(file)
-        return command, "--config", str(file)
-
     async def program() -> None:
         with reserved_ports(config, len(workers)) as ports:
             # Workers leave their fleet once they have drained, which may take as long again as the default grace.
             grace_s = SupervisionConfig().stop_grace_s + config.shutdown_delay_s
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
-                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, start, {}))
+                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, {}))
                 announce(f"logs: {supervisor.log_directory}")
                 ports.announce(settings.scheme(config))
                 notify_ready()
