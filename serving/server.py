@@ -24,7 +24,7 @@ from serving.cli import settings
 from serving.cli.settings import Protection, config_of
 from serving.config import ServeConfig
 from serving.dashboard.board import Board
-from serving.fleet.process import notify_ready, num_workers, run_until_stopped
+from serving.fleet.process import notify_ready, num_workers, run_until_signalled
 from serving.fleet.workers import Membership, WorkerPorts, node_id, reachable_host, reserved_ports
 from serving.limits import RequestLimits
 from serving.observe.access import AccessLog
@@ -217,7 +217,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
             partial(Board, membership.open_registry, note, fixed),
         )
         # A second signal ends the process with status 1: a load that is under way can't be interrupted.
-        run_until_stopped(program, lambda: os._exit(1), uvloop.new_event_loop)
+        run_until_signalled(program, lambda: os._exit(1), uvloop.new_event_loop)
 
 
 def fleet_member(
@@ -241,7 +241,6 @@ def fleet_member(
         plan=plan,
         num_replicas=settings.num_replicas(options.ranking_replicas, card_set, may_block=may_block),
         hot_rows=settings.hot_rows(options),
-        warm_from=options.warm_from or options.record,
     )
     local = fixed = None
     if options.has_rows:

@@ -40,20 +40,19 @@ GROUPS = (1, 2, 4, 8)
 PAUSES = 3.0
 """After a group, times its duration: a quarter of one core is used."""
 LIMIT_S = 10.0
+MAX_RECORDED = 512
 MAX_READ_BYTES = 256 << 20
 """Of recorded files, where most requests are of another model."""
 
 
-def warming_requests(
-    served: LoadedVersion, snapshot: Snapshot, folder: Path | None, recorded: int
-) -> list[list[RankRequest]]:
+def warming_requests(served: LoadedVersion, snapshot: Snapshot, folder: Path | None) -> list[list[RankRequest]]:
     """Return golden requests of the usual sizes, and the last recorded ones of a folder: groups to be sent at once."""
     schema, golden, limit = served.schema, snapshot.golden(), served.schema.limits.max_candidates
     requests = [] if golden is None else [_golden_request(schema, golden, size) for size in SIZES if size <= limit]
     groups = [[request] for request in requests] + [requests[first : first + 4] for first in (0, 4) if requests]
-    if folder is not None and recorded:
+    if folder is not None:
         try:
-            remaining = iter(last_requests(folder, schema, recorded, MAX_READ_BYTES))
+            remaining = iter(last_requests(folder, schema, MAX_RECORDED, MAX_READ_BYTES))
         except ShardrankError as error:
             logger.warning("%s %d: recorded requests do not warm it: %s", served.model, served.version, error)
             return groups

@@ -28,7 +28,7 @@ from serving.cli import settings
 from serving.config import FrontSettings, MemberSettings, ServeConfig
 from serving.errors import FleetError
 from serving.fleet.config import SupervisionConfig
-from serving.fleet.process import WORKER_VARIABLE, notify_ready, run_until_stopped
+from serving.fleet.process import WORKER_VARIABLE, notify_ready, run_until_signalled
 from serving.fleet.supervisor import ChildSpec, NotYetError, Probe, configured_command, supervised
 from serving.observe.logs import announce
 from shard_node.agent.agent import AgentConfig
@@ -175,7 +175,7 @@ def run_workers(config: ServeConfig) -> None:
                 notify_ready()
                 await asyncio.Event().wait()
 
-    run_until_stopped(program)
+    run_until_signalled(program)
 
 
 def worker_config(config: ServeConfig, worker: int) -> ServeConfig:

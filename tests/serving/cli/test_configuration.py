@@ -70,7 +70,6 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("log_dir", (Path("/a"), Path("/b"), Path("/c"))),
     ("hot_rows", ("static", "learning", "static")),
     ("plan_file", (Path(__file__), Path(pytest.__file__), Path(click.__file__))),
-    ("warm_from", (Path("/"), Path("/usr"), Path("/"))),
 ]
 
 
