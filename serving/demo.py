@@ -30,7 +30,7 @@ from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import Beginning, LocalFleet, running_fleet
 from serving.fleet.process import run_until_signalled
-from serving.fleet.workers import reserved_ports
+from serving.fleet.workers import connectable_host, reserved_ports
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
 from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from shard_node.bags import Float32Array, Int64Array
@@ -238,8 +238,9 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
 
 def url_of(at: LocalFleet, scheme: Literal["http", "grpc"]) -> str:
     """Return where a fleet serves, as a client takes it."""
-    host = f"[{at.host}]" if ":" in at.host else at.host
-    return f"{scheme}://{host}:{at.http_port if scheme == 'http' else at.grpc_port}"
+    host = connectable_host(at.ports.host)
+    port = at.ports.http_port if scheme == "http" else at.ports.grpc_port
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _rank(

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -25,7 +25,7 @@ from serving.cli.settings import Protection, config_of
 from serving.config import ServeConfig
 from serving.dashboard.board import Board
 from serving.fleet.process import notify_ready, num_workers, run_until_signalled
-from serving.fleet.workers import Membership, WorkerPorts, node_id, reachable_host, reserved_ports
+from serving.fleet.workers import Listening, Membership, node_id, reachable_host, reserved_ports
 from serving.limits import RequestLimits
 from serving.observe.access import AccessLog
 from serving.observe.traces import running_tracer
@@ -46,16 +46,6 @@ _WORKER_NOTE = (
 DRAIN_TIMEOUT_S: Final = 10.0
 """How long requests in flight may take once a server stops."""
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """Where it listens, with real ports."""
-
-    host: str
-    http_port: int
-    grpc_port: int
-    admin_port: int | None = None
 
 
 @contextlib.asynccontextmanager
@@ -195,8 +185,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         member.address = options.advertise or url
 
     def on_ready(listening: Listening) -> None:
-        ports = WorkerPorts(listening.host, listening.http_port, listening.grpc_port, (), listening.admin_port)
-        ports.announce(scheme)
+        listening.announce(scheme)
 
     if options.probe_port is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.

@@ -391,7 +391,7 @@ async def oracle_fleet(
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)
-        server = Server(local.http_port, local.grpc_port, ())
+        server = Server(local.ports.http_port, local.ports.grpc_port, ())
         load = await stack.enter_async_context(running_load(config, server, folder / "answers.npy"))
         await asyncio.sleep(WARMUP_S)
         yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_child)

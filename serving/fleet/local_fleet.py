@@ -44,7 +44,7 @@ from serving.fleet.supervisor import (
     configured_command,
     supervised,
 )
-from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports, worker_specs
+from serving.fleet.workers import Listening, reserved_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
 logger = logging.getLogger(__name__)
@@ -257,19 +257,16 @@ async def ask_coordinator(fleet: FleetRegistry, process_id: int) -> None:
 class LocalFleet:
     """A fleet that serves: `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>`, with an open registry."""
 
-    host: str
-    http_port: int
-    grpc_port: int
     supervisor: Supervisor
     registry: FleetRegistry
-    ports: WorkerPorts
+    ports: Listening
 
 
 @contextlib.asynccontextmanager
 async def running_fleet(
     config: FleetConfig,
     on_ready: Callable[[str], None] = lambda name: None,
-    reserved: WorkerPorts | None = None,
+    reserved: Listening | None = None,
     on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
 ) -> AsyncIterator[LocalFleet]:
     """Start a fleet, wait until all of it serves, and stop it when the block ends.
@@ -297,7 +294,7 @@ async def running_fleet(
         specs = worker_specs(folder, ports, workers, config.environment, probes)
         await supervisor.start(specs, on_ready)
         give_way.is_over = True
-        yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet, ports)
+        yield LocalFleet(supervisor, fleet, ports)
 
 
 def _node_specs(config: FleetConfig, fleet: FleetRegistry, run_directory: Path, give_way: GiveWay) -> list[ChildSpec]:

@@ -66,32 +66,32 @@ def connectable_host(host: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPorts:
-    """Ports that are held for workers.
+class Listening:
+    """Where it listens, with real ports. `admin_port`: None for no such port.
 
-    HTTP, gRPC and `admin` (None: no such port) are shared by all. `probes` has a private port on loopback for each: at
-    a shared port, whichever worker the kernel picks would answer the question whether this one is ready.
+    Of workers, which share these, `probes` has a private port on loopback for each: at a shared port, whichever worker
+    the kernel picks would answer the question whether this one is ready.
     """
 
     host: str
-    http: int
-    grpc: int
-    probes: tuple[int, ...]
-    admin: int | None
+    http_port: int
+    grpc_port: int
+    admin_port: int | None = None
+    probes: tuple[int, ...] = ()
 
     def announce(self, scheme: str) -> None:
         """Print where the APIs, the metrics and the status page are."""
         base = f"{scheme}://{connectable_host(self.host)}"
-        announce(f"HTTP: {base}:{self.http}/docs")
-        announce(f"gRPC: {connectable_host(self.host)}:{self.grpc}")
-        if self.admin is None:
-            announce(f"metrics: {base}:{self.http}/metrics; --admin-port PORT adds a status page")
+        announce(f"HTTP: {base}:{self.http_port}/docs")
+        announce(f"gRPC: {connectable_host(self.host)}:{self.grpc_port}")
+        if (admin := self.admin_port) is None:
+            announce(f"metrics: {base}:{self.http_port}/metrics; --admin-port PORT adds a status page")
         else:
-            announce(f"probes and metrics: {base}:{self.admin}/metrics, status page: {base}:{self.admin}/")
+            announce(f"probes and metrics: {base}:{admin}/metrics, status page: {base}:{admin}/")
 
 
 @contextlib.contextmanager
-def reserved_ports(config: FrontSettings, workers: int) -> Iterator[WorkerPorts]:
+def reserved_ports(config: FrontSettings, workers: int) -> Iterator[Listening]:
     """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
         http, grpc = (
@@ -101,12 +101,12 @@ def reserved_ports(config: FrontSettings, workers: int) -> Iterator[WorkerPorts]
         if admin is not None:
             admin = held.enter_context(shared_port(config.host, admin))
         probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
-        yield WorkerPorts(config.host, http, grpc, probes, admin)
+        yield Listening(config.host, http, grpc, admin, probes)
 
 
 def worker_specs(
     run_directory: Path,
-    ports: WorkerPorts,
+    ports: Listening,
     configs: Sequence[ServeConfig],
     environment: Mapping[str, str],
     probes: Sequence[Probe] = (),
@@ -125,9 +125,8 @@ def worker_specs(
         on_exit = partial(mark_process_dead, path=str(metrics))
     specs = []
     for worker, probe_port in enumerate(ports.probes):
-        bound = {"host": ports.host, "http_port": ports.http, "grpc_port": ports.grpc, "probe_port": probe_port}
-        bound |= {} if ports.admin is None else {"admin_port": ports.admin}
-        config = configs[worker].model_copy(update=bound)
+        shared = {name: getattr(ports, name) for name in ("host", "http_port", "grpc_port", "admin_port")}
+        config = configs[worker].model_copy(update={**shared, "probe_port": probe_port})
         name = f"serve-{worker}"
         command = configured_command("serve", config, run_directory / f"{name}.toml")
         probe = partial(_ask_worker, probes[worker : worker + 1], probe_port)
