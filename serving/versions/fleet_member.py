@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,13 +49,14 @@ from router.shard_client import ShardClient
 from serving.api.warming import warm, warming_requests
 from serving.errors import RankingModelError
 from serving.formats.requests import RankRequest
+from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DENSE_POLL_S, DenseSteps, poll
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
-from shard_node.node import LocalShard, ShardNode
+from shard_node.node import LocalShard, NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.tls import client_context
 
@@ -105,12 +107,14 @@ class FixedShards:
     division: FleetRecord
     version: PublishedVersion
 
-    async def announce(self, fleet: FleetRegistry) -> None:
-        """Announce all of them, until cancelled, as if they had the version ready: that is checked before its use."""
+    async def announce(self, fleet: FleetRegistry, readiness: Readiness) -> None:
+        """Announce all of them, with what `readiness` last heard of them, until cancelled.
+
+        Each is said to have the version ready: whether it does is checked before it is used, as with all replicas.
+        """
         await fleet.join_fleet(self.division)
-        known = self.version.model_dump(include={"model", "version", "identity"})
-        report = VersionReport(state="ready", **known)
         while True:
+            reported = {address: info for _, address, info in readiness.nodes()}
             for index, replicas in enumerate(self.shards):
                 for number, address in enumerate(map(str, replicas)):
                     record = NodeRecord(
@@ -119,11 +123,28 @@ class FixedShards:
                         process_id=0,
                         address=address,
                         shard_index=index,
-                        versions=(report,),
+                        versions=(self._report(reported.get(address)),),
                         **self.division.model_dump(),
                     )
                     await fleet.announce_node(record, TTL_S)
             await asyncio.sleep(ANNOUNCE_S)
+
+    def _report(self, info: NodeInfo | None) -> VersionReport:
+        key, tiers, served = (self.version.model, self.version.version), Counter[str](), None
+        if info is not None:
+            served = next((served for served in info.versions if (served.model, served.version) == key), None)
+            for use in info.memory:
+                if (use.model, use.version) == key:
+                    tiers[use.tier] += use.size_bytes
+        return VersionReport(
+            model=key[0],
+            version=key[1],
+            state="ready",
+            identity=self.version.identity,
+            memory_tiers=dict(tiers),
+            plan_digest="" if served is None else served.plan_digest,
+            delta_sequence=0 if served is None else served.delta_sequence,
+        )
 
 
 class FleetMember:
@@ -173,7 +194,7 @@ class FleetMember:
         if self._local is None:
             running.append(poll(self._watch_nodes, POLL_S, "reading which nodes there are"))
         if self._fixed is not None:
-            running.append(self._fixed.announce(self.fleet))
+            running.append(self._fixed.announce(self.fleet, self._service.watch))
         self._tasks = [asyncio.create_task(work) for work in running]
         while not self._is_live():
             if self._tasks[0].done() and (error := self._tasks[0].exception()) is not None:
