@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 
-from pydantic import DirectoryPath, FilePath, ValidationInfo, model_validator
+from pydantic import FilePath, ValidationInfo, model_validator
 
 from serving.observe.logs import LogFormat, LogLevel
 from serving.settings import Limits, Policy, RoleUris, Settings, Shard, Staleness, Store, setting
@@ -314,10 +314,6 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     """With --registry: how far a model's rows may be behind its row updates before /readyz calls it degraded."""
     shutdown_delay_s: float = setting(0.5, "S", ge=0, le=600)
     """After SIGTERM, how long requests are still taken while /readyz says that the process is not ready."""
-    warm_from: DirectoryPath | None = setting(None, "FOLDER", file_only=True)
-    """Before a version is ready it ranks requests that were recorded in this folder. Default: that of --record."""
-    warm_requests: int = setting(512, file_only=True, ge=0, le=100_000)
-    """The last so many of them; 0: none."""
     probe_port: int | None = setting(None, file_only=True, ge=0, le=65535)
     """A private HTTP port of this one worker, on loopback."""
 

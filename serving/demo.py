@@ -28,8 +28,8 @@ from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import LocalFleet, running_fleet
-from serving.fleet.process import StopRequestedError, run_until_signalled
-from serving.fleet.workers import reserved_ports
+from serving.fleet.process import run_until_signalled
+from serving.fleet.workers import connectable_host, reserved_ports
 from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
 from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from shard_node.bags import Float32Array, Int64Array
@@ -224,17 +224,16 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
                     await _serve_on(console, films, url_of(at, "http"), version.trained.spec.model)
                 return 1 if report.errors else 0
 
-        try:
-            return run_until_signalled(serve)
-        except StopRequestedError:
-            # During the report: not finished. Afterwards it was the way to end: `serve` returned then.
-            return 130
+        code = run_until_signalled(serve)
+        # During the report: not finished. Afterwards it was the way to end: `serve` returned then.
+        return 130 if code is None else code
 
 
 def url_of(at: LocalFleet, scheme: Literal["http", "grpc"]) -> str:
     """Return where a fleet serves, as a client takes it."""
-    host = f"[{at.host}]" if ":" in at.host else at.host
-    return f"{scheme}://{host}:{at.http_port if scheme == 'http' else at.grpc_port}"
+    host = connectable_host(at.ports.host)
+    port = at.ports.http_port if scheme == "http" else at.ports.grpc_port
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _rank(

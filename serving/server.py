@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -24,8 +24,8 @@ from serving.cli import settings
 from serving.cli.settings import Protection, config_of
 from serving.config import ServeConfig
 from serving.dashboard.board import Board
-from serving.fleet.process import notify_ready, num_workers, run_until_stopped
-from serving.fleet.workers import Membership, WorkerPorts, node_id, reachable_host, reserved_ports
+from serving.fleet.process import notify_ready, num_workers, run_until_signalled
+from serving.fleet.workers import Listening, Membership, node_id, reachable_host, reserved_ports
 from serving.limits import RequestLimits
 from serving.observe.access import AccessLog
 from serving.observe.traces import running_tracer
@@ -46,16 +46,6 @@ _WORKER_NOTE = (
 DRAIN_TIMEOUT_S: Final = 10.0
 """How long requests in flight may take once a server stops."""
 _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """Where it listens, with real ports."""
-
-    host: str
-    http_port: int
-    grpc_port: int
-    admin_port: int | None = None
 
 
 @contextlib.asynccontextmanager
@@ -195,8 +185,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         member.address = options.advertise or url
 
     def on_ready(listening: Listening) -> None:
-        ports = WorkerPorts(listening.host, listening.http_port, listening.grpc_port, (), listening.admin_port)
-        ports.announce(scheme)
+        listening.announce(scheme)
 
     if options.probe_port is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
@@ -217,7 +206,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
             partial(Board, membership.open_registry, note, fixed),
         )
         # A second signal ends the process with status 1: a load that is under way can't be interrupted.
-        run_until_stopped(program, lambda: os._exit(1), uvloop.new_event_loop)
+        run_until_signalled(program, lambda: os._exit(1), uvloop.new_event_loop)
 
 
 def fleet_member(
@@ -241,7 +230,6 @@ def fleet_member(
         plan=plan,
         num_replicas=settings.num_replicas(options.ranking_replicas, card_set, may_block=may_block),
         hot_rows=settings.hot_rows(options),
-        warm_from=options.warm_from or options.record,
     )
     local = fixed = None
     if options.has_rows:

@@ -186,9 +186,12 @@ class Settings(BaseModel):
         fields = type(self).model_fields
         return {name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)}
 
-    def to_toml(self, *, masked: bool = False) -> str:
-        """Return the settings as the text of a file, paths made absolute; `masked` without users and passwords."""
-        dumped = self.model_dump(mode="json", include=set(self.names()), exclude_none=True)
+    def to_toml(self, *, masked: bool = False, sparse: bool = False) -> str:
+        """Return the settings as the text of a file, paths made absolute.
+
+        `masked`: without users and passwords; `sparse`: without defaults, which other releases may have no names for.
+        """
+        dumped = self.model_dump(mode="json", include={*self.names()}, exclude_none=True, exclude_defaults=sparse)
         for name, value in dumped.items():
             if isinstance(path := getattr(self, name), Path):
                 # A link is kept as it is: setting it anew is how secrets change.
@@ -199,20 +202,7 @@ class Settings(BaseModel):
 
     def write(self, path: Path) -> None:
         """Write the file of `--config` for another process, readable by this user alone."""
-        write_private(path, self.to_toml())
-
-    def to_flags(self, *, without: Iterable[str] = ()) -> list[str]:
-        """Return the settings as flags of an earlier release, which knows no file; registries belong in a variable."""
-        passed: list[str] = []
-        for name in sorted(self.given() - {*without}):
-            flag, value = self.flag(name), self.model_dump(mode="json")[name]
-            if isinstance(value, bool):
-                passed.append(flag if value else f"--no-{flag[2:]}")
-                continue
-            items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
-            for item in items if isinstance(items, list) else [items]:
-                passed += [flag, str(item)]
-        return passed
+        write_private(path, self.to_toml(sparse=True))
 
 
 def _without_passwords(value: Any) -> Any:

@@ -20,7 +20,7 @@ from loader.registry.fleet import FleetRecord, FleetRegistry
 from serving.cli import settings
 from serving.cli.settings import config_of
 from serving.config import ShardNodeConfig
-from serving.fleet.process import notify_ready, run_until_stopped, until_ready
+from serving.fleet.process import notify_ready, run_until_signalled, until_ready
 from serving.fleet.workers import Membership, node_id, reachable_host
 from serving.observe.logs import announce
 from shard_node.agent.agent import Agent
@@ -67,7 +67,7 @@ def run_shard_node(options: ShardNodeConfig, tls: TlsConfig | None) -> None:
         sink = OtlpSink(traces)
     node = ShardNode(settings.node_identity(options, *options.shard), sink)
     try:
-        run_until_stopped(
+        run_until_signalled(
             partial(serve_shard, options, membership, node, card_set, tls), loop_factory=uvloop.new_event_loop
         )
     finally:

@@ -112,7 +112,6 @@ class Snapshot:
         verify: bool = True,
         files: VerifiedFiles = "all",
         rows_here: bool = True,
-        threads: int = 2,
         progress: Progress = no_progress,
     ) -> Self:
         """Open a snapshot in `<store>/<model>/<version>`. Paths, sizes, dtypes and shapes are always checked.
@@ -124,7 +123,6 @@ class Snapshot:
             files: whose content is checked: `rows` (and access counts) for a shard node, `other` (dense model,
                 vocabularies, golden requests) for a process that leaves rows to shard nodes.
             rows_here: without, row files need not be there, and none is read; not with `files` all or rows.
-            threads: how many files are hashed at a time.
             progress: gets the bytes hashed.
 
         Raises:
@@ -166,7 +164,7 @@ class Snapshot:
         snapshot = cls(root, manifest, found, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
         if verify:
-            snapshot.check_content(files, threads=threads, progress=progress)
+            snapshot.check_content(files, progress=progress)
         if files != "rows":
             snapshot.golden()
         return snapshot

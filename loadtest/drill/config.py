@@ -22,7 +22,7 @@ from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import print_document, progress_bars
 from serving.cli.settings import config_of
-from serving.fleet.process import StopRequestedError, run_until_signalled
+from serving.fleet.process import run_until_signalled
 from serving.settings import Settings, setting
 
 Course: TypeAlias = Literal["idle", "beside", "undo", "by-replica"]
@@ -96,10 +96,9 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
             raise LoadError(f"--keep {keep}: the folder is not empty")
     with tempfile.TemporaryDirectory(prefix="shardrank-drill-") as temporary, progress_bars() as bars:
         folder = Path(temporary) if keep is None else keep.resolve()
-        try:
-            report = run_until_signalled(lambda: run(folder, bars))
-        except StopRequestedError:
-            return INTERRUPTED
+        report = run_until_signalled(lambda: run(folder, bars))
+    if report is None:
+        return INTERRUPTED
     print_document(report.model_dump(exclude={"problems", "details"}))
     for problem in report.problems:
         click.echo(f"problem: {problem}")

@@ -386,12 +386,10 @@ async def oracle_fleet(
             dtype="float32",
             coordinator={"step_delay_s": config.step_delay_s},
             environment=environment or {},
-            # An earlier release, in its environment, reads no file.
-            passes="flags" if environment else "file",
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)
-        server = Server(local.http_port, local.grpc_port, ())
+        server = Server(local.ports.http_port, local.ports.grpc_port, ())
         load = await stack.enter_async_context(running_load(config, server, folder / "answers.npy"))
         await asyncio.sleep(WARMUP_S)
         yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_child)

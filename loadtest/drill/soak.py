@@ -134,7 +134,7 @@ async def update_rows(config: UpdatingDrillConfig, fleet: OracleFleet, course: S
 
 
 async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
-    local, draw = fleet.local, random.Random(config.seed)
+    local, draw = fleet.local.ports, random.Random(config.seed)
     requests, ports = OracleRequests(config), {"http": local.http_port, "grpc": local.grpc_port}
     bad = itertools.cycle((scheme, request) for scheme, sent in BAD_REQUESTS.items() for request in sent)
     for (scheme, request), fresh in zip(bad, itertools.cycle(ports), strict=False):

@@ -12,7 +12,7 @@ import copy
 import itertools
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,6 @@ import numpy as np
 from loader.errors import ShardrankError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
-from serving.api.grpc import wire
-from serving.api.grpc.services import RANKING, GrpcServer
 from serving.api.http import PROTOBUF, HttpApp, HttpServer
 from serving.formats.messages import packed_request
 from serving.formats.requests import RankRequest
@@ -42,24 +40,19 @@ GROUPS = (1, 2, 4, 8)
 PAUSES = 3.0
 """After a group, times its duration: a quarter of one core is used."""
 LIMIT_S = 10.0
+MAX_RECORDED = 512
 MAX_READ_BYTES = 256 << 20
 """Of recorded files, where most requests are of another model."""
-_GRPC_FIELDS = (
-    *((b":method", b"POST"), (b":scheme", b"http"), (b":path", f"/{RANKING}/Rank".encode())),
-    *((b"te", b"trailers"), (b"content-type", b"application/grpc")),
-)
 
 
-def warming_requests(
-    served: LoadedVersion, snapshot: Snapshot, folder: Path | None, recorded: int
-) -> list[list[RankRequest]]:
+def warming_requests(served: LoadedVersion, snapshot: Snapshot, folder: Path | None) -> list[list[RankRequest]]:
     """Return golden requests of the usual sizes, and the last recorded ones of a folder: groups to be sent at once."""
     schema, golden, limit = served.schema, snapshot.golden(), served.schema.limits.max_candidates
     requests = [] if golden is None else [_golden_request(schema, golden, size) for size in SIZES if size <= limit]
     groups = [[request] for request in requests] + [requests[first : first + 4] for first in (0, 4) if requests]
-    if folder is not None and recorded:
+    if folder is not None:
         try:
-            remaining = iter(last_requests(folder, schema, recorded, MAX_READ_BYTES))
+            remaining = iter(last_requests(folder, schema, MAX_RECORDED, MAX_READ_BYTES))
         except ShardrankError as error:
             logger.warning("%s %d: recorded requests do not warm it: %s", served.model, served.version, error)
             return groups
@@ -88,7 +81,7 @@ def _golden_request(schema: RequestSchema, golden: GoldenRequests, size: int) ->
 
 
 async def warm(service: RankingService, served: LoadedVersion, groups: Sequence[Sequence[RankRequest]]) -> None:
-    """Answer requests with a version that is not installed yet, by HTTP and gRPC in turn, for `LIMIT_S` at most.
+    """Answer requests with a version that is not installed yet, over HTTP, for `LIMIT_S` at most.
 
     They are not counted as requests of clients. Failures are logged, and do not keep the version from serving.
     """
@@ -102,13 +95,10 @@ async def warm(service: RankingService, served: LoadedVersion, groups: Sequence[
     try:
         app = await asyncio.to_thread(HttpApp, hidden)
         http = HttpServer(service.limits, clock, hidden.metrics.failed, app.application, admit=app.admit)
-        listeners: Iterator[HttpServer | GrpcServer] = itertools.cycle((http, GrpcServer(hidden)))
         async with asyncio.timeout(LIMIT_S):
             for group in groups:
                 sent_at = clock()
-                sent = zip(group, listeners, strict=False)
-                calls = [_answered(listener, served, request) for request, listener in sent]
-                answered += sum(await asyncio.gather(*calls))
+                answered += sum(await asyncio.gather(*(_answered(http, served, request) for request in group)))
                 await asyncio.sleep(PAUSES * (clock() - sent_at))
     except Exception as error:
         if not isinstance(error, TimeoutError):
@@ -122,31 +112,14 @@ async def warm(service: RankingService, served: LoadedVersion, groups: Sequence[
     logger.info("%s %d is warm: %d of %d requests answered, in %.1f s", served.model, served.version, *counts)
 
 
-async def _answered(listener: HttpServer | GrpcServer, served: LoadedVersion, request: RankRequest) -> bool:
+async def _answered(http: HttpServer, served: LoadedVersion, request: RankRequest) -> bool:
     """Send a request on a new connection, and wait for the end of its reply. Returns whether it has scores."""
-    message = packed_request(served.schema.features, request)
-    message.model = served.model
-    body = message.SerializeToString()
+    body = packed_request(served.schema.features, request).SerializeToString()
+    head = f"POST /v1/models/{served.model}:rank HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    head += f"content-type: {PROTOBUF.decode()}\r\ncontent-length: {len(body)}\r\n\r\n"
     accepted, connected = socket.socketpair()
-    listener.accept_socket(accepted, "")
+    http.accept_socket(accepted, "")
     reader, writer = await asyncio.open_connection(sock=connected)
     with contextlib.closing(writer):
-        if isinstance(listener, HttpServer):
-            head = f"POST /v1/models/{served.model}:rank HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            head += f"content-type: {PROTOBUF.decode()}\r\ncontent-length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            return (await reader.read()).startswith(b"HTTP/1.1 200")
-        block, data = wire.header_block(_GRPC_FIELDS, status=None), b"\0" + len(body).to_bytes(4) + body
-        writer.write(wire.PREFACE + wire.settings({wire.INITIAL_WINDOW_SIZE: wire.MAX_WINDOW}))
-        writer.write(wire.window_update(0, wire.MAX_WINDOW - wire.DEFAULT_WINDOW))
-        writer.write(wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block))
-        for at in range(0, len(data), wire.DEFAULT_FRAME_SIZE):
-            writer.write(wire.frame(wire.DATA, 0, 1, data[at : at + wire.DEFAULT_FRAME_SIZE]))
-        writer.write(wire.frame(wire.DATA, wire.END_STREAM, 1))
-        kind, flags, has_message = wire.SETTINGS, 0, False
-        while not (kind == wire.HEADERS and flags & wire.END_STREAM):
-            frame = await reader.readexactly(wire.HEAD_BYTES)
-            await reader.readexactly(int.from_bytes(frame[:3]))
-            kind, flags = frame[3:5]
-            has_message |= kind == wire.DATA
-        return has_message
+        writer.write(head.encode() + body)
+        return (await reader.read()).startswith(b"HTTP/1.1 200")

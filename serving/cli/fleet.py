@@ -20,7 +20,7 @@ from serving.cli.output import stdout_console
 from serving.cli.settings import Protection, config_of, opened_registry
 from serving.config import DivisionSettings, FrontSettings, RowSettings, ServeConfig, ShardNodeConfig, TlsSettings
 from serving.fleet.config import CoordinatorSettings, FleetConfig
-from serving.fleet.process import StopRequestedError, run_until_signalled, run_until_stopped
+from serving.fleet.process import run_until_signalled
 from serving.observe.logs import announce
 
 if TYPE_CHECKING:
@@ -83,10 +83,8 @@ def up(config: FleetConfig) -> None:
     """
     settings.warn_if_open(config.host, Protection.of(config))
     config = config_of(FleetConfig, config, "", (), **_versions(config))
-    try:
-        run_until_signalled(partial(_run, config))
-    except StopRequestedError:
-        announce("stopped")
+    run_until_signalled(partial(_run, config))
+    announce("stopped")
 
 
 def _versions(config: FleetConfig) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def coordinator(config: CoordinatorSettings) -> None:
             announce(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
 
-    run_until_stopped(program)
+    run_until_signalled(program)
 
 
 @click.command(cls=WithExamples)
@@ -196,7 +194,7 @@ def dashboard(url: str, **options: Any) -> None:
             announce(f"dashboard: {settings.scheme(files)}://{options['host']}:{port}/")
             await asyncio.Event().wait()
 
-    run_until_stopped(program)
+    run_until_signalled(program)
 
 
 @click.group(cls=GroupWithExamples)

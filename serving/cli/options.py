@@ -235,9 +235,7 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
         more = {"type": str, **more}
 
     def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        # A supervisor of an earlier release, which knows no file, passes flags to its children.
-        is_supervised = (ctx.find_root().obj or {}).get("is_supervised", False)
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE and not is_supervised:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             where = f"{name} in the file of --config or SHARDRANK_{name.upper()} sets it"
             raise click.UsageError(f"{flag} is gone: {where}.", ctx)
         return value

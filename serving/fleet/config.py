@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -56,11 +56,7 @@ _SET_BY_FLEET: Final = {
 
 
 class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
-    """What `shardrank up` runs by: a coordinator, shard nodes and serving processes over one store.
-
-    Attributes:
-        passes: how children get their settings. Processes of an earlier release read no file.
-    """
+    """What `shardrank up` runs by: a coordinator, shard nodes and serving processes over one store."""
 
     overruled: ClassVar = BY_SNAPSHOT
 
@@ -90,7 +86,6 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, exclude=True)
     environment: dict[str, str] = Field(default_factory=dict, exclude=True)
-    passes: Literal["file", "flags"] = Field("file", exclude=True)
 
     @model_validator(mode="after")
     def _check_fleet(self, info: ValidationInfo) -> Self:
@@ -161,14 +156,6 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     def _of(self, *schemas: type[Settings]) -> dict[str, Any]:
         return {name: getattr(self, name) for schema in schemas for name in schema.names()}
-
-    def child_arguments(self, command: str, config: Settings, file: Path) -> list[str]:
-        """Return the arguments of `shardrank` for a child, whose settings are written to a file."""
-        if self.passes == "flags":
-            given = config.to_flags(without={"registry", *LogSettings.names()})
-            return ["--log-level", self.log_level, command, *given]
-        config.write(file)
-        return [command, "--config", str(file)]
 
 
 PROCESSES: Final[tuple[type[Settings], ...]] = (ServeConfig, ShardNodeConfig, CoordinatorSettings, FleetConfig)

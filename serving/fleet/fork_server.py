@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 FORK_SERVER_VARIABLE = "SHARDRANK_FORK_SERVER"
 """Names the socket of a fork server that runs already."""
 SERVED_MODULES = (
-    *("serving.server", "serving.shard_server", "serving.cli.fleet", "serving.cli.fleet", "serving.fleet.local_fleet"),
+    *("serving.server", "serving.shard_server", "serving.cli.fleet", "serving.fleet.local_fleet"),
     *("loader.registry", "loader.rollout.coordinator"),
 )
 """What `serve`, `shard-node` and `coordinator` import."""

@@ -41,10 +41,10 @@ from serving.fleet.supervisor import (
     NotYetError,
     RefusedError,
     Supervisor,
-    shardrank_command,
+    configured_command,
     supervised,
 )
-from serving.fleet.workers import WorkerPorts, connectable_host, reserved_ports, worker_specs
+from serving.fleet.workers import Listening, reserved_ports, worker_specs
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
 logger = logging.getLogger(__name__)
@@ -257,19 +257,16 @@ async def ask_coordinator(fleet: FleetRegistry, process_id: int) -> None:
 class LocalFleet:
     """A fleet that serves: `coordinator`, `shard-<shard>-<replica>` and `serve-<worker>`, with an open registry."""
 
-    host: str
-    http_port: int
-    grpc_port: int
     supervisor: Supervisor
     registry: FleetRegistry
-    ports: WorkerPorts
+    ports: Listening
 
 
 @contextlib.asynccontextmanager
 async def running_fleet(
     config: FleetConfig,
     on_ready: Callable[[str], None] = lambda name: None,
-    reserved: WorkerPorts | None = None,
+    reserved: Listening | None = None,
     on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
 ) -> AsyncIterator[LocalFleet]:
     """Start a fleet, wait until all of it serves, and stop it when the block ends.
@@ -290,32 +287,28 @@ async def running_fleet(
         on_begin(begun)
         give_way = GiveWay(fleet, config, begun)
         supervisor = await stack.enter_async_context(supervised(config.supervision, config.log_dir))
-        folder, environment = supervisor.run_directory, dict(config.environment)
-        if config.passes == "flags":
-            environment["SHARDRANK_REGISTRY"] = config.registry_url
-        await supervisor.start(_node_specs(config, fleet, folder, environment, give_way), on_ready)
+        folder = supervisor.run_directory
+        await supervisor.start(_node_specs(config, fleet, folder, give_way), on_ready)
         workers = [config.serve_config(name) for name in config.worker_names]
         probes = [partial(ask_node, fleet, name, config.models, give_way=give_way) for name in config.worker_names]
-        specs = worker_specs(folder, ports, workers, config.child_arguments, environment, probes)
+        specs = worker_specs(folder, ports, workers, config.environment, probes)
         await supervisor.start(specs, on_ready)
         give_way.is_over = True
-        yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet, ports)
+        yield LocalFleet(supervisor, fleet, ports)
 
 
-def _node_specs(
-    config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str], give_way: GiveWay
-) -> list[ChildSpec]:
+def _node_specs(config: FleetConfig, fleet: FleetRegistry, run_directory: Path, give_way: GiveWay) -> list[ChildSpec]:
     """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
     owner = config.coordinator_config(f"{COORDINATOR}-{run_directory.name}")
-    command = config.child_arguments("coordinator", owner, run_directory / f"{COORDINATOR}.toml")
-    specs = [ChildSpec(COORDINATOR, shardrank_command(*command), partial(ask_coordinator, fleet), environment)]
+    command = configured_command("coordinator", owner, run_directory / f"{COORDINATOR}.toml")
+    specs = [ChildSpec(COORDINATOR, command, partial(ask_coordinator, fleet), config.environment)]
     for name in config.shard_nodes:
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
         node = config.shard_node_config(name, str(listen))
-        command = config.child_arguments("shard-node", node, run_directory / f"{name}.toml")
+        command = configured_command("shard-node", node, run_directory / f"{name}.toml")
         probe = partial(ask_node, fleet, name, config.models, give_way=give_way)
-        specs.append(ChildSpec(name, shardrank_command(*command), probe, environment))
+        specs.append(ChildSpec(name, command, probe, config.environment))
     return specs
 
 

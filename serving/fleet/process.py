@@ -22,27 +22,20 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 READY_POLL_S = 0.1
 
 
-class StopRequestedError(Exception):
-    """SIGINT or SIGTERM came. Raised when the program has ended because of it, so it is not printed as an error."""
-
-
 def num_workers() -> int:
     """Return how many workers share the ports of this process: 1 if it is alone."""
-    # A supervisor of an earlier release also names a folder: `2/8/run/shardrank`.
-    return int(os.environ.get(WORKER_VARIABLE, "0/1").split("/", 2)[1])
+    return int(os.environ.get(WORKER_VARIABLE, "0/1").split("/")[1])
 
 
 def run_until_signalled(
     program: Callable[[], Awaitable[Result]],
     on_second_signal: Callable[[], None] = lambda: None,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> Result:
+) -> Result | None:
     """Run an asyncio program; the first SIGINT or SIGTERM cancels it, so that its `finally` blocks clean up.
 
-    For every further signal `on_second_signal` is called, to make the cleaning shorter.
-
-    Raises:
-        StopRequestedError: when it ended because of a signal, with the signal's name.
+    For every further signal `on_second_signal` is called, to make the cleaning shorter. Returns None if a signal ended
+    it.
     """
     received: list[signal.Signals] = []
 
@@ -71,19 +64,8 @@ def run_until_signalled(
     except asyncio.CancelledError:
         if not received:
             raise
-        raise StopRequestedError(received[0].name) from None
-
-
-def run_until_stopped(
-    program: Callable[[], Awaitable[object]],
-    on_second_signal: Callable[[], None] = lambda: None,
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> None:
-    """Run a program as `run_until_signalled` does, where a signal is how it should end."""
-    try:
-        run_until_signalled(program, on_second_signal, loop_factory)
-    except StopRequestedError as stop:
-        logger.info("stopped by %s", stop)
+        logger.info("stopped by %s", received[0].name)
+        return None
 
 
 PARENT_PID_VARIABLE = "SHARDRANK_PARENT_PID"

@@ -22,6 +22,7 @@ from serving.fleet.config import KNOWN_VARIABLES, SupervisionConfig
 from serving.fleet.fork_server import FORK_SERVER_VARIABLE, ForkedProcess, running_fork_server
 from serving.fleet.process import PARENT_PID_VARIABLE
 from serving.observe.logs import ERROR_PREFIX, message_of
+from serving.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,12 @@ class ChildSpec:
 def shardrank_command(*arguments: str) -> tuple[str, ...]:
     """Return the argument list that runs this installation's command line in a new process."""
     return (sys.executable, "-m", "serving.cli", *arguments)
+
+
+def configured_command(command: str, config: Settings, file: Path) -> tuple[str, ...]:
+    """Write a process' settings to a file, and return the argument list that runs it by them."""
+    config.write(file)
+    return shardrank_command(command, "--config", str(file))
 
 
 class Child:
@@ -288,20 +295,20 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def supervised(config: SupervisionConfig, log_directory: Path | None = None) -> AsyncIterator[Supervisor]:
-    """Make a supervisor with a run directory, removed at the end unless it has the logs and something failed.
+    """Make a supervisor with a temporary run directory; that of logs stays if it is named, or something failed.
 
     Its children are forked by the fork server that the environment names, or one that is started for them. Raises
     OSError if the directory of logs can't be made.
     """
-    if log_directory is not None:
-        os.makedirs(log_directory, exist_ok=True)
-    run_directory, has_failed = Path(tempfile.mkdtemp(prefix="shardrank-")), False
+    logs, has_failed = log_directory or Path(tempfile.mkdtemp(prefix="shardrank-logs-")), False
+    os.makedirs(logs, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        fork_server = os.environ.get(FORK_SERVER_VARIABLE)
+        temporary = tempfile.TemporaryDirectory(prefix="shardrank-", ignore_cleanup_errors=True)
+        run_directory, fork_server = Path(stack.enter_context(temporary)), os.environ.get(FORK_SERVER_VARIABLE)
         if fork_server is None:
             fork_server = str(run_directory / "fork.sock")
             stack.enter_context(running_fork_server(fork_server))
-        supervisor = Supervisor(run_directory, config, fork_server=fork_server, log_directory=log_directory)
+        supervisor = Supervisor(run_directory, config, fork_server=fork_server, log_directory=logs)
         try:
             yield supervisor
         except Exception:
@@ -310,14 +317,7 @@ async def supervised(config: SupervisionConfig, log_directory: Path | None = Non
         finally:
             await supervisor.stop()
             has_failed = has_failed or any(child.restarts for child in supervisor.children.values())
-            if has_failed and log_directory is None:
-                logger.warning("a process failed: the logs are kept in %s", run_directory)
-                _remove_settings(run_directory)
-            else:
-                shutil.rmtree(run_directory, ignore_errors=True)
-
-
-def _remove_settings(run_directory: Path) -> None:
-    """Remove the files of children's settings, which may have the password of a registry."""
-    for settings in run_directory.glob("*.toml"):
-        settings.unlink()
+            if log_directory is None and has_failed:
+                logger.warning("a process failed: the logs are kept in %s", logs)
+            elif log_directory is None:
+                shutil.rmtree(logs, ignore_errors=True)

@@ -28,16 +28,9 @@ from serving.cli import settings
 from serving.config import FrontSettings, MemberSettings, ServeConfig
 from serving.errors import FleetError
 from serving.fleet.config import SupervisionConfig
-from serving.fleet.process import WORKER_VARIABLE, notify_ready, run_until_stopped
-from serving.fleet.supervisor import (
-    ChildSpec,
-    NotYetError,
-    Probe,
-    shardrank_command,
-    supervised,
-)
+from serving.fleet.process import WORKER_VARIABLE, notify_ready, run_until_signalled
+from serving.fleet.supervisor import ChildSpec, NotYetError, Probe, configured_command, supervised
 from serving.observe.logs import announce
-from serving.settings import Settings
 from shard_node.agent.agent import AgentConfig
 
 LOOPBACK = "127.0.0.1"
@@ -73,32 +66,32 @@ def connectable_host(host: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPorts:
-    """Ports that are held for workers.
+class Listening:
+    """Where it listens, with real ports. `admin_port`: None for no such port.
 
-    HTTP, gRPC and `admin` (None: no such port) are shared by all. `probes` has a private port on loopback for each: at
-    a shared port, whichever worker the kernel picks would answer the question whether this one is ready.
+    Of workers, which share these, `probes` has a private port on loopback for each: at a shared port, whichever worker
+    the kernel picks would answer the question whether this one is ready.
     """
 
     host: str
-    http: int
-    grpc: int
-    probes: tuple[int, ...]
-    admin: int | None
+    http_port: int
+    grpc_port: int
+    admin_port: int | None = None
+    probes: tuple[int, ...] = ()
 
     def announce(self, scheme: str) -> None:
         """Print where the APIs, the metrics and the status page are."""
         base = f"{scheme}://{connectable_host(self.host)}"
-        announce(f"HTTP: {base}:{self.http}/docs")
-        announce(f"gRPC: {connectable_host(self.host)}:{self.grpc}")
-        if self.admin is None:
-            announce(f"metrics: {base}:{self.http}/metrics; --admin-port PORT adds a status page")
+        announce(f"HTTP: {base}:{self.http_port}/docs")
+        announce(f"gRPC: {connectable_host(self.host)}:{self.grpc_port}")
+        if (admin := self.admin_port) is None:
+            announce(f"metrics: {base}:{self.http_port}/metrics; --admin-port PORT adds a status page")
         else:
-            announce(f"probes and metrics: {base}:{self.admin}/metrics, status page: {base}:{self.admin}/")
+            announce(f"probes and metrics: {base}:{admin}/metrics, status page: {base}:{admin}/")
 
 
 @contextlib.contextmanager
-def reserved_ports(config: FrontSettings, workers: int) -> Iterator[WorkerPorts]:
+def reserved_ports(config: FrontSettings, workers: int) -> Iterator[Listening]:
     """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
         http, grpc = (
@@ -108,38 +101,34 @@ def reserved_ports(config: FrontSettings, workers: int) -> Iterator[WorkerPorts]
         if admin is not None:
             admin = held.enter_context(shared_port(config.host, admin))
         probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
-        yield WorkerPorts(config.host, http, grpc, probes, admin)
+        yield Listening(config.host, http, grpc, admin, probes)
 
 
 def worker_specs(
     run_directory: Path,
-    ports: WorkerPorts,
+    ports: Listening,
     configs: Sequence[ServeConfig],
-    start: Callable[[str, Settings, Path], Sequence[str]],
     environment: Mapping[str, str],
     probes: Sequence[Probe] = (),
 ) -> list[ChildSpec]:
     """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
 
-    `configs` has each worker's settings but its ports, `start` returns the arguments of `shardrank` for a command and
-    its settings; `probes` what else each must report, if anything.
+    `configs` has each worker's settings but its ports, `probes` what else each must report, if anything.
     """
     on_exit, places = None, [dict[str, str]() for _ in ports.probes]
     if len(ports.probes) > 1:
         metrics = run_directory / "metrics"
-        # Workers of an earlier release, as during an upgrade, read a folder of their own, too.
-        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}{run_directory}"} for worker in range(len(places))]
+        places = [{WORKER_VARIABLE: f"{worker}/{len(places)}"} for worker in range(len(places))]
         metrics.mkdir(mode=0o700, exist_ok=True)
         environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         # A dead process' gauges must not be added up with those of the living.
         on_exit = partial(mark_process_dead, path=str(metrics))
     specs = []
     for worker, probe_port in enumerate(ports.probes):
-        bound = {"host": ports.host, "http_port": ports.http, "grpc_port": ports.grpc, "probe_port": probe_port}
-        bound |= {} if ports.admin is None else {"admin_port": ports.admin}
-        config = configs[worker].model_copy(update=bound)
+        shared = {name: getattr(ports, name) for name in ("host", "http_port", "grpc_port", "admin_port")}
+        config = configs[worker].model_copy(update={**shared, "probe_port": probe_port})
         name = f"serve-{worker}"
-        command = shardrank_command(*start("serve", config, run_directory / f"{name}.toml"))
+        command = configured_command("serve", config, run_directory / f"{name}.toml")
         probe = partial(_ask_worker, probes[worker : worker + 1], probe_port)
         specs.append(ChildSpec(name, command, probe, {**environment, **places[worker]}, on_exit))
     return specs
@@ -174,22 +163,18 @@ def run_workers(config: ServeConfig) -> None:
         config = config.model_copy(update=version)
     workers = [worker_config(config, worker) for worker in range(config.workers)]
 
-    def start(command: str, worker: Settings, file: Path) -> Sequence[str]:
-        worker.write(file)
-        return command, "--config", str(file)
-
     async def program() -> None:
         with reserved_ports(config, len(workers)) as ports:
             # Workers leave their fleet once they have drained, which may take as long again as the default grace.
             grace_s = SupervisionConfig().stop_grace_s + config.shutdown_delay_s
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
-                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, start, {}))
+                await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, {}))
                 announce(f"logs: {supervisor.log_directory}")
                 ports.announce(settings.scheme(config))
                 notify_ready()
                 await asyncio.Event().wait()
 
-    run_until_stopped(program)
+    run_until_signalled(program)
 
 
 def worker_config(config: ServeConfig, worker: int) -> ServeConfig:

@@ -77,15 +77,14 @@ class ServingConfig(LoadOptions):
     """A serving process of a fleet; checking files takes at most `stage_cpu_share` of one core.
 
     `falls_back`: the only process of its fleet serves the store's next older version in place of one that is refused.
-    Versions are warmed by golden requests and the last `warm_requests` that were recorded in `warm_from`.
+    Versions are warmed by golden requests and the last that were recorded in the folder `record`.
     """
 
     node_id: NodeId
     store: Path | StoreUrl
     falls_back: bool = False
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
-    warm_from: Path | None = None
-    warm_requests: int = 512
+    record: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +369,7 @@ class FleetMember:
                     hot=hot,
                 )
                 kept.push(closing.pop_all())
-                recorded = self._config.warm_from, self._config.warm_requests
-                requests.extend(warming_requests(served, snapshot, *recorded))
+                requests.extend(warming_requests(served, snapshot, self._config.record))
                 return served
 
         started_at = time.monotonic()

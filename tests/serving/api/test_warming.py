@@ -41,13 +41,13 @@ def recorded(api_model: ApiModel, api_service: RankingService, tmp_path_factory:
     return folder
 
 
-async def warmed(model: ApiModel, folder: Path | None, recorded: int) -> tuple[float, dict[str, int]]:
+async def warmed(model: ApiModel, folder: Path | None) -> tuple[float, dict[str, int]]:
     """How many requests warmed a version, and the rows that were looked up by table; clients' counts stay 0."""
     with closing(RankingService()) as service:
         source = ModelSource(snapshot=model.path, dtype="float32", num_replicas=1)
         with closing(load_served_model(source, service)) as served:
             before = await rows_of(served)
-            await warm(service, served, warming_requests(served, Snapshot.open(model.path), folder, recorded))
+            await warm(service, served, warming_requests(served, Snapshot.open(model.path), folder))
             assert service.generations.all() == []
             rows = {table: rows - before.get(table, 0) for table, rows in (await rows_of(served)).items()}
             found = dict(re.findall(r"(?m)^shardrank_(.*) (\S+)$", service.metrics.render().decode()))
@@ -63,9 +63,12 @@ async def rows_of(served: LoadedVersion) -> dict[str, int]:
     return {table.table: table.rows for table in node.lookups if table.rows}
 
 
-async def test_the_last_recorded_requests_warm_a_version(api_model: ApiModel, recorded: Path) -> None:
+async def test_the_last_recorded_requests_warm_a_version(
+    api_model: ApiModel, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recorded id that has no row any more keeps no version from serving."""
-    count, rows = await warmed(api_model, recorded, 6)
+    monkeypatch.setattr(warming, "MAX_RECORDED", 6)
+    count, rows = await warmed(api_model, recorded)
     assert count == 5
     # Of a request: its candidates, and a history of four.
     assert rows["films"] == sum(size + 4 for size in SIZES[4:])
@@ -74,7 +77,7 @@ async def test_the_last_recorded_requests_warm_a_version(api_model: ApiModel, re
 
 async def test_golden_requests_warm_a_version(api_model: ApiModel, tmp_path: Path) -> None:
     model = write_api_model(tmp_path, 1, golden=golden_of(api_model))
-    count, rows = await warmed(model, None, 6)
+    count, rows = await warmed(model, None)
     assert count == len(warming.SIZES) + 8
     assert rows["films"] > sum(warming.SIZES)
 
@@ -92,7 +95,7 @@ async def test_warming_that_fails_keeps_no_version_from_serving(
     api_model, recorded, caplog, monkeypatch, folder, changed, value, logged
 ) -> None:
     monkeypatch.setattr(warming, changed, value)
-    count, rows = await warmed(api_model, recorded / folder, 512)
+    count, rows = await warmed(api_model, recorded / folder)
     assert count == (changed == "PAUSES")
     assert logged in caplog.text
     assert rows == {} or changed == "PAUSES"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import stat
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from serving.cli.fleet import coordinator, serve, shard_node, up
 from serving.config import DEFAULT_PINNED_GB, DEFAULT_REPLICATE_BYTES, ServeConfig
 from serving.embedded import ModelSource
 from serving.fleet.config import FleetConfig
+from serving.fleet.supervisor import configured_command
 from serving.settings import Settings, plain_type
 from shard_node.cuda.card_set import CardOptions
 from shardrank_testing.command_line import blocks, parse_command_line, shardrank
@@ -70,7 +70,6 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("log_dir", (Path("/a"), Path("/b"), Path("/c"))),
     ("hot_rows", ("static", "learning", "static")),
     ("plan_file", (Path(__file__), Path(pytest.__file__), Path(click.__file__))),
-    ("warm_from", (Path("/"), Path("/usr"), Path("/"))),
 ]
 
 
@@ -214,58 +213,12 @@ def test_children_of_a_fleet_have_files_that_nobody_else_reads(tmp_path: Path) -
     assert (worker.limits, worker.shutdown_delay_s, worker.workers) == ({"max_queue": 3}, 5, 1)
     assert (node.threads, node.shard, node.listen) == (2, (1, 2), ("unix:/n.sock",))
     for command, child in (("serve", worker), ("shard-node", node), ("coordinator", config.coordinator_config("me"))):
-        words = config.child_arguments(command, child, tmp_path / command)
+        *_, name, option, file = configured_command(command, child, tmp_path / command)
+        words = [name, option, file]
         assert "secret" not in " ".join(words)
         assert stat.S_IMODE((tmp_path / command).stat().st_mode) == 0o600
         found = parse_command_line(words)
         assert found == dict(child) | {"store": child.store and child.store.absolute()}
-
-
-def test_children_of_an_earlier_release_get_flags(tmp_path: Path) -> None:
-    config = FleetConfig(
-        registry="r", store=tmp_path, models=("a", "b"), verify=False, wire_dtype="float16", passes="flags"
-    )
-    node = config.child_arguments("shard-node", config.shard_node_config("shard-0-0", "unix:/n"), tmp_path / "unused")
-    expected = f"--listen unix:/n --model a --model b --node-id shard-0-0 --shard 0/2 --store {tmp_path} --no-verify"
-    assert node == ["--log-level", "info", "shard-node", *expected.split()]
-    worker = config.child_arguments("serve", config.serve_config("serve-0"), tmp_path / "unused")
-    assert worker[-3:] == ["--no-verify", "--wire-dtype", "float16"]
-    assert list(tmp_path.iterdir()) == []
-
-
-SERVED = "--store /m --model films --verify --plan {plan}"
-CARDS = "--device cuda --card-memory-gb 1.0 --pinned-memory-gb 16.0 --hot-gb 0.5 --peer-access auto"
-FRONT = (
-    "--limit=max_candidates=20 --admin-port 9000 --tls-cert c --tls-key k --tls-client-ca ca --node-ca ca --node-cert "
-    "c --node-key k --tls-role node=urn:a --tokens t --trace-endpoint http://c:1 --trace-protocol grpc "
-    "--trace-sample-share 0.1 --ranking-replicas 2 --dtype auto --wire-dtype auto --replica-policy failures=4 "
-    "--hot-rows-gb 0.0 --hot-rows learning --trust-exported"
-)
-PORTS = "--host 127.0.0.1 --http-port 8080 --grpc-port 8081 --probe-port 4711"
-ALONE = (
-    "--verify --record /r/0 --record-max-mb 128 --shutdown-delay-s 0.5 --plan {plan} --warm-from / --warm-requests 512"
-)
-DIVIDED = "--cards 2 --sharding hash --replicate-bytes 1048576"
-# What `up` and `serve --workers` of the last release passed to their children.
-EARLIER = [
-    f"shard-node --node-id a --shard 0/2 --listen unix:/s {SERVED} {DIVIDED} --memory-budget-gb 1.0 "
-    f"--max-memory-gb 2.0 --trace-endpoint http://c:1 --trace-protocol grpc {CARDS}",
-    f"serve {SERVED} {FRONT} --node-id serve-0 {PORTS}",
-    f"serve --node-id a-0 --store /m --model films {FRONT} {ALONE} --record-share 0.01 --max-staleness films=30 "
-    f"--advertise http://h --stage-cpu-share 0.5 --local {DIVIDED} --memory-budget-gb 1.5 "
-    f"--max-memory-gb 2.0 {CARDS} {PORTS}",
-    "coordinator --owner coordinator-x --step-delay 3.0s",
-]
-
-
-@pytest.mark.parametrize(
-    "line", [*EARLIER, f"serve --snapshot /m/films/3 {FRONT} {ALONE} --shard h:1,h:2 {DIVIDED} {PORTS}"]
-)
-def test_command_lines_of_an_earlier_supervisor_start(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDRANK_REGISTRY", "redis://r/0")
-    name, *words = shlex.split(line.format(plan=__file__))
-    config = COMMANDS[name].make_context(name, words, obj={"is_supervised": True}).params["config"]
-    assert (config.registry is None) == ("--snapshot" in line)
 
 
 def test_defaults_that_are_repeated_are_those_of_the_router_and_the_engine() -> None:

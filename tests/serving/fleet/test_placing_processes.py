@@ -79,8 +79,8 @@ def test_a_wildcard_address_is_asked_over_loopback(host: str, expected: str) -> 
 
 
 SIGNALLED = """
-import asyncio, sys
-from serving.fleet.process import StopRequestedError, run_until_signalled
+import asyncio, logging, sys
+from serving.fleet.process import run_until_signalled
 
 async def program():
     try:
@@ -90,10 +90,8 @@ async def program():
         await asyncio.sleep(0)
         print("put away", flush=True)
 
-try:
-    run_until_signalled(program)
-except StopRequestedError as stop:
-    print(stop, flush=True)
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+print(run_until_signalled(program), flush=True)
 """
 
 
@@ -104,5 +102,5 @@ def test_a_signal_lets_the_program_clean_up_before_it_ends(number: signal.Signal
     with process.stdout as output:
         assert output.readline() == "running\n"
         process.send_signal(number)
-        assert output.read() == f"put away\n{number.name}\n"
+        assert output.read() == f"put away\nstopped by {number.name}\nNone\n"
     assert process.wait() == 0

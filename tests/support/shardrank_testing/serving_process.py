@@ -14,7 +14,7 @@ import pytest
 
 from serving.config import ServeConfig
 from serving.embedded import ModelSource, load_served_model
-from serving.fleet.process import run_until_stopped
+from serving.fleet.process import run_until_signalled
 from serving.rank.service import RankingService
 from serving.server import Listening, serve
 from shardrank_testing.processes import Process, start_module
@@ -61,4 +61,4 @@ if __name__ == "__main__":
     async def load() -> None:
         service.install(await asyncio.to_thread(load_served_model, source, service))
 
-    run_until_stopped(lambda: serve(service, config, load, _say))
+    run_until_signalled(lambda: serve(service, config, load, _say))
