@@ -123,7 +123,6 @@ async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
     url, attempts = fleet.registry.registry.url, []
     for room_kb in (1, largest_kb // 2):
         store = fleet.folder / f"store-{room_kb}"
-        store.mkdir()
         refused_by, reason = await asyncio.to_thread(publish_with_little_room, snapshot, url, store, room_kb)
         if await fleet.registry.version(fleet.spec.model, fleet.exported) is not None:
             refused_by = "none"
@@ -225,6 +224,7 @@ def _manifest(folder: Path) -> Iterator[dict[str, Any]]:
 
 def publish_with_little_room(snapshot: Path, registry: str, store: Path, max_file_kb: int) -> tuple[Refusal, str]:
     """Publish by the command, with files of at most `max_file_kb` KiB; return who refused it cleanly, and why."""
+    store.mkdir()
     # A limit of the process needs no privilege, as mounting a small disk does.
     shell = ("bash", "-c", f'ulimit -f {max_file_kb}; exec "$@"', "bash")
     publish = (sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(store))
