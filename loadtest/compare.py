@@ -237,7 +237,6 @@ def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
 @opts.count("--seed", "Of rows and requests.", low=0, default=0)
 @opts.count("--workers", "Serving processes of each server. In arms without shards each holds all rows.", 1, 64, 1)
 @opts.choice("--dtype", ["auto", "float32", "bfloat16", "int8"], "Number format of the dense model.")
-@opts.choice("--wire-dtype", ["auto", "float32", "float16"], "Number format of sums that shards send.")
 @opts.setting_option(RowSettings, "device")
 def compare_cards(
     bench: Bench,
@@ -250,7 +249,6 @@ def compare_cards(
     seconds: float,
     workers: int,
     dtype: Any,
-    wire_dtype: str,
     device: str,
     **given: object,
 ) -> None:
@@ -259,7 +257,7 @@ def compare_cards(
     The same model and requests for each arm, as ratios to the first number of cards. In every round each arm's server
     is started anew and asked one request after the other, then as fast as it answers, for the processor time and the
     bytes of a request, then at a rate, for latency under load. Arms take turns, and must give the same scores. Other
-    settings of the servers, such as memory of cards, are variables (SHARDRANK_HOT_GB).
+    settings of the servers are variables, such as SHARDRANK_WIRE_DTYPE or, for the memory of cards, SHARDRANK_HOT_GB.
 
     Examples:
       shardrank loadtest compare-cards --cards 1,2,4,8 --shards 1,2,4 --transport unix,tcp --json many.json
@@ -271,7 +269,7 @@ def compare_cards(
     target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"
     load = config_of(OfferedLoad, {**given, "target": target, "timeout_ms": MAX_TIMEOUT_MS})
     DeviceChoice.parse(device)
-    serve_flags = ("--workers", str(workers), "--dtype", dtype, "--wire-dtype", wire_dtype)
+    serve_flags = ("--workers", str(workers), "--dtype", dtype)
     with Generators() as generators:
         snapshot = compared_snapshot(load, store or bench.folder / "store")
         measured = ArmMeasure(
@@ -289,5 +287,5 @@ def compare_cards(
             "requests are": FORMS[load.varied],
         }
         setup["rate"] = f"{measured.rate:.1f}/s"
-        setup |= {"serving processes": f"{workers}", "device": device, "dense model": dtype, "sums": wire_dtype}
+        setup |= {"serving processes": f"{workers}", "device": device, "dense model": dtype}
         bench.run([BenchTable(f"cards and shards, {in_flight} in flight", MEASURES, subjects, setup)])

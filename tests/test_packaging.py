@@ -107,8 +107,6 @@ def test_every_public_name_is_what_the_type_checker_is_told():
 def test_a_name_that_is_not_public_is_refused():
     with pytest.raises(AttributeError, match=r"'shardrank' has no attribute 'Arena'$"):
         _ = shardrank.Arena
-    with pytest.raises(ImportError, match="'ClientError' from 'shardrank'; it is ShardrankError now"):
-        exec("from shardrank import ClientError")
 
 
 NOT_MET = {

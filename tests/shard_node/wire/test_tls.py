@@ -271,6 +271,7 @@ async def test_a_name_with_several_addresses_listens_at_each(papers):
 
 def test_a_half_written_file_keeps_the_certificate_before(papers, tmp_path, caplog):
     """And warns once for each state of the files."""
+    caplog.set_level("INFO", logger="shard_node")
     node, router = papers.pairs["node"], papers.pairs["router"]
     mine = Pair(tmp_path / "mine.crt", tmp_path / "mine.key")
     mine.replace(node)
