@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from loader.progress import Progress
     from loader.registry.fleet import FleetRegistry
     from loader.snapshot.reader import Snapshot
-    from loader.snapshot.store import HeldSnapshot
+    from loader.snapshot.store import HeldSnapshot, Store
     from loader.stores.cache import StorePlace
     from router.hot_rows import HotRowsConfig
     from router.plan import Plan
@@ -98,10 +98,9 @@ def snapshot_folder(
         )
     from loader.stores import open_store
 
-    model = only_model(store) if model is None else model
     opened = open_store(store)
     opened.check_exists()
-    held = opened.hold(model, version, with_rows=with_rows, verify=verify)
+    held = opened.hold(only_model(opened) if model is None else model, version, with_rows=with_rows, verify=verify)
     _HELD.append(held)
     return held.path
 
@@ -162,15 +161,13 @@ def export_into(
     return snapshot, where
 
 
-def only_model(store: StorePlace) -> str:
+def only_model(store: Store) -> str:
     """Return the one model of a store. Raises UsageError, SnapshotNotFoundError."""
-    from loader.stores import open_store
-
-    opened = open_store(store)
-    opened.check_exists()
-    models = opened.models()
+    models = store.models()
+    if not models:
+        store.check_exists()
     if len(models) > 1:
-        raise click.UsageError(f"--store {store} holds several models, name one with --model: {models}")
+        raise click.UsageError(f"--store {store.name} holds several models, name one with --model: {models}")
     return models[0]
 
 

@@ -23,6 +23,7 @@ from loader.registry.memory import single_process_fleet
 from loader.registry.registry import Registry
 from loader.snapshot.publishing import newest, version_record
 from loader.snapshot.reader import Snapshot
+from loader.stores import open_store
 from loader.stores.cache import StorePlace
 from serving.cli import settings
 from serving.config import FrontSettings, MemberSettings, ServeConfig
@@ -218,7 +219,7 @@ class Membership:
             reopen = partial(open_registry, options.registry)
             return cls(FleetRegistry(reopen()), reopen, options.named_store, agent)
         if store is not None and options.takes_newest:
-            model = options.models[0] if options.models else settings.only_model(store)
+            model = options.models[0] if options.models else settings.only_model(open_store(store))
             if (readable := newest(store, model)) is not None:
                 options = options.model_copy(update={"version": readable.version})
         folder = settings.member_folder(options, with_rows=False)
