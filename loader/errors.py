@@ -184,11 +184,27 @@ class DeltaError(
     """Changed rows that must not be applied.
 
     `delta_base`: of a version that this one is not, and does not continue. `delta_gap`: not the next delta.
+    `delta_fork`: the stream does not go on from what was applied.
     """
 
 
 class DeltaFormatError(DeltaError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="delta_format"):
     """Rows that can't become a delta, or bytes that are not what was published."""
+
+
+class DeltaLostError(DeltaError, http_status=409, grpc_status="DATA_LOSS", kind="delta_lost"):
+    """Deltas that the registry had acknowledged and has lost. Their rows may be published again.
+
+    `sequences` are their numbers, ascending; none of them is given again.
+    """
+
+    def __init__(self, message: str, sequences: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.sequences = sequences
+
+
+class PublisherSupersededError(DeltaError, http_status=409, grpc_status="ABORTED", kind="publisher_superseded"):
+    """Another publisher of the same name has begun since: nothing more is taken from this one."""
 
 
 class StreamFullError(DeltaError, http_status=507, grpc_status="RESOURCE_EXHAUSTED", kind="stream_full"):

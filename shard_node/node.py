@@ -104,6 +104,7 @@ class DeltaProgress:
         batches, rows: applied here; `refused` batches were not what they should be.
         reason: what keeps the next delta from being applied; "" if nothing does.
         catch_up_to: the last delta of the stream at the first read; None before.
+        forked: rows are of deltas that the stream does not have: they are to be replaced, and others asked meanwhile.
     """
 
     delta_base: int = 0
@@ -117,6 +118,7 @@ class DeltaProgress:
     refused: int = 0
     reason: str = ""
     catch_up_to: int | None = None
+    forked: bool = False
 
     @property
     def has_caught_up(self) -> bool:

@@ -273,6 +273,7 @@ class NodeRecord(Record):
         draining: it is about to end and accepts no new requests.
         applied: by model, the epoch of the wanted record that it has last acted on in full.
         live: by model, the version that it answers with; serving processes only.
+        delta_format: the newest format of deltas that it reads; releases before format 2 do not say.
     """
 
     node_id: NodeId
@@ -290,6 +291,7 @@ class NodeRecord(Record):
     draining: bool = False
     applied: dict[str, int] = Field(default_factory=dict)
     live: dict[str, int] = Field(default_factory=dict)
+    delta_format: int = Field(default=1, ge=1)
     versions: tuple[VersionReport, ...] = ()
 
     def is_for(self, model: str) -> bool:
