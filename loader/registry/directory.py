@@ -10,7 +10,10 @@ keys/~revision                      the last revision that was given
 announced/<key>=                    "<deadline> <ttl_s>\n", then the value
 locks/<key>=                        "<deadline> <ttl_s>\n", then the owner
 streams/<name>=/ends                "<first> <last>", durable; written before entries are dropped
+streams/<name>=/head                the same of a stream with commits, whose `ends` keep out releases that know none
+streams/<name>=/token               "<last>", of all publishers; token-<publisher>, of one with a name
 streams/<name>=/<block>/<sequence>  one entry's payload; block = sequence // 256, both padded to 20 digits
+streams/<name>=/<block>/<sequence>.rows  what lies beside it; durable before the entry is
 ```
 
 A writer holds the lock of its area, so there is one temporary file per area: what a killed writer leaves there is
@@ -24,14 +27,20 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream
+from loader.errors import (
+    PublisherSupersededError,
+    RegistryConflictError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+    StreamSequenceError,
+)
+from loader.registry.registry import MAX_SEQUENCE, Entry, StreamBounds, StreamEntry, check_key, check_stream
 from loader.snapshot.store import fsync_path, make_folders, replace_file, try_lock
 
 _SUFFIX: Final = "="
@@ -166,9 +175,13 @@ class _Stream(_Area):
         folder = self.path if block is None else self.path / f"{block:020d}"
         return sorted(int(name) for name in self.files.names(folder) if name.isdigit())
 
+    def rows(self, sequence: int) -> Path:
+        return self.entry(sequence).with_suffix(".rows")
+
     def ends(self) -> StreamBounds:
         """Return the first number that is kept, and the last when that was written."""
-        if (content := self.files.read(self.path / "ends")) is None:
+        content = self.files.read(self.path / "head") or self.files.read(self.path / "ends")
+        if content is None:
             return StreamBounds(0, 0)
         numbers = content.split()
         if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
@@ -188,12 +201,17 @@ class _Stream(_Area):
             return StreamBounds(ends.last + 1, ends.last) if ends.last else StreamBounds(0, 0)
         return StreamBounds(lowest[0], max(highest[-1], ends.last))
 
+    def token(self, name: str) -> int:
+        content = self.files.read(self.path / name) or b"0"
+        return int(content) if content.isdigit() else 0
+
     def drop_below(self, first: int) -> None:
         for block in self.numbers():
             if block > first // _ENTRIES_PER_BLOCK:
                 return
             for sequence in self.numbers(block):
                 if sequence < first:
+                    self.files.remove(self.rows(sequence))
                     self.files.remove(self.entry(sequence))
             if block < first // _ENTRIES_PER_BLOCK:
                 self.files.remove(self.path / f"{block:020d}")
@@ -320,9 +338,65 @@ class DirectoryRegistry:
         entries = self._stream(check_stream(stream, sequence=sequence, payload=payload))
         with entries.locked():
             last = entries.bounds().last
+            if last == sequence and self._files.read(entries.entry(sequence)) == payload:
+                return
+            if self._files.read(entries.path / "head") is not None:
+                raise StreamSequenceError(f"stream {stream} ends with {last}: format 1 is over")
             if last and sequence != last + 1:
                 raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {last}; {last + 1} is next")
             entries.write(entries.entry(sequence), payload)
+
+    @_in_thread
+    def commit(
+        self,
+        stream: str,
+        sequence: int,
+        payload: bytes,
+        rows: bytes,
+        *,
+        after: int,
+        publisher: str = "",
+        token: int = 0,
+        min_replicas: int = 0,
+    ) -> None:
+        check_stream(stream, sequence=sequence, payload=payload, rows=rows, after=after, publisher=publisher)
+        if min_replicas:
+            raise RegistryRecordError(f"min_replicas {min_replicas}: registry {self.name} has none; only Redis has")
+        entries = self._stream(stream)
+        with entries.locked():
+            last = entries.bounds().last
+            if last == sequence and self._files.read(entries.entry(sequence)) == payload:
+                return
+            if publisher and (given := entries.token(f"token-{publisher}")) > token:
+                raise PublisherSupersededError(
+                    f"stream {stream}: publisher {publisher!r} began again, with token {given}; {token} is superseded"
+                )
+            if last != after:
+                raise StreamSequenceError(f"stream {stream} ends with {last}: {sequence} was to follow {after}")
+            if self._files.read(entries.path / "head") is None:
+                first = entries.ends().first
+                entries.write(entries.path / "head", b"%d %d" % (first, last))
+                entries.write(entries.path / "ends", b"%d %d" % (MAX_SEQUENCE, MAX_SEQUENCE))
+            entries.write(entries.rows(sequence), rows)
+            entries.write(entries.entry(sequence), payload)
+
+    @_in_thread
+    def next_token(self, stream: str, publisher: str) -> int:
+        entries = self._stream(check_stream(stream, publisher=publisher))
+        with entries.locked():
+            # As high as the time: above all that were given before the folder was emptied.
+            token = max(entries.token("token") + 1, int(self._clock() * 1e6))
+            for name in ("token", *([f"token-{publisher}"] if publisher else [])):
+                entries.write(entries.path / name, b"%d" % token)
+        return token
+
+    @_in_thread
+    def read_rows(self, stream: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        kept, contents = self._stream(stream), dict[int, bytes]()
+        for sequence, _, _ in ranges:
+            if sequence not in contents:
+                contents[sequence] = self._files.read(kept.rows(sequence)) or b""
+        return [contents[sequence][begin:end] for sequence, begin, end in ranges]
 
     @_in_thread
     def read(self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20) -> list[StreamEntry]:
@@ -370,7 +444,8 @@ class DirectoryRegistry:
             if now.last == 0:
                 return
             first = max(now.first, min(before, now.last + 1))
-            entries.write(entries.path / "ends", b"%d %d" % (first, now.last))
+            is_new = self._files.read(entries.path / "head") is not None
+            entries.write(entries.path / ("head" if is_new else "ends"), b"%d %d" % (first, now.last))
             entries.drop_below(first)
 
     async def close(self) -> None:

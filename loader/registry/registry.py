@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -100,9 +101,35 @@ class Registry(Protocol):
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
         """Append to a stream, durably. A new stream may begin with any sequence number from 1 on.
 
-        Raises StreamSequenceError if `sequence` is not the last one plus 1: also when an append is repeated whose
-        outcome was not known and that did take place; compare `read`.
+        The last entry may be appended again, which changes nothing. Raises StreamSequenceError if `sequence` is not the
+        last one plus 1, or after the first `commit` to this stream.
         """
+
+    async def commit(
+        self,
+        stream: str,
+        sequence: int,
+        payload: bytes,
+        rows: bytes,
+        *,
+        after: int,
+        publisher: str = "",
+        token: int = 0,
+        min_replicas: int = 0,
+    ) -> None:
+        """Append an entry with bytes beside it, durably: both are there, or neither. `append` is refused from now on.
+
+        `after` is the stream's last number, 0 for none, and `sequence` a higher one; the last entry may be appended
+        again, which changes nothing. `rows` are for `read_rows`. Raises StreamSequenceError if the stream does not end
+        with `after`, PublisherSupersededError if this `publisher`, of a name, was given a higher token than this,
+        RegistryUnavailableError unless `min_replicas` of the registry have the entry as well.
+        """
+
+    async def next_token(self, stream: str, publisher: str) -> int:
+        """Return a number higher than any before, of which `commit` takes no lower one from the publisher."""
+
+    async def read_rows(self, stream: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        """Return bytes [begin, end) of what lies beside entries: (sequence, begin, end). b"" for what is trimmed."""
 
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
@@ -164,12 +191,22 @@ def check_key(key: str, what: str = "key", *, value: bytes = b"", ttl_s: float =
 
 
 def check_stream(
-    stream: str, *, sequence: int = 1, payload: bytes = b"", max_entries: int = 1, max_bytes: int = 1
+    stream: str,
+    *,
+    sequence: int = 1,
+    payload: bytes = b"",
+    rows: bytes = b"",
+    after: int = 0,
+    publisher: str = "",
+    max_entries: int = 1,
+    max_bytes: int = 1,
 ) -> str:
     """Return a stream's name. Raises RegistryRecordError, or StreamSequenceError for a number that can't be."""
-    check_key(stream, "stream", value=payload)
-    if not 1 <= sequence <= MAX_SEQUENCE:
-        raise StreamSequenceError(f"stream {stream}: sequence {sequence}; allowed is 1 to {MAX_SEQUENCE}")
+    check_key(stream, "stream", value=max(payload, rows, key=len))
+    if publisher and re.fullmatch(_PART, publisher) is None:
+        raise RegistryRecordError(f"publisher {cut(repr(publisher))}: allowed is what a part of a key may be")
+    if not 0 <= after < sequence <= MAX_SEQUENCE:
+        raise StreamSequenceError(f"stream {stream}: sequence {sequence}; allowed is {after + 1} to {MAX_SEQUENCE}")
     if max_entries < 1 or max_bytes < 1:
         raise RegistryRecordError(
             f"stream {stream}: max_entries {max_entries}, max_bytes {max_bytes}; both must be at least 1"
