@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from loader.snapshot.store import HeldSnapshot
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding, rounded
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.buckets import Message, NodeIdentity
+from shard_node.buckets import Message, NodeIdentity, Partition
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
 from shard_node.errors import GenerationNotFoundError
@@ -143,10 +143,15 @@ class DeltaProgress:
 
 
 class DeltaPosition:
-    """The current `DeltaProgress` of one generation, `now`: written by one follower, read by any thread."""
+    """The current `DeltaProgress` of one generation, `now`: written by one follower, read by any thread.
+
+    `digest` is of the entry that was applied last, b"" until one was, and `is_chained` if that was of format 2; `heads`
+    are the digests of the last parts.
+    """
 
     def __init__(self, delta_base: int = 0, last_delta: int = 0) -> None:
         self.now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
+        self.digest, self.is_chained, self.heads = b"", False, dict[int, bytes]()
 
     def snapshot(self) -> DeltaProgress:
         """Return all fields as of one moment."""
@@ -191,12 +196,16 @@ class DeltaPosition:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTables:
-    """What a shard node's generation serves with; `claims`, on memory, and `files` that are mapped go with it."""
+    """What a shard node's generation serves with, all rows if `partition` is None.
+
+    `claims`, on memory, and `files` that are mapped go with it.
+    """
 
     engine: Engine
     manifest_identity: str
     plan_digest: str
     deltas: DeltaPosition = field(default_factory=DeltaPosition)
+    partition: Partition | None = None
     claims: Sequence[Claim] = ()
     files: HeldSnapshot | None = None
 

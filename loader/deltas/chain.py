@@ -1,7 +1,8 @@
 """Encode deltas of format 2: a commit that names its predecessor, and beside it the rows, by partition.
 
-A row's partition follows from its bucket, so that a shard's followers read the parts they hold and no others. Each part names the last part of its partition as well. What lies where is documented in
-docs/deltas.md. Numbers are little-endian; a digest is XXH3-128.
+A row's partition follows from its bucket, so that a shard's followers read the parts they hold and no others. Each part
+names the last part of its partition as well. What lies where is documented in docs/deltas.md. Numbers are
+little-endian; a digest is XXH3-128.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def partition_of_bucket(buckets: RowBuckets) -> npt.NDArray[np.uint8]:
     are neighbours if S is 2, 4, 8 or 16. The last 16 partitions stay empty.
     """
     numbers = np.arange(buckets.count)
-    return (numbers if buckets.seed is None else _MIXED_PARTITION.take(numbers % _MIXED_PARTITION.size)).astype(np.uint8)
+    return (numbers if buckets.seed is None else _MIXED_PARTITION.take(numbers % _MIXED_PARTITION.size)).astype(
+        np.uint8
+    )
 
 
 def is_commit(payload: bytes) -> bool:

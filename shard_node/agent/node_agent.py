@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from loader.errors import DeltaError, RolloutError, SnapshotNotFoundError
+from loader.deltas.chain import FORMAT as DELTA_FORMAT
+from loader.errors import DeltaError, RolloutError, ShardrankError, SnapshotNotFoundError
 from loader.progress import CancelToken, Progress, in_background, no_progress, throttled
 from loader.registry.fleet import (
     FleetRecord,
@@ -32,7 +33,7 @@ from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.cache import FETCHING, StoreUrl
 from shard_node.agent.agent import Agent
-from shard_node.agent.delta_follower import DELTA_FORMAT, RETRY_S, Followers, catch_up
+from shard_node.agent.delta_follower import RETRY_S, Followers, catch_up
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
@@ -161,6 +162,7 @@ class NodeActions:
         self._card_set = card_set
         self._store = open_store(config.store)
         self._followers = Followers(fleet.registry)
+        node.forks = self._followers.forks
         self._live: dict[str, int | None] = {}
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._mending: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -267,13 +269,12 @@ class NodeActions:
         They are loaded beside. Where memory is not granted for both, the version is withdrawn, and so staged anew.
         """
         key = model, version
-        self._node.forks[key] += 1
         try:
             try:
                 tables = await self._load(model, version, follows=True)
             except MemoryBudgetError as error:
                 logger.warning("version %d of %s is to be staged anew, not mended beside: %s", version, model, error)
-                while not await self._may_go(model, version):
+                while not await self._may_go(model, version):  # noqa: ASYNC110  # other nodes change it
                     await asyncio.sleep(ANNOUNCED_S)
                 self._going.add(key)
                 await asyncio.sleep(ANNOUNCED_S)
@@ -291,7 +292,8 @@ class NodeActions:
                 raise
             logger.warning("version %d of %s is mended: its rows have delta %d", version, model, progress.sequence)
         except Exception as error:
-            logger.exception("mending version %d of %s failed, and is tried again: %s", version, model, error)
+            unforeseen = None if isinstance(error, ShardrankError) else error
+            logger.error("version %d of %s is not mended yet: %s", version, model, error, exc_info=unforeseen)
             await asyncio.sleep(RETRY_S)
         finally:
             self._going.discard(key)
