@@ -354,7 +354,7 @@ class DirectoryRegistry:
         payload: bytes,
         rows: bytes,
         *,
-        after: int,
+        after: StreamEntry | None,
         publisher: str = "",
         token: int = 0,
         min_replicas: int = 0,
@@ -371,8 +371,9 @@ class DirectoryRegistry:
                 raise PublisherSupersededError(
                     f"stream {stream}: publisher {publisher!r} began again, with token {given}; {token} is superseded"
                 )
-            if last != after:
-                raise StreamSequenceError(f"stream {stream} ends with {last}: {sequence} was to follow {after}")
+            expected = 0 if after is None else after.sequence
+            if last != expected or (after and after.payload not in (b"", self._files.read(entries.entry(last)))):
+                raise StreamSequenceError(f"stream {stream} ends with {last}: {sequence} was to follow {expected}")
             if self._files.read(entries.path / "head") is None:
                 first = entries.ends().first
                 entries.write(entries.path / "head", b"%d %d" % (first, last))

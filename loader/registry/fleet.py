@@ -110,6 +110,7 @@ class DenseStep(Record):
     Attributes:
         step: of training; each is higher than the one before.
         sequence: the last delta of rows that training had published before: rows must have it.
+        digest: of that delta's entry, hex; "" if it is not known.
         max_drift: largest difference of a golden score from what the weights before gave, of the same rows.
         published_at: seconds since the epoch.
     """
@@ -118,6 +119,7 @@ class DenseStep(Record):
     version: Version
     step: int = Field(ge=1, lt=2**63)
     sequence: int = Field(ge=0, lt=2**63)
+    digest: str = ""
     sha256: str
     size_bytes: int = Field(ge=0)
     max_drift: float = Field(gt=0)

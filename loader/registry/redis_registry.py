@@ -110,7 +110,7 @@ _RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL
 # Format 1 has its ends under KEYS[2], where releases look that know no other. A commit moves them to KEYS[3], and
 # leaves numbers after which nothing may be appended, and before which nothing is trimmed.
 _APPEND: Final = """
-local sequence, payload, writer, after, rows, publisher, token = unpack(ARGV)
+local sequence, payload, writer, after, before, rows, publisher, token = unpack(ARGV)
 local head = redis.call('HMGET', KEYS[3], 'last', 'writer', 'token:' .. publisher)
 local ends = head[1] and head or redis.call('HMGET', KEYS[2], 'last', 'writer')
 if ends[1] == sequence and ends[2] == writer then
@@ -125,7 +125,7 @@ if after == '' then
     redis.call('HSETNX', KEYS[2], 'first', sequence)
     redis.call('HSET', KEYS[2], 'last', sequence, 'writer', writer)
 else
-    if tonumber(after) ~= last then return {0, last} end
+    if tonumber(after) ~= last or (head[1] and before ~= '' and before ~= ends[2]) then return {0, last} end
     if not head[1] then
         redis.call('HSET', KEYS[3], 'first', redis.call('HGET', KEYS[2], 'first') or sequence)
         redis.call('HSET', KEYS[2], 'first', '9007199254740991', 'last', '9007199254740991', 'writer', '')
@@ -358,21 +358,22 @@ class RedisRegistry:
         payload: bytes,
         rows: bytes,
         *,
-        after: int,
+        after: StreamEntry | None,
         publisher: str = "",
         token: int = 0,
         min_replicas: int = 0,
     ) -> None:
         """See `Registry.commit`. As durable as `appendfsync` and `min_replicas` make it, which are waited for."""
         check_stream(stream, sequence=sequence, payload=payload, rows=rows, after=after, publisher=publisher)
-        await self._append(stream, sequence, payload, str(after), rows, publisher, token, min_replicas=min_replicas)
+        expected = StreamEntry(0, b"") if after is None else after
+        await self._append(stream, sequence, payload, expected, rows, publisher, token, min_replicas=min_replicas)
 
     async def _append(
         self,
         stream: str,
         sequence: int,
         payload: bytes,
-        after: str = "",
+        after: StreamEntry | None = None,
         rows: bytes = b"",
         publisher: str = "",
         token: int = 0,
@@ -381,8 +382,10 @@ class RedisRegistry:
     ) -> None:
         keys = [*self._stream(stream), self._at("rows", stream, str(sequence))]
         # The same bytes are the same entry, whoever tries again.
-        writer = xxhash.xxh3_128_hexdigest(payload)
-        arguments: list[str | bytes | int] = [str(sequence), payload, writer, after, rows, publisher, token]
+        writer, expected = xxhash.xxh3_128_hexdigest(payload), ["", ""]
+        if after is not None:
+            expected = [str(after.sequence), xxhash.xxh3_128_hexdigest(after.payload) if after.payload else ""]
+        arguments: list[str | bytes | int] = [str(sequence), payload, writer, *expected, rows, publisher, token]
 
         def append() -> Any:
             pipeline = self._client.pipeline(transaction=False)
@@ -403,8 +406,8 @@ class RedisRegistry:
             raise StreamSequenceError(
                 f"{ends}format 1 is over"
                 if done
-                else f"{ends}{sequence} was to follow {after}"
-                if after
+                else f"{ends}{sequence} was to follow {after.sequence}"
+                if after is not None
                 else f"stream {stream}: sequence {sequence} after {int(last)}; {int(last) + 1} is next"
             )
         if reached < min_replicas:

@@ -112,17 +112,17 @@ class Registry(Protocol):
         payload: bytes,
         rows: bytes,
         *,
-        after: int,
+        after: StreamEntry | None,
         publisher: str = "",
         token: int = 0,
         min_replicas: int = 0,
     ) -> None:
         """Append an entry with bytes beside it, durably: both are there, or neither. `append` is refused from now on.
 
-        `after` is the stream's last number, 0 for none, and `sequence` a higher one; the last entry may be appended
-        again, which changes nothing. `rows` are for `read_rows`. Raises StreamSequenceError if the stream does not end
-        with `after`, PublisherSupersededError if this `publisher`, of a name, was given a higher token than this,
-        RegistryUnavailableError unless `min_replicas` of the registry have the entry as well.
+        `after` is the stream's last entry as the publisher saw it, None for none, without a payload if that is not
+        known any more; `sequence` is higher. The last entry may be appended again, which changes nothing. `rows` are
+        for `read_rows`. Raises StreamSequenceError if the stream does not end with `after`, PublisherSupersededError if
+        this `publisher`, of a name, was given a higher token, RegistryUnavailableError unless `min_replicas` have it.
         """
 
     async def next_token(self, stream: str, publisher: str) -> int:
@@ -196,7 +196,7 @@ def check_stream(
     sequence: int = 1,
     payload: bytes = b"",
     rows: bytes = b"",
-    after: int = 0,
+    after: StreamEntry | None = None,
     publisher: str = "",
     max_entries: int = 1,
     max_bytes: int = 1,
@@ -205,8 +205,9 @@ def check_stream(
     check_key(stream, "stream", value=max(payload, rows, key=len))
     if publisher and re.fullmatch(_PART, publisher) is None:
         raise RegistryRecordError(f"publisher {cut(repr(publisher))}: allowed is what a part of a key may be")
-    if not 0 <= after < sequence <= MAX_SEQUENCE:
-        raise StreamSequenceError(f"stream {stream}: sequence {sequence}; allowed is {after + 1} to {MAX_SEQUENCE}")
+    least = 1 if after is None else after.sequence + 1
+    if not least <= sequence <= MAX_SEQUENCE:
+        raise StreamSequenceError(f"stream {stream}: sequence {sequence}; allowed is {least} to {MAX_SEQUENCE}")
     if max_entries < 1 or max_bytes < 1:
         raise RegistryRecordError(
             f"stream {stream}: max_entries {max_entries}, max_bytes {max_bytes}; both must be at least 1"

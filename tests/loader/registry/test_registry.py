@@ -177,8 +177,14 @@ class Model:
     async def commit(self, stream, step, payload, rows, after):
         kept = self._stream(stream)
         end = kept.last if stream in self.streams else 0
-        sequence, after = max(kept.last + step, 1), max(end + after, 0)
-        write = self.registry.commit(stream, sequence, payload, rows, after=after)
+        sequence, after, known = max(kept.last + step, 1), max(end + after, 0), kept.entries[-1:]
+        payload_after = known[0][1] if known and after == end else b""
+        expected = StreamEntry(after, payload_after) if after else None
+        if known and kept.is_committed and after == end and sequence > end:
+            # The same number, but of another stream.
+            other = self.registry.commit(stream, sequence, payload, rows, after=StreamEntry(end, b"other entry"))
+            await refused(other, StreamSequenceError, f"ends with {end}")
+        write = self.registry.commit(stream, sequence, payload, rows, after=expected)
         if sequence <= after:
             await refused(write, StreamSequenceError, f"allowed is {after + 1} to")
         elif kept.entries and kept.entries[-1][:2] == (sequence, payload):
@@ -314,13 +320,17 @@ async def test_the_longest_value_is_stored(any_registry):
 async def test_a_publisher_that_began_again_supersedes_itself_and_nobody_else(any_registry):
     commit = partial(any_registry.commit, "a")
     before, other = await any_registry.next_token("a", "trainer"), await any_registry.next_token("a", "other")
-    await commit(1, b"1", b"", after=0, publisher="trainer", token=before)
+    await commit(1, b"1", b"", after=None, publisher="trainer", token=before)
     since = await any_registry.next_token("a", "trainer")
     assert 0 < before < other < since < await any_registry.next_token("a", "")
-    await commit(2, b"2", b"", after=1, publisher="other", token=other)
+    await commit(2, b"2", b"", after=StreamEntry(1, b"1"), publisher="other", token=other)
     message = f"'trainer' began again, with token {since}; {before} is superseded"
-    await refused(commit(3, b"3", b"", after=2, publisher="trainer", token=before), PublisherSupersededError, message)
-    await commit(3, b"3", b"", after=2, publisher="trainer", token=since)
+    await refused(
+        commit(3, b"3", b"", after=StreamEntry(2, b"2"), publisher="trainer", token=before),
+        PublisherSupersededError,
+        message,
+    )
+    await commit(3, b"3", b"", after=StreamEntry(2, b"2"), publisher="trainer", token=since)
     assert await any_registry.bounds("a") == StreamBounds(1, 3)
 
 
@@ -349,8 +359,9 @@ async def test_writers_of_one_registry_lose_no_write_and_share_no_lock(url):
                 revisions.append(await registry.put("counter", b"%d" % (value + 1), revision))
         while len(sequences) < 40:
             last = (await registry.bounds("stream")).last
+            after = StreamEntry(last, b"") if last else None
             with suppress(StreamSequenceError):
-                await registry.commit("stream", last + 1, b"%d" % writer, b"%d" % (last + 1), after=last)
+                await registry.commit("stream", last + 1, b"%d" % writer, b"%d" % (last + 1), after=after)
                 sequences.append(last + 1)
         for _ in range(40):
             while not await registry.acquire("lock", f"writer-{writer}", 60.0):

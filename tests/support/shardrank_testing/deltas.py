@@ -11,10 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.deltas.batch import DeltaBatch, encode_rows
-from loader.deltas.chain import Tail, encode_commit, entry_digest, partitions_of
+from loader.deltas.chain import (
+    NUM_PARTITIONS,
+    Commit,
+    Tail,
+    encode_commit,
+    entry_digest,
+    is_commit,
+    partitions_of,
+)
 from loader.description import ModelDescription
 from loader.registry.fleet import FleetRegistry, delta_stream
-from loader.registry.registry import Registry
+from loader.registry.registry import Registry, StreamEntry
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
@@ -81,6 +89,23 @@ def all_divisions(seed: int) -> DividedModel:
     features = [{"name": one["feature_names"][0], "side": "candidate"} for one in tables]
     model = {"model": MODEL, "tables": tables, "features": features, "dense_model": {"kind": "mlp"}}
     return divided_model(ModelDescription.model_validate(model), pruned=("item", "film"), seed=seed)
+
+
+async def read_entry(registry: Registry, stream: str, entry: StreamEntry, tail: Tail | None) -> tuple[DeltaBatch, Tail]:
+    """The whole delta of an entry of either format, checked to follow `tail`, if given, and where the stream ends."""
+    heads = {} if tail is None else tail.heads
+    if not is_commit(entry.payload):
+        batch = DeltaBatch.decode(entry.payload)
+        assert batch.sequence == entry.sequence
+        return batch, Tail(entry.sequence, entry_digest(entry.payload), heads)
+    commit = Commit.decode(entry.payload)
+    assert commit.sequence == entry.sequence
+    assert tail is None or (commit.previous, commit.predecessor) == (tail.sequence, tail.digest)
+    every = np.ones(NUM_PARTITIONS, np.bool_)
+    ranges = [(entry.sequence, *ends) for ends in commit.ranges(every)]
+    whole, digests = commit.decode_parts(every, await registry.read_rows(stream, ranges), heads)
+    assert whole is not None
+    return whole, Tail(entry.sequence, commit.digest, {**heads, **digests})
 
 
 async def register_version(registry: Registry, snapshot: Snapshot) -> None:
