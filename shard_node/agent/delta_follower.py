@@ -211,9 +211,6 @@ class DeltaFollower:
             if error.kind in ("delta_fork", "delta_gap"):
                 raise
             return self._config.retry_s
-        if self._silent:
-            logger.info("%s: the registry answers again", self._where)
-            self._silent = False
         if refused and not self._position.snapshot().reason:
             logger.info("%s: deltas are applied again", self._where)
         return pause_s
@@ -224,6 +221,9 @@ class DeltaFollower:
         await self._check_end()
         looked_at, after = self._clock(), self._position.sequence
         entries = await self._registry.read(self._stream, after, config.max_entries, config.max_bytes)
+        if self._silent:
+            logger.info("%s: the registry answers again", self._where)
+            self._silent = False
         self._position.seen(entries[-1].sequence if entries else after, looked_at)
         if not entries:
             return config.poll_s
