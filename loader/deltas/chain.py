@@ -1,8 +1,8 @@
 """Encode deltas of format 2: a commit that names its predecessor, and beside it the rows, by partition.
 
-A row's partition is its bucket's place in 256 equal ranges of its table's buckets, so that a shard's followers read the
-parts they hold and no others. Each part names the last part of its partition as well. What lies where is documented in
-docs/deltas.md. Numbers are little-endian; a digest is XXH3-128.
+A row's partition follows from its bucket, so that a shard's followers read the parts they hold and no others. Each part
+names the last part of its partition as well. What lies where is documented in docs/deltas.md. Numbers are
+little-endian; a digest is XXH3-128.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ _COMMIT_START = len(MAGIC) + DIGEST_BYTES
 _PART_START = DIGEST_BYTES + _PART.size
 PART_BYTES: Final = _PART_START
 """Bytes of a part beside its rows and row numbers."""
+_REMAINDERS = np.arange(240)
+# The remainder of 16 with its bits reversed, then those of 3 and 5.
+_REVERSED = np.array([0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15])
+_MIXED_PARTITION: Final = 15 * _REVERSED.take(_REMAINDERS % 16) + 5 * (_REMAINDERS % 3) + _REMAINDERS % 5
 Heads = Mapping[int, bytes]
 """The digest of the last part of each partition that has one."""
 Partitions = npt.NDArray[np.bool_]
@@ -49,7 +53,20 @@ Partitions = npt.NDArray[np.bool_]
 def partitions_of(table: TableSpec, rows: Int64Array) -> npt.NDArray[np.uint8]:
     """Return the partition of each row of a table, uint8 [n]."""
     buckets = RowBuckets.of(table)
-    return (buckets.of_rows(rows) * NUM_PARTITIONS // buckets.count).astype(np.uint8)
+    return partition_of_bucket(buckets).take(buckets.of_rows(rows))
+
+
+def partition_of_bucket(buckets: RowBuckets) -> npt.NDArray[np.uint8]:
+    """Return the partition of each bucket of a table, uint8 [buckets].
+
+    In `range` order that is the bucket. Mixed buckets are dealt to S shards by their remainder of S: those that share a
+    partition have one remainder of 240, so each partition is of one shard for every S that divides 240, and a shard's
+    are neighbours if S is 2, 4, 8 or 16. The last 16 partitions stay empty.
+    """
+    numbers = np.arange(buckets.count)
+    return (numbers if buckets.seed is None else _MIXED_PARTITION.take(numbers % _MIXED_PARTITION.size)).astype(
+        np.uint8
+    )
 
 
 def is_commit(payload: bytes) -> bool:

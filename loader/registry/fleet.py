@@ -249,6 +249,7 @@ class VersionReport(VersionStatus):
         golden_tolerance: what the manifest allows.
         delta_sequence: the last delta that is applied, contained ones included.
         delta_published_at: when that was published, in seconds since the epoch; None if none was applied.
+        forked: its rows are of deltas that the stream does not have; they are about to be replaced.
         dense_step: of the newest dense weights that may answer, 0 for the snapshot's.
         dense_refused: which step is refused, and why; "" if none was refused since.
     """
@@ -259,6 +260,7 @@ class VersionReport(VersionStatus):
     memory_tiers: dict[str, int] = Field(default_factory=dict)
     hot: HotReport | None = None
     delta_published_at: float | None = None
+    forked: bool = False
     stats: VersionStats | None = None
 
 

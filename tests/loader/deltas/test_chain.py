@@ -19,6 +19,7 @@ from loader.deltas.chain import (
     encode_commit,
     entry_digest,
     is_commit,
+    partition_of_bucket,
     partitions_of,
 )
 from loader.errors import DeltaError, DeltaFormatError
@@ -43,13 +44,18 @@ def read(commit, beside, partitions, heads):
     return commit.decode_parts(partitions, pieces, heads)
 
 
-@pytest.mark.parametrize("table", ["int8", "int4"])  # in range and in mixed order
-def test_a_partition_is_a_range_of_buckets(table):
-    of_table = next(one for one in SPEC.tables if one.name == table)
-    buckets, rows = RowBuckets.of(of_table), np.arange(of_table.num_embeddings)
-    expected = buckets.of_rows(rows) // (buckets.count // NUM_PARTITIONS)
-    np.testing.assert_array_equal(partitions_of(of_table, rows), expected)
-    assert len(np.unique(expected)) > 100
+def test_a_partition_is_of_one_shard():
+    in_range, mixed = (RowBuckets.of(table) for table in SPEC.tables[:2])
+    np.testing.assert_array_equal(partition_of_bucket(in_range), np.arange(256))
+    partitions, numbers = partition_of_bucket(mixed), np.arange(mixed.count)
+    assert np.unique(partitions).tolist() == list(range(240))
+    for num_shards in (2, 3, 4, 5, 6, 8, 10, 12, 15, 16, 24, 48):
+        read = [np.unique(partitions[numbers % num_shards == shard]) for shard in range(num_shards)]
+        assert sum(map(len, read)) == 240, num_shards
+        if num_shards in (2, 4, 8, 16):
+            assert all(of_shard[-1] - of_shard[0] == len(of_shard) - 1 for of_shard in read)
+    rows = np.arange(5000)
+    np.testing.assert_array_equal(partitions_of(SPEC.tables[1], rows), partitions[mixed.of_rows(rows)])
 
 
 @given(
