@@ -45,7 +45,7 @@ from loader.errors import (
 )
 from loader.registry import open_registry
 from loader.registry.fleet import DenseStep, FleetRegistry, delta_stream, parse_record
-from loader.registry.registry import MAX_VALUE_BYTES, Registry, StreamEntry
+from loader.registry.registry import MAX_VALUE_BYTES, Publisher, Registry, StreamEntry
 from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import stream_end
@@ -111,7 +111,7 @@ class AsyncDeltaPublisher:
         self._model, self._base_version = model, base_version
         self._store = None if store is None else open_store(store)
         self._max_stream_entries, self._given_bytes = max_stream_entries, max_stream_bytes
-        self._name, self._min_replicas, self._retry_s = name, min_replicas, retry_s
+        self._by, self._retry_s = Publisher(name, 0, min_replicas), retry_s
         self._clock, self._monotonic, self._sleep = clock, monotonic, sleep
         self._lock = asyncio.Lock()
         # Of the version, once it is open.
@@ -126,7 +126,6 @@ class AsyncDeltaPublisher:
         self._sequence = 0
         self._last: StreamEntry | None = None
         self._tail = Tail()
-        self._token = 0
         # An upper bound of the stream's bytes, and their limit; inf until they were measured.
         self._stream_bytes = self._max_stream_bytes = math.inf
         # Number and digest of each delta that this publisher has appended, and those that were lost, until it is told.
@@ -290,19 +289,13 @@ class AsyncDeltaPublisher:
             # The same bytes for the same number: an append that is repeated then differs from another publisher's.
             numbered, after = replace(batch, sequence=self._sequence + 1), self._last
             if await self._begin_format_2():
-                payload, rows, tail = encode_commit(numbered, partitions, self._tail, self._token)
-                work = self._fleet.registry.commit(
-                    *(self._stream, numbered.sequence, payload, rows),
-                    after=after,
-                    publisher=self._name,
-                    token=self._token,
-                    min_replicas=self._min_replicas,
-                )
+                payload, rows, tail = encode_commit(numbered, partitions, self._tail, self._by.token)
+                entry = StreamEntry(tail.sequence, payload)
+                work = self._fleet.registry.commit(self._stream, entry, rows, after, self._by)
             else:
-                payload = numbered.encode()
-                tail = Tail(numbered.sequence, entry_digest(payload))
-                work = self._fleet.registry.append(self._stream, numbered.sequence, payload)
-            entry = StreamEntry(numbered.sequence, payload)
+                entry = StreamEntry(numbered.sequence, numbered.encode())
+                tail = Tail(entry.sequence, entry_digest(entry.payload))
+                work = self._fleet.registry.append(self._stream, entry.sequence, entry.payload)
             try:
                 await work
             except StreamSequenceError:
@@ -324,7 +317,7 @@ class AsyncDeltaPublisher:
 
         Raises DeltaError if the next number is not the one that format 1 needs.
         """
-        if not self._token:
+        if not self._by.token:
             has_begun = self._last is not None and is_commit(self._last.payload)
             if not has_begun and any(node.delta_format < FORMAT for node in await self._fleet.nodes()):
                 if self._last is not None and self._sequence > self._last.sequence:
@@ -335,7 +328,8 @@ class AsyncDeltaPublisher:
                         kind="delta_gap",
                     )
                 return False
-            self._token = await self._fleet.registry.next_token(self._stream, self._name)
+            token = await self._fleet.registry.next_token(self._stream, self._by.name)
+            self._by = self._by._replace(token=token)
         return True
 
     async def _opened(self) -> ModelSpec:

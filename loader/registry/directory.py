@@ -40,7 +40,18 @@ from loader.errors import (
     RegistryUnavailableError,
     StreamSequenceError,
 )
-from loader.registry.registry import MAX_SEQUENCE, Entry, StreamBounds, StreamEntry, check_key, check_stream
+from loader.registry.registry import (
+    ANYBODY,
+    MAX_SEQUENCE,
+    Entry,
+    Publisher,
+    StreamBounds,
+    StreamEntry,
+    check_entry,
+    check_key,
+    check_publisher,
+    check_stream,
+)
 from loader.snapshot.store import fsync_path, make_folders, replace_file, try_lock
 
 _SUFFIX: Final = "="
@@ -134,6 +145,10 @@ class _Area:
         if self._durable:
             self.files.sync(path.parent)
 
+    def number(self, name: str) -> int:
+        content = self.files.read(self.path / name) or b""
+        return int(content) if content.isdigit() else 0
+
     def file_of(self, key: str) -> Path:
         return self.path / f"{key}{_SUFFIX}"
 
@@ -175,12 +190,16 @@ class _Stream(_Area):
         folder = self.path if block is None else self.path / f"{block:020d}"
         return sorted(int(name) for name in self.files.names(folder) if name.isdigit())
 
+    @property
+    def head(self) -> Path:
+        return self.path / "head"
+
     def rows(self, sequence: int) -> Path:
         return self.entry(sequence).with_suffix(".rows")
 
     def ends(self) -> StreamBounds:
         """Return the first number that is kept, and the last when that was written."""
-        content = self.files.read(self.path / "head") or self.files.read(self.path / "ends")
+        content = self.files.read(self.head) or self.files.read(self.path / "ends")
         if content is None:
             return StreamBounds(0, 0)
         numbers = content.split()
@@ -201,9 +220,8 @@ class _Stream(_Area):
             return StreamBounds(ends.last + 1, ends.last) if ends.last else StreamBounds(0, 0)
         return StreamBounds(lowest[0], max(highest[-1], ends.last))
 
-    def token(self, name: str) -> int:
-        content = self.files.read(self.path / name) or b"0"
-        return int(content) if content.isdigit() else 0
+    def ends_with(self, last: int, entry: StreamEntry) -> bool:
+        return last == entry.sequence and self.files.read(self.entry(last)) == entry.payload
 
     def drop_below(self, first: int) -> None:
         for block in self.numbers():
@@ -271,12 +289,10 @@ class DirectoryRegistry:
         with self._keys.locked():
             self._entry(key, expected_revision)
             # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
-            path = self._keys.path / "~revision"
-            last = self._files.read(path) or b""
-            given = max(expected_revision, int(last) if last.isdigit() else 0)
+            given = max(expected_revision, self._keys.number("~revision"))
             revision = max(given + 1, int(self._clock() * 1e6))
             # Not durable: if it is lost, the clock goes on.
-            self._keys.write(path, b"%d" % revision, durable=False)
+            self._keys.write(self._keys.path / "~revision", b"%d" % revision, durable=False)
             self._keys.write(self._keys.file_of(key), b"%d\n%b" % (revision, value))
             return revision
 
@@ -335,59 +351,50 @@ class DirectoryRegistry:
 
     @_in_thread
     def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        entries = self._stream(check_stream(stream, sequence=sequence, payload=payload))
+        check_entry(stream, entry := StreamEntry(sequence, payload))
+        entries = self._stream(stream)
         with entries.locked():
             last = entries.bounds().last
-            if last == sequence and self._files.read(entries.entry(sequence)) == payload:
+            if entries.ends_with(last, entry):
                 return
-            if self._files.read(entries.path / "head") is not None:
+            if self._files.read(entries.head) is not None:
                 raise StreamSequenceError(f"stream {stream} ends with {last}: format 1 is over")
             if last and sequence != last + 1:
-                raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {last}; {last + 1} is next")
+                raise StreamSequenceError(f"stream {stream} ends with {last}: {sequence} was to follow {sequence - 1}")
             entries.write(entries.entry(sequence), payload)
 
     @_in_thread
     def commit(
-        self,
-        stream: str,
-        sequence: int,
-        payload: bytes,
-        rows: bytes,
-        *,
-        after: StreamEntry | None,
-        publisher: str = "",
-        token: int = 0,
-        min_replicas: int = 0,
+        self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
     ) -> None:
-        check_stream(stream, sequence=sequence, payload=payload, rows=rows, after=after, publisher=publisher)
-        if min_replicas:
-            raise RegistryRecordError(f"min_replicas {min_replicas}: registry {self.name} has none; only Redis has")
+        check_entry(stream, entry, rows, after)
+        if by.min_replicas:
+            raise RegistryRecordError(f"min_replicas {by.min_replicas}: registry {self.name} has none; only Redis has")
         entries = self._stream(stream)
         with entries.locked():
-            last = entries.bounds().last
-            if last == sequence and self._files.read(entries.entry(sequence)) == payload:
+            last, expected = entries.bounds().last, after or StreamEntry(0, b"")
+            if entries.ends_with(last, entry):
                 return
-            if publisher and (given := entries.token(f"token-{publisher}")) > token:
-                raise PublisherSupersededError(
-                    f"stream {stream}: publisher {publisher!r} began again, with token {given}; {token} is superseded"
-                )
-            expected = 0 if after is None else after.sequence
-            if last != expected or (after and after.payload not in (b"", self._files.read(entries.entry(last)))):
-                raise StreamSequenceError(f"stream {stream} ends with {last}: {sequence} was to follow {expected}")
-            if self._files.read(entries.path / "head") is None:
-                first = entries.ends().first
-                entries.write(entries.path / "head", b"%d %d" % (first, last))
+            if by.name and (given := entries.number(f"token-{by.name}")) > by.token:
+                superseded = f"began again, with token {given}; {by.token} is superseded"
+                raise PublisherSupersededError(f"stream {stream}: publisher {by.name!r} {superseded}")
+            if last != expected.sequence or (expected.payload and not entries.ends_with(last, expected)):
+                follows = f"{entry.sequence} was to follow {expected.sequence}"
+                raise StreamSequenceError(f"stream {stream} ends with {last}: {follows}")
+            if self._files.read(entries.head) is None:
+                entries.write(entries.head, b"%d %d" % (entries.ends().first, last))
                 entries.write(entries.path / "ends", b"%d %d" % (MAX_SEQUENCE, MAX_SEQUENCE))
-            entries.write(entries.rows(sequence), rows)
-            entries.write(entries.entry(sequence), payload)
+            entries.write(entries.rows(entry.sequence), rows)
+            entries.write(entries.entry(entry.sequence), entry.payload)
 
     @_in_thread
     def next_token(self, stream: str, publisher: str) -> int:
-        entries = self._stream(check_stream(stream, publisher=publisher))
+        entries = self._stream(stream)
+        names = {"token", f"token-{check_publisher(publisher)}" if publisher else "token"}
         with entries.locked():
             # As high as the time: above all that were given before the folder was emptied.
-            token = max(entries.token("token") + 1, int(self._clock() * 1e6))
-            for name in ("token", *([f"token-{publisher}"] if publisher else [])):
+            token = max(entries.number("token") + 1, int(self._clock() * 1e6))
+            for name in names:
                 entries.write(entries.path / name, b"%d" % token)
         return token
 
@@ -445,8 +452,8 @@ class DirectoryRegistry:
             if now.last == 0:
                 return
             first = max(now.first, min(before, now.last + 1))
-            is_new = self._files.read(entries.path / "head") is not None
-            entries.write(entries.path / ("head" if is_new else "ends"), b"%d %d" % (first, now.last))
+            path = entries.path / "ends" if self._files.read(entries.head) is None else entries.head
+            entries.write(path, b"%d %d" % (first, now.last))
             entries.drop_below(first)
 
     async def close(self) -> None:

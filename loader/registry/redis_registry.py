@@ -54,7 +54,18 @@ from loader.errors import (
     StreamSequenceError,
     cut,
 )
-from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream, without_password
+from loader.registry.registry import (
+    ANYBODY,
+    Entry,
+    Publisher,
+    StreamBounds,
+    StreamEntry,
+    check_entry,
+    check_key,
+    check_publisher,
+    check_stream,
+    without_password,
+)
 
 _TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _OPTIONS: Final = ("fleet", "password_file", "sentinel_password_file", *_TLS_FILES, "sentinel_user")
@@ -348,77 +359,53 @@ class RedisRegistry:
 
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
         """See `Registry.append`. As durable as `appendfsync` makes it."""
-        check_stream(stream, sequence=sequence, payload=payload)
-        await self._append(stream, sequence, payload)
+        await self._append(stream, StreamEntry(sequence, payload), ["", ""])
 
     async def commit(
-        self,
-        stream: str,
-        sequence: int,
-        payload: bytes,
-        rows: bytes,
-        *,
-        after: StreamEntry | None,
-        publisher: str = "",
-        token: int = 0,
-        min_replicas: int = 0,
+        self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
     ) -> None:
-        """See `Registry.commit`. As durable as `appendfsync` and `min_replicas` make it, which are waited for."""
-        check_stream(stream, sequence=sequence, payload=payload, rows=rows, after=after, publisher=publisher)
-        expected = StreamEntry(0, b"") if after is None else after
-        await self._append(stream, sequence, payload, expected, rows, publisher, token, min_replicas=min_replicas)
+        """See `Registry.commit`. As durable as `appendfsync` and replicas that are waited for make it."""
+        check_entry(stream, entry, rows, after)
+        last = after or StreamEntry(0, b"")
+        expected = [str(last.sequence), xxhash.xxh3_128_hexdigest(last.payload) if last.payload else ""]
+        await self._append(stream, entry, expected, rows, by)
 
     async def _append(
-        self,
-        stream: str,
-        sequence: int,
-        payload: bytes,
-        after: StreamEntry | None = None,
-        rows: bytes = b"",
-        publisher: str = "",
-        token: int = 0,
-        *,
-        min_replicas: int = 0,
+        self, stream: str, entry: StreamEntry, expected: list[str], rows: bytes = b"", by: Publisher = ANYBODY
     ) -> None:
-        keys = [*self._stream(stream), self._at("rows", stream, str(sequence))]
+        check_entry(stream, entry)
+        keys = [*self._stream(stream), self._at("rows", stream, str(entry.sequence))]
         # The same bytes are the same entry, whoever tries again.
-        writer, expected = xxhash.xxh3_128_hexdigest(payload), ["", ""]
-        if after is not None:
-            expected = [str(after.sequence), xxhash.xxh3_128_hexdigest(after.payload) if after.payload else ""]
-        arguments: list[str | bytes | int] = [str(sequence), payload, writer, *expected, rows, publisher, token]
+        writer = xxhash.xxh3_128_hexdigest(entry.payload)
+        arguments = [str(entry.sequence), entry.payload, writer, *expected, rows, by.name, by.token]
 
-        def append() -> Any:
+        async def append() -> Any:
+            # On one connection, since what is waited for is what that one wrote.
             pipeline = self._client.pipeline(transaction=False)
             pipeline.eval(_APPEND, len(keys), *keys, *arguments)
-            pipeline.execute_command("WAIT", min_replicas, REPLICAS_TIMEOUT_MS)
-            return pipeline.execute()
+            pipeline.execute_command("WAIT", by.min_replicas, REPLICAS_TIMEOUT_MS)
+            ends, reached = await pipeline.execute(raise_on_error=False)
+            # Raised by the pipeline it would begin with the whole script.
+            if isinstance(ends, RedisError):
+                raise ends
+            return *ends, reached
 
-        if min_replicas:
-            (done, last), reached = await self._run(append)
-        else:
-            (done, last), reached = await self._script(_APPEND, keys, arguments), 0
+        done, last, reached = await self._run(append)
         if done == -1:
-            raise PublisherSupersededError(
-                f"stream {stream}: publisher {publisher!r} began again, with token {int(last)}; {token} is superseded"
-            )
+            superseded = f"began again, with token {int(last)}; {by.token} is superseded"
+            raise PublisherSupersededError(f"stream {stream}: publisher {by.name!r} {superseded}")
         if done < 1:
-            ends = f"stream {stream} ends with {int(last)}: "
-            raise StreamSequenceError(
-                f"{ends}format 1 is over"
-                if done
-                else f"{ends}{sequence} was to follow {after.sequence}"
-                if after is not None
-                else f"stream {stream}: sequence {sequence} after {int(last)}; {int(last) + 1} is next"
-            )
-        if reached < min_replicas:
+            follows = f"{entry.sequence} was to follow {expected[0] or entry.sequence - 1}"
+            problem = "format 1 is over" if done else follows
+            raise StreamSequenceError(f"stream {stream} ends with {int(last)}: {problem}")
+        if reached < by.min_replicas:
             raise RegistryUnavailableError(
-                f"registry {self.name}: {stream} {sequence} is on {reached} replicas of Redis, min_replicas is "
-                f"{min_replicas}"
+                f"registry {self.name}: {stream} {entry.sequence} is on {reached} replicas of Redis, min_replicas is "
+                f"{by.min_replicas}"
             )
 
     async def next_token(self, stream: str, publisher: str) -> int:
-        check_stream(stream, publisher=publisher)
-        return int(await self._script(_TOKEN, self._stream(stream)[2:], [publisher]))
+        return int(await self._script(_TOKEN, self._stream(check_stream(stream))[2:], [check_publisher(publisher)]))
 
     async def read_rows(self, stream: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
         at = self._at("rows", check_stream(stream), "")

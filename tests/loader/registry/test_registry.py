@@ -7,7 +7,6 @@ import itertools
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -23,7 +22,7 @@ from loader.errors import (
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.memory import MemoryRegistry
-from loader.registry.registry import MAX_VALUE_BYTES, StreamBounds, StreamEntry
+from loader.registry.registry import MAX_VALUE_BYTES, Publisher, StreamBounds, StreamEntry
 from shardrank_testing.registries import every_call, with_open
 
 WAIT_S = 60.0
@@ -167,7 +166,7 @@ class Model:
         write = self.registry.append(stream, sequence, payload)
         repeated = kept.entries[-1:] == [(sequence, payload, b"")]
         if stream in self.streams and not repeated and (sequence != kept.last + 1 or kept.is_committed):
-            message = "format 1 is over" if kept.is_committed else f"sequence {sequence} after {kept.last}; "
+            message = "format 1 is over" if kept.is_committed else f"{sequence} was to follow {sequence - 1}"
             await refused(write, StreamSequenceError, message)
             return
         await write
@@ -179,12 +178,12 @@ class Model:
         end = kept.last if stream in self.streams else 0
         sequence, after, known = max(kept.last + step, 1), max(end + after, 0), kept.entries[-1:]
         payload_after = known[0][1] if known and after == end else b""
-        expected = StreamEntry(after, payload_after) if after else None
+        expected, entry = StreamEntry(after, payload_after) if after else None, StreamEntry(sequence, payload)
         if known and kept.is_committed and after == end and sequence > end:
             # The same number, but of another stream.
-            other = self.registry.commit(stream, sequence, payload, rows, after=StreamEntry(end, b"other entry"))
+            other = self.registry.commit(stream, entry, rows, StreamEntry(end, b"other entry"))
             await refused(other, StreamSequenceError, f"ends with {end}")
-        write = self.registry.commit(stream, sequence, payload, rows, after=expected)
+        write = self.registry.commit(stream, entry, rows, expected)
         if sequence <= after:
             await refused(write, StreamSequenceError, f"allowed is {after + 1} to")
         elif kept.entries and kept.entries[-1][:2] == (sequence, payload):
@@ -318,19 +317,15 @@ async def test_the_longest_value_is_stored(any_registry):
 
 
 async def test_a_publisher_that_began_again_supersedes_itself_and_nobody_else(any_registry):
-    commit = partial(any_registry.commit, "a")
     before, other = await any_registry.next_token("a", "trainer"), await any_registry.next_token("a", "other")
-    await commit(1, b"1", b"", after=None, publisher="trainer", token=before)
+    first, second, third = (StreamEntry(number, b"%d" % number) for number in (1, 2, 3))
+    await any_registry.commit("a", first, b"", None, Publisher("trainer", before))
     since = await any_registry.next_token("a", "trainer")
     assert 0 < before < other < since < await any_registry.next_token("a", "")
-    await commit(2, b"2", b"", after=StreamEntry(1, b"1"), publisher="other", token=other)
-    message = f"'trainer' began again, with token {since}; {before} is superseded"
-    await refused(
-        commit(3, b"3", b"", after=StreamEntry(2, b"2"), publisher="trainer", token=before),
-        PublisherSupersededError,
-        message,
-    )
-    await commit(3, b"3", b"", after=StreamEntry(2, b"2"), publisher="trainer", token=since)
+    await any_registry.commit("a", second, b"", first, Publisher("other", other))
+    late = any_registry.commit("a", third, b"", second, Publisher("trainer", before))
+    await refused(late, PublisherSupersededError, f"'trainer' began again, with token {since}; {before} is superseded")
+    await any_registry.commit("a", third, b"", second, Publisher("trainer", since))
     assert await any_registry.bounds("a") == StreamBounds(1, 3)
 
 
@@ -361,7 +356,7 @@ async def test_writers_of_one_registry_lose_no_write_and_share_no_lock(url):
             last = (await registry.bounds("stream")).last
             after = StreamEntry(last, b"") if last else None
             with suppress(StreamSequenceError):
-                await registry.commit("stream", last + 1, b"%d" % writer, b"%d" % (last + 1), after=after)
+                await registry.commit("stream", StreamEntry(last + 1, b"%d" % writer), b"%d" % (last + 1), after)
                 sequences.append(last + 1)
         for _ in range(40):
             while not await registry.acquire("lock", f"writer-{writer}", 60.0):
