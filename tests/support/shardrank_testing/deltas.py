@@ -219,7 +219,7 @@ class StreamWriter:
             if number >= begin and entry.rows is None:
                 await registry.append(stream, put.sequence, put.payload)
             elif number >= begin:
-                await registry.commit(stream, put.sequence, put.payload, entry.rows, after=before)
+                await registry.commit(stream, put, entry.rows, before)
             before = put
 
 
