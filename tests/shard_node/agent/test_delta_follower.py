@@ -31,7 +31,9 @@ from loader.registry.memory import MemoryRegistry
 from loader.registry.registry import StreamBounds, StreamEntry
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
+from router.plan import Plan
 from shard_node.agent.delta_follower import FollowerConfig, Followers, catch_up
+from shard_node.engine.loading import load_tables
 from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
@@ -46,8 +48,8 @@ from shardrank_testing.deltas import (
     stored_rows,
 )
 from shardrank_testing.errors import raises_kind
-from shardrank_testing.registries import REGISTRY_KINDS, registry_of
-from shardrank_testing.snapshots import random_rows, random_tables, with_slices
+from shardrank_testing.registries import REGISTRY_KINDS, redis_server, registry_of
+from shardrank_testing.snapshots import model_of, random_rows, random_tables, table_of, with_slices
 
 SPEC = delta_spec(rows=300)
 STREAM = delta_stream(MODEL, 1)
@@ -311,15 +313,16 @@ class ChainModel:
         self.base = self.state = random_tables(SPEC, 5)
         self.snapshot, self.last_delta = snapshot, 0
         self.writer, self.applied = StreamWriter(SPEC), list[bytes]()
-        self.highest = 0
+        self.highest = self.first_format = 0
         self.tables = deltas.load_version(snapshot)
 
     def write(self, gap: int, *, knows_all: bool) -> None:
-        """Add a delta, of a number that was lost unless the publisher `knows_all`; of format 1 while that can be."""
+        """Add a delta, of format 1 while that can be, then of a number that was lost unless it `knows_all`."""
         entries = self.writer.entries
         form = 1 if len(entries) == self.highest < 3 and not any(each.rows for each in entries) else 2
-        number = max(self.writer.last, self.last_delta, self.highest if knows_all or form == 1 else 0) + 1
+        number = max(self.writer.last, self.last_delta, self.highest if knows_all else self.first_format) + 1
         number += gap if form == 2 else 0
+        self.first_format += form == 1
         rng = np.random.default_rng([number, len(entries), self.highest])
         rows = rng.choice(300, 20, replace=False)
         self.writer.write("int8", rows, random_rows(rng, 20, 4), number, form)
@@ -415,6 +418,43 @@ async def test_lost_deltas_still_count_as_missing(scene):
         await scene.caught_up()
         await until(lambda: scene.position.snapshot().fresh_at > 2e9)
         assert scene.position.snapshot().lag == 0
+
+
+async def test_followers_of_many_shards_read_as_much_as_of_few(tmp_path):
+    """What Redis sends to the followers of all shards does not grow with their number."""
+    spec = model_of([table_of("item", 20_000, 16, bucketing="mixed"), table_of("user", 5000, 16)], MODEL)
+    state, rng = random_tables(spec, 5), np.random.default_rng(1)
+    snapshot = export_state(tmp_path / "store", spec, state, 1)
+    with redis_server(tmp_path) as server:
+        registry = open_registry(server.url)
+        await deltas.register_version(registry, snapshot)
+        publisher = AsyncDeltaPublisher(registry, MODEL, 1)
+        for number in range(10):
+            table = spec.tables[number % 2]
+            rows = rng.integers(0, table.num_embeddings, 4000)
+            state[table.name][rows] = values = random_rows(rng, rows.size, 16)[np.unique(rows, return_inverse=True)[1]]
+            last = await publisher.publish(table.name, rows, values)
+        sent = {}
+        for num_shards in (1, 2, 4, 8):
+            plan = Plan.make(spec, num_shards=num_shards, replicate_bytes=0)
+            total = np.zeros_like(encoded(spec.tables[0], state["item"]))
+            before = await output_bytes(registry)
+            for shard in range(num_shards):
+                tables = load_tables(snapshot, plan.partition(shard), plan.digest)
+                await deltas.follow(registry, snapshot, tables).run(until=last)
+                total += stored_rows(tables.engine, "item")
+                tables.close()
+            sent[num_shards] = await output_bytes(registry) - before
+            np.testing.assert_array_equal(total, encoded(spec.tables[0], state["item"]))
+        await registry.close()
+    for num_shards in (2, 4, 8):
+        assert sent[num_shards] < 1.25 * sent[1], sent
+
+
+async def output_bytes(registry) -> int:
+    """What Redis has sent so far."""
+    information = await registry._command("INFO", "stats")
+    return int(information["total_net_output_bytes"])
 
 
 async def test_a_cancelled_follower_finishes_the_delta_it_writes(scene):
