@@ -286,13 +286,15 @@ def _read_partitions(tables: FollowedRows) -> dict[str, Partitions]:
     layout, read = tables.engine.layout, dict[str, Partitions]()
     for table, slices in layout.slices.items():
         buckets = RowBuckets.of(layout.tables[slices[0]])
-        here = np.ones(buckets.count, np.bool_)
+        is_local = np.ones(buckets.count, np.bool_)
         if tables.partition is not None:
-            here = np.logical_or.reduce([tables.partition.card_of_bucket[number] >= 0 for number in slices])
+            is_local = np.logical_or.reduce([tables.partition.card_of_bucket[number] >= 0 for number in slices])
             if len(slices) > 1 and buckets.seed is not None:
-                here[:] = here.any()  # Each slice mixes rows in its way, and a part has rows of all buckets of a slice.
+                is_local[:] = (
+                    is_local.any()
+                )  # Each slice mixes its rows by its name, and a part has rows of all slices.
         read[table] = np.zeros(NUM_PARTITIONS, np.bool_)
-        read[table][partition_of_bucket(buckets)[here]] = True
+        read[table][partition_of_bucket(buckets)[is_local]] = True
     return read
 
 

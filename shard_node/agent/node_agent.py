@@ -8,6 +8,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -304,8 +305,8 @@ class NodeActions:
         nodes = {node.node_id: node for node in await self._fleet.nodes()}
         if (this := nodes.pop(self._config.node_id, None)) is None:
             return False
-        place = this.kind, this.num_shards, this.shard_index
-        replicas = [node for node in nodes.values() if (node.kind, node.num_shards, node.shard_index) == place]
+        shard = attrgetter("kind", "num_shards", "shard_index")
+        replicas = [node for node in nodes.values() if shard(node) == shard(this)]
         reports = [(node.node_id, report) for node in replicas if (report := node.report(model, version)) is not None]
         if any(report.state in ("waiting", "staging", "draining") for _, report in reports):
             return False
