@@ -33,7 +33,7 @@ from shard_node.access_counts import TABLE_SHIFT
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.engine.memory import RowMemory
-from shard_node.node import DeltaPosition, ServedVersion
+from shard_node.node import DeltaPosition
 from shard_node.split import split
 
 logger = logging.getLogger(__name__)
@@ -233,10 +233,15 @@ class HotRowsKeeper:
     async def _check_sequence(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> int:
         """Return the last delta that a node of each shard has.
 
-        Raises HotRowsError if a shard has no node with the version, or deltas are applied that are not followed here.
+        Raises HotRowsError if a shard has no node with the version, or a forked one, or deltas are applied that are not
+        followed here.
         """
         reached: list[int] = []
-        for shard, served in enumerate(await self._served(shards)):
+        key = (self._model, self._version)
+        for shard, infos in enumerate(await asyncio.gather(*(shard.infos() for shard in shards))):
+            served = [each for _, info in infos for each in info.versions if (each.model, each.version) == key]
+            if any(each.forked for each in served):
+                raise HotRowsError(f"{self._name}: row updates of a node have forked, and it may have been read from")
             if not served:
                 raise HotRowsError(f"{self._name}: no node of shard {shard} that answers has the version")
             reached.append(max(each.delta_sequence for each in served))
@@ -247,16 +252,6 @@ class HotRowsKeeper:
                 )
         return min(reached)
 
-    async def _served(self, shards: Sequence[ReplicatedShard]) -> list[list[ServedVersion]]:
-        """Return what nodes of each shard have of the version. Raises HotRowsError if their stream of deltas forked."""
-        infos = await asyncio.gather(*(shard.infos() for shard in shards))
-        key = (self._model, self._version)
-        versions = [[each for _, info in of_shard for each in info.versions] for of_shard in infos]
-        served = [[each for each in of_shard if (each.model, each.version) == key] for of_shard in versions]
-        if any(each.forked for of_shard in served for each in of_shard):
-            raise HotRowsError(f"{self._name}: row updates of a node have forked, and it may have been read from")
-        return served
-
     async def _report_often(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> None:
         """Report the tier, and check that no node's rows forked or, where there is no registry, change."""
         names = tuple(table.name for table in self._plan.layout.tables)
@@ -265,11 +260,8 @@ class HotRowsKeeper:
             size = hot.keys.size, hot.size_bytes
             self._on_status(HotStatus(self._model, self._version, names, *size, sequence, *self.rows.counts()))
             await asyncio.sleep(STATUS_EVERY_S)
-            if not follows:
-                await self._check_sequence(shards, follows=False)
-            else:
-                with suppress(UnavailableError):
-                    await self._served(shards)
+            with suppress(UnavailableError):
+                await self._check_sequence(shards, follows=follows)
 
     async def _choose(self, shards: Sequence[ReplicatedShard]) -> None:
         """Hold the first rows; then, if this tier learns, those with the most lookups in the last epochs."""

@@ -51,7 +51,10 @@ _COUNTERS = {
         "Values that kernels found to name no row of their table, or one that is on no card; pooled as zeros.",
         (*_NODE, "reason"),
     ),
-    "delta_forks": ("Times that a node's deltas were not those of their stream any more: its rows are replaced.", _NODE),
+    "delta_forks": (
+        "Times that a node's deltas were not those of their stream any more: its rows are replaced.",
+        _NODE,
+    ),
 }
 NODE_FAMILIES = (
     *("memory_bytes", "rows_looked_up", "cards_peer_access", "card_bad_values", "cards_failed"),
