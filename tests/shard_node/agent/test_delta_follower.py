@@ -421,31 +421,34 @@ async def test_lost_deltas_still_count_as_missing(scene):
 
 
 async def test_followers_of_many_shards_read_as_much_as_of_few(tmp_path):
-    """What Redis sends to the followers of all shards does not grow with their number."""
-    spec = model_of([table_of("item", 20_000, 16, bucketing="mixed"), table_of("user", 5000, 16)], MODEL)
+    """What Redis sends to the followers of all shards does not grow with their number; each slice gets its rows."""
+    tables = [table_of("item", 20_000, 16, bucketing="mixed"), table_of("wide", 2000, 16, bucketing="mixed")]
+    spec = with_slices(model_of(tables, MODEL), {"wide": (4, 12)})
     state, rng = random_tables(spec, 5), np.random.default_rng(1)
     snapshot = export_state(tmp_path / "store", spec, state, 1)
     with redis_server(tmp_path) as server:
         registry = open_registry(server.url)
         await deltas.register_version(registry, snapshot)
         publisher = AsyncDeltaPublisher(registry, MODEL, 1)
-        for number in range(10):
-            table = spec.tables[number % 2]
-            rows = rng.integers(0, table.num_embeddings, 4000)
-            state[table.name][rows] = values = random_rows(rng, rows.size, 16)[np.unique(rows, return_inverse=True)[1]]
-            last = await publisher.publish(table.name, rows, values)
+        for table in ["item"] * 10 + ["wide"]:
+            rows = rng.choice(len(state[table]), 1500, replace=False)
+            state[table][rows] = random_rows(rng, rows.size, 16)
+            last = await publisher.publish(table, rows, state[table][rows])
+        fresh = export_state(tmp_path / "store", spec, state, 2)
         sent = {}
         for num_shards in (1, 2, 4, 8):
             plan = Plan.make(spec, num_shards=num_shards, replicate_bytes=0)
-            total = np.zeros_like(encoded(spec.tables[0], state["item"]))
+            shards = [load_tables(snapshot, plan.partition(shard), plan.digest) for shard in range(num_shards)]
             before = await output_bytes(registry)
-            for shard in range(num_shards):
-                tables = load_tables(snapshot, plan.partition(shard), plan.digest)
-                await deltas.follow(registry, snapshot, tables).run(until=last)
-                total += stored_rows(tables.engine, "item")
-                tables.close()
+            for of_shard in shards:
+                config = FollowerConfig(max_entries=10)
+                await deltas.follow(registry, snapshot, of_shard, config=config).run(until=last - 1)
             sent[num_shards] = await output_bytes(registry) - before
-            np.testing.assert_array_equal(total, encoded(spec.tables[0], state["item"]))
+            for of_shard in shards:
+                await deltas.follow(registry, snapshot, of_shard).run(until=last)
+            for table in spec.stored_tables:
+                total = sum(stored_rows(of_shard.engine, table.name) for of_shard in shards)
+                np.testing.assert_array_equal(total, fresh.read_rows(table.name, 0, table.num_embeddings))
         await registry.close()
     for num_shards in (2, 4, 8):
         assert sent[num_shards] < 1.25 * sent[1], sent

@@ -72,7 +72,7 @@ async def test_a_node_stages_and_retires_what_is_desired(under):
     await under.announced("films", 1, None)
     assert [(one.version, one.state) for one in under.node.info().versions] == [(2, "live")]
     record = (await under.fleet.nodes())[0]
-    assert (record.kind, record.shard_index, record.num_shards) == ("shard", 0, 1)
+    assert (record.kind, record.shard_index, record.num_shards, record.delta_format) == ("shard", 0, 1, 2)
     assert 0 < record.memory_available_bytes <= record.memory_total_bytes
     await under.want("films", hold=(2, 9))
     assert (await under.announced("films", 9, "refused")).reason.startswith("SnapshotNotFoundError: ")
