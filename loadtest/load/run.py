@@ -46,7 +46,6 @@ def execute(
     max_rate: float,
     max_failed_share: float,
     json_file: Path | None,
-    html_file: Path | None,
     **given: object,
 ) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
@@ -68,10 +67,6 @@ def execute(
             result = offered(generators, load, run, console)
     if json_file is not None:
         write_document(result, json_file)
-    if html_file is not None:
-        from loadtest.page import html
-
-        html_file.write_text(html(result), encoding="utf-8")
     show_result(result)
     if isinstance(result, SweepResult):
         return 0 if result.highest_rate is not None else 1
