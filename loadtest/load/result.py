@@ -106,13 +106,6 @@ def ratio_text(value: float) -> str:
     return f"{value:.2f}" if value >= 0.995 else significant(value)
 
 
-def value_text(value: Any) -> str:
-    """Write a value of a document: floats to three significant digits."""
-    if isinstance(value, float):
-        return significant(value)
-    return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
-
-
 class Percentiles(Frozen):
     """Of times, in milliseconds; None where nothing was recorded or, in `latency_of_due`, that request failed."""
 
