@@ -194,7 +194,7 @@ class Measured(Frozen):
     versions: dict[str, str]
 
 
-class LoadResult(Measured):
+class LoadResult(Measured, RunConfig):
     """One run at one rate.
 
     What is not listed is as in `Measured`, `OfferedLoad` and `RunConfig`.
@@ -220,10 +220,6 @@ class LoadResult(Measured):
     varied: bool
     requests: Count
     arrivals: Arrivals
-    seed: int
-    rate: Amount
-    warmup_s: Amount
-    duration_s: Amount
     timeout_ms: Amount
     slo_ms: Amount
     started_at: str
