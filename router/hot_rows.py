@@ -8,6 +8,7 @@ filled, and what was counted. `router.hot_keeper` decides which rows there are, 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -240,16 +241,16 @@ class HotRows:
         return counts[0], counts[1]
 
     @contextmanager
-    def used(self) -> Iterator[tuple[HotSet, int]]:
-        """Yield the set for one batch of lookups, and a delta that all of its rows have; it stays while the block runs.
+    def used(self) -> Iterator[tuple[HotSet, int, int]]:
+        """Yield the set for one batch of lookups, the delta of its rows and their age; it stays while the block runs.
 
-        Both are of one moment: of deltas that are applied after another set is in use, this one never hears.
+        All are of one moment: of deltas that are applied after another set is in use, this one never hears.
         """
         with self._lock:
-            hot, sequence = self.current, self.deltas.sequence
+            hot, progress = self.current, self.deltas.now
             hot.users += 1
         try:
-            yield hot, sequence
+            yield hot, progress.sequence, progress.age_ms(time.time())
         finally:
             with self._lock:
                 hot.users -= 1
