@@ -52,11 +52,13 @@ from serving.errors import RankingModelError
 from serving.formats.requests import RankRequest
 from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
+from serving.settings import WhenStale
 from serving.versions.dense_steps import DENSE_POLL_S, DenseSteps, poll
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
+from shard_node.freshness import FreshnessBound
 from shard_node.node import LocalShard, NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.tls import client_context
@@ -86,6 +88,8 @@ class ServingConfig(LoadOptions):
     falls_back: bool = False
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
     record: Path | None = None
+    max_staleness: Mapping[str, float] = {}
+    when_stale: Mapping[str, WhenStale] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +375,10 @@ class FleetMember:
                     hot=hot,
                 )
                 kept.push(closing.pop_all())
+                if (action := self._config.when_stale.get(served.model, "answer")) != "answer":
+                    bound = FreshnessBound(max_age_ms=int(1000 * self._config.max_staleness[served.model]))
+                    for ranking in served.rankings:
+                        ranking.desired, ranking.required = bound, bound if action == "refuse" else None
                 requests.extend(warming_requests(served, snapshot, self._config.record))
                 return served
 
