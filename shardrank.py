@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from loader.errors import DeadlineExceededError as DeadlineExceededError
     from loader.errors import DeltaError as DeltaError
     from loader.errors import DeltaFormatError as DeltaFormatError
+    from loader.errors import DeltaLostError as DeltaLostError
     from loader.errors import ExportError as ExportError
     from loader.errors import OverloadedError as OverloadedError
+    from loader.errors import PublisherSupersededError as PublisherSupersededError
     from loader.errors import RegistryConflictError as RegistryConflictError
     from loader.errors import RegistryError as RegistryError
     from loader.errors import RegistryRecordError as RegistryRecordError
@@ -86,8 +88,9 @@ _NAMES = {
     "loader.description": "ModelDescription",
     "loader.divided_rows": "divide_rows kept_rows",
     "loader.errors": (
-        "CheckpointError ConfigError DeadlineExceededError DeltaError DeltaFormatError ExportError OverloadedError "
-        "RegistryConflictError RegistryError RegistryRecordError RegistryUnavailableError ShardrankError "
+        "CheckpointError ConfigError DeadlineExceededError DeltaError DeltaFormatError DeltaLostError ExportError "
+        "OverloadedError PublisherSupersededError RegistryConflictError RegistryError RegistryRecordError "
+        "RegistryUnavailableError ShardrankError "
         "SnapshotCorruptError SnapshotError SnapshotExistsError SnapshotNotFoundError SnapshotResourceError StoreError "
         "StreamFullError StreamSequenceError UnavailableError"
     ),

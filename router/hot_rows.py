@@ -213,12 +213,14 @@ class HotRows:
         current: the set in use.
         access: how often each row was looked up here; nodes never hear of these lookups.
         deltas: how far its rows are along their stream of deltas.
+        partition: None, since any row may be hot.
     """
 
     def __init__(self, layout: TableLayout, learned: AccessCounter | None = None) -> None:
         self.layout, self.learned = layout, learned
         self.access = LookupSampler(layout)
         self.deltas = DeltaPosition()
+        self.partition = None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._empty = HotSet(layout, np.empty(0, np.int64))

@@ -128,6 +128,22 @@ class Generations(Generic[Payload]):
             generation.leases += 1
         return Lease(self, generation)
 
+    def replace(self, model: str, version: int, payload: Payload) -> Generation[Payload]:
+        """Have a version serve with another payload from now on: live or staged as before, under the same number.
+
+        Returns what it was, which drains: its payload is freed with its last lease.
+        """
+        with self.lock:
+            before = self._find(model, version)
+            after = self._by_key[model, version] = Generation(model, version, payload, before.state)
+            if before.state == "live":
+                self._live[model] = after
+            before.state = "draining"
+            drained = self.take_if_drained(before)
+        if drained:
+            self.free(before)
+        return before
+
     def payload(self, model: str, version: int) -> Payload:
         """Return what a version serves with, without a lease: only for what outlasts its being freed."""
         with self.lock:
@@ -198,7 +214,8 @@ class Generations(Generic[Payload]):
         if generation.state != "draining" or generation.leases:
             return False
         generation.state = "retired"
-        del self._by_key[generation.model, generation.version]
+        if self._by_key.get((generation.model, generation.version)) is generation:
+            del self._by_key[generation.model, generation.version]
         return True
 
     def free(self, generation: Generation[Payload]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from loader.snapshot.store import HeldSnapshot
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding, rounded
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.buckets import Message, NodeIdentity
+from shard_node.buckets import Message, NodeIdentity, Partition
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
 from shard_node.errors import GenerationNotFoundError
@@ -34,6 +36,8 @@ class ServedVersion(Message):
     delta_published_at: float | None = None
     delta_fresh_at: float | None = None
     delta_lag: int = 0
+    delta_forks: int = 0
+    forked: bool = False
 
 
 class MemoryReport(Message):
@@ -139,10 +143,15 @@ class DeltaProgress:
 
 
 class DeltaPosition:
-    """The current `DeltaProgress` of one generation, `now`: written by one follower, read by any thread."""
+    """The current `DeltaProgress` of one generation, `now`: written by one follower, read by any thread.
+
+    `digest` is of the entry that was applied last, b"" until one was, and `is_chained` if that was of format 2; `heads`
+    are the digests of the last parts.
+    """
 
     def __init__(self, delta_base: int = 0, last_delta: int = 0) -> None:
         self.now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
+        self.digest, self.is_chained, self.heads = b"", False, dict[int, bytes]()
 
     def snapshot(self) -> DeltaProgress:
         """Return all fields as of one moment."""
@@ -180,20 +189,25 @@ class DeltaPosition:
         else:
             self.now = replace(before, stream_last=stream_last, catch_up_to=until, fresh_at=looked_at, reason="")
 
-    def refused(self, reason: str) -> None:
-        """Note why the next delta can't be applied."""
-        self.now = replace(self.now, refused=self.now.refused + 1, reason=reason)
+    def refused(self, reason: str, *, forked: bool = False) -> None:
+        """Note why the next delta can't be applied; no other one ever is, if the stream has `forked`."""
+        self.now = replace(self.now, refused=self.now.refused + 1, reason=reason, forked=forked)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTables:
-    """What a shard node's generation serves with; `claims`, on memory, are given back with it."""
+    """What a shard node's generation serves with, all rows if `partition` is None.
+
+    `claims`, on memory, and `files` that are mapped go with it.
+    """
 
     engine: Engine
     manifest_identity: str
     plan_digest: str
     deltas: DeltaPosition = field(default_factory=DeltaPosition)
+    partition: Partition | None = None
     claims: Sequence[Claim] = ()
+    files: HeldSnapshot | None = None
 
     def close(self) -> None:
         """Frees the rows, in pieces. Nobody may be using them."""
@@ -202,19 +216,23 @@ class LoadedTables:
         finally:
             for claim in self.claims:
                 claim.give_back()
+            if self.files is not None:
+                self.files.close()
 
 
 class ShardNode:
     """Holds generations of tables and pools bags from them. Thread-safe.
 
     `sink` takes spans of lookups that bring a trace; it is closed with the node. `problems` returns what it lacks to be
-    ready, by model ("" for the node itself), on another thread.
+    ready, by model ("" for the node itself), on another thread. `forks` counts, by model and version, how often the
+    stream of deltas did not go on from what was applied.
     """
 
     def __init__(self, identity: NodeIdentity, sink: SpanSink | None = None) -> None:
         self.identity = identity
         self.sink = sink
         self.problems: Callable[[], Mapping[str, str]] = dict
+        self.forks = Counter[tuple[str, int]]()
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
 
     def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
@@ -269,6 +287,8 @@ class ShardNode:
                     delta_published_at=deltas.published_at,
                     delta_fresh_at=deltas.fresh_at,
                     delta_lag=deltas.lag,
+                    delta_forks=self.forks[one.model, one.version],
+                    forked=deltas.forked,
                 )
             )
             memory += [MemoryReport(**version, **asdict(use)) for use in engine.memory()]

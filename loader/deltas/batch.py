@@ -161,7 +161,7 @@ class DeltaBatch:
 
     def encode(self) -> bytes:
         """Its bytes. Raises DeltaFormatError if no reader would accept them."""
-        self._check()
+        self.check()
         model, table = self.model.encode(), self.table.encode()
         shape = self.rows.size, self.stored.shape[1], self.embedding_dim, DTYPES.index(self.dtype)
         lengths = len(model), len(table), len(self.column_dims), bytes(4)
@@ -206,7 +206,7 @@ class DeltaBatch:
             stored=np.frombuffer(payload, np.uint8, count * row_bytes, stored).reshape(count, row_bytes),
             column_dims=struct.unpack_from(f"<{num_slices}I", payload, _BODY_START + _HEADER.size),
         )
-        batch._check()
+        batch.check()
         return batch
 
     def check_table(self, *slices: TableSpec) -> None:
@@ -229,7 +229,8 @@ class DeltaBatch:
             if (bad := codec.first_non_finite(stored)) is not None:
                 raise DeltaFormatError(f"{where}: row {self.rows[bad]} holds NaN or inf")
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise DeltaFormatError unless every reader accepts it."""
         for what, name in (("model", self.model), ("table", self.table)):
             if _NAME.match(name) is None:
                 raise DeltaFormatError(f"delta {self.sequence}: {what} {cut(repr(name))} is not a name")

@@ -14,12 +14,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from loader.access_counts import AccessCounter, AccessCounts, write_access_counts
 from loader.deltas.batch import DeltaBatch, rows_per_batch, stored_updates
+from loader.deltas.chain import (
+    FORMAT,
+    HEADS_BYTES,
+    NOTHING,
+    NUM_PARTITIONS,
+    PART_BYTES,
+    Commit,
+    Tail,
+    decode_heads,
+    encode_commit,
+    entry_digest,
+    is_commit,
+    partitions_of,
+)
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
 from loader.errors import (
     DeltaError,
     DeltaFormatError,
+    DeltaLostError,
     RegistryConflictError,
     RegistryUnavailableError,
     StreamFullError,
@@ -27,7 +45,7 @@ from loader.errors import (
 )
 from loader.registry import open_registry
 from loader.registry.fleet import DenseStep, FleetRegistry, delta_stream, parse_record
-from loader.registry.registry import MAX_VALUE_BYTES, Registry, StreamEntry
+from loader.registry.registry import MAX_VALUE_BYTES, Publisher, Registry, StreamEntry
 from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import stream_end
@@ -39,11 +57,11 @@ from loader.stores.cache import StoreUrl
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0
-ENTRY_BYTES: Final = 1024
-"""Upper bound of an entry without its rows: names, and the registry's share."""
+ENTRY_BYTES: Final = 4096 + HEADS_BYTES + NUM_PARTITIONS * PART_BYTES
+"""Upper bound of an entry without its rows: names, headers, and the registry's share."""
 MAX_PAUSE_S: Final = 1.0
-MAX_REMEMBERED_BYTES: Final = 64 << 20
-"""Of a publisher's last appends, kept to restore them in a registry that lost its last writes."""
+MAX_REMEMBERED: Final = 65_536
+"""Of a publisher's last deltas, whose digests are kept to tell which of them a registry has lost."""
 _NAMED_ROWS: Final = 8
 _MERGED_ROWS: Final = 1 << 20
 
@@ -55,7 +73,9 @@ T = TypeVar("T")
 class AsyncDeltaPublisher:
     """Publishes changed rows from an event loop; `DeltaPublisher` does it from a thread.
 
-    Several publishers may share a stream; each finds the next free number.
+    Several publishers may share a stream: each names the entry that it saw last, and finds the next free number. What
+    the registry had acknowledged and has lost is told by the next call, a DeltaLostError, once: its rows may be
+    published again.
 
     Args:
         registry: where the fleet is; stays the caller's to close.
@@ -63,6 +83,10 @@ class AsyncDeltaPublisher:
         store: for tables divided by popularity, and for dense weights.
         max_stream_entries, max_stream_bytes: limits of the stream; None for what the registry says
             (`Registry.max_stream_bytes`). What a version in use needs is never dropped.
+        name: of a publisher of which there is one; whoever begins under the same name supersedes this one. "" for one
+            of any number.
+        min_replicas: a delta is published once so many replicas of Redis have it; docs/deltas.md says what that does
+            not promise.
         retry_s: how long calls to a registry that does not answer are repeated.
         clock: seconds since the epoch; dates the deltas. `monotonic` and `sleep` bound retries.
     """
@@ -76,6 +100,8 @@ class AsyncDeltaPublisher:
         *,
         max_stream_entries: int = DEFAULT_MAX_STREAM_ENTRIES,
         max_stream_bytes: int | None = None,
+        name: str = "",
+        min_replicas: int = 0,
         retry_s: float = DEFAULT_RETRY_S,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -85,7 +111,7 @@ class AsyncDeltaPublisher:
         self._model, self._base_version = model, base_version
         self._store = None if store is None else open_store(store)
         self._max_stream_entries, self._given_bytes = max_stream_entries, max_stream_bytes
-        self._retry_s = retry_s
+        self._by, self._retry_s = Publisher(name, 0, min_replicas), retry_s
         self._clock, self._monotonic, self._sleep = clock, monotonic, sleep
         self._lock = asyncio.Lock()
         # Of the version, once it is open.
@@ -93,15 +119,18 @@ class AsyncDeltaPublisher:
         self._identity = ""
         self._classes: dict[str, RowClasses] = {}
         self._pruned: dict[str, AccessCounter] = {}
-        self._delta_base = 0
+        self._delta_base = self._contained = 0
         self._stream = ""
         self._first = 0
+        # The highest number that was ever seen, and where the registry's stream ends: its last entry, and that as tail.
         self._sequence = 0
+        self._last: StreamEntry | None = None
+        self._tail = Tail()
         # An upper bound of the stream's bytes, and their limit; inf until they were measured.
         self._stream_bytes = self._max_stream_bytes = math.inf
-        # What this publisher has appended, the newest last.
-        self._appended: deque[tuple[int, bytes]] = deque()
-        self._appended_bytes = 0
+        # Number and digest of each delta that this publisher has appended, and those that were lost, until it is told.
+        self._acknowledged: deque[tuple[int, bytes]] = deque(maxlen=MAX_REMEMBERED)
+        self._lost: set[int] = set()
 
     async def open(self) -> None:
         """Read the version's record; the first `publish` does it otherwise. Raises as `publish`."""
@@ -124,7 +153,9 @@ class AsyncDeltaPublisher:
 
         Raises:
             DeltaFormatError: an unknown table, or one whose parts are trained as such; wrong rows, shapes or values.
-            DeltaError: the version, or its spec, is not published; the store is missing; deltas were lost.
+            DeltaError: the version, or its spec, is not published; the store is missing.
+            DeltaLostError: the registry lost deltas that it had acknowledged; nothing is published by this call.
+            PublisherSupersededError: another publisher of this name has begun.
             StreamFullError: versions in use need all that is in the stream, and it has no room for more.
             SnapshotError: the store can't be read, or has another version, of a table that is divided by popularity.
             RegistryUnavailableError: the registry did not answer for `retry_s`.
@@ -133,7 +164,7 @@ class AsyncDeltaPublisher:
             spec = await self._opened()
             classes = await self._row_classes(spec, table)
             updates, pruned = await asyncio.to_thread(stored_updates, spec, table, rows, values, classes)
-            await self._again(self._check_end)
+            await self._check_end()
             for table_spec, numbers, stored in updates:
                 step = rows_per_batch(stored.shape[1])
                 for begin in range(0, numbers.size, step):
@@ -150,7 +181,7 @@ class AsyncDeltaPublisher:
                         rows=numbers[begin : begin + step],
                         stored=stored[begin : begin + step],
                     )
-                    await self._append(batch)
+                    await self._append(batch, partitions_of(table_spec, batch.rows))
             if pruned.size:
                 if table not in self._pruned:
                     more = f" and {pruned.size - _NAMED_ROWS} more" if pruned.size > _NAMED_ROWS else ""
@@ -209,7 +240,7 @@ class AsyncDeltaPublisher:
         store, model, version = self._store, self._model, self._base_version
         async with self._lock:
             await self._opened()
-            await self._again(self._check_end)
+            await self._check_end()
             sequence = self._sequence if sequence is None else sequence
             if not 0 <= sequence <= self._sequence:
                 raise DeltaFormatError(f"sequence {sequence} is not within 0..{self._sequence}, the last delta")
@@ -217,6 +248,7 @@ class AsyncDeltaPublisher:
             if newest is not None and step < newest.step:
                 raise RegistryConflictError(f"dense step {newest.step} is published; {step} must be higher")
             accepted = await self._again(lambda: self._fleet.dense_step(model, version, accepted=True))
+            needed = await self._again(lambda: self._entry(sequence))
 
             def write() -> tuple[str, int]:
                 with store.hold(model, version, identity=self._identity, with_rows=False) as folder:
@@ -234,6 +266,7 @@ class AsyncDeltaPublisher:
                 version=version,
                 step=step,
                 sequence=sequence,
+                digest="" if needed is None else entry_digest(needed.payload).hex(),
                 sha256=sha256,
                 size_bytes=size_bytes,
                 max_drift=max_drift,
@@ -247,31 +280,57 @@ class AsyncDeltaPublisher:
         """The last delta of the stream that this publisher knows of; 0 before it is open."""
         return self._sequence
 
-    async def _append(self, batch: DeltaBatch) -> None:
+    async def _append(self, batch: DeltaBatch, partitions: npt.NDArray[np.uint8]) -> None:
         size = batch.rows.nbytes + batch.stored.nbytes + ENTRY_BYTES
         await self._again(lambda: self._make_room(size))
-        payload, sequence, deadline = b"", 0, self._monotonic() + self._retry_s
+        deadline = self._monotonic() + self._retry_s
 
         async def attempt() -> bool:
-            nonlocal payload, sequence
             # The same bytes for the same number: an append that is repeated then differs from another publisher's.
-            if sequence != self._sequence + 1:
-                sequence = self._sequence + 1
-                payload = replace(batch, sequence=sequence).encode()
-            if not await self._put(sequence, payload):
-                await self._find_end()
-                return False
-            self._sequence = sequence
+            numbered, after = replace(batch, sequence=self._sequence + 1), self._last
+            if await self._begin_format_2():
+                payload, rows, tail = encode_commit(numbered, partitions, self._tail, self._by.token)
+                entry = StreamEntry(tail.sequence, payload)
+                work = self._fleet.registry.commit(self._stream, entry, rows, after, self._by)
+            else:
+                entry = StreamEntry(numbered.sequence, numbered.encode())
+                tail = Tail(entry.sequence, entry_digest(entry.payload))
+                work = self._fleet.registry.append(self._stream, entry.sequence, entry.payload)
+            try:
+                await work
+            except StreamSequenceError:
+                # Unless it was put by an earlier try whose outcome was not known, and others went on from it.
+                if await self._entry(entry.sequence) != entry:
+                    await self._find_end()
+                    return False
+            self._sequence, self._last, self._tail = entry.sequence, entry, tail
             self._stream_bytes += size
-            self._appended.append((sequence, payload))
-            self._appended_bytes += len(payload)
-            while self._appended_bytes > MAX_REMEMBERED_BYTES:
-                self._appended_bytes -= len(self._appended.popleft()[1])
+            self._acknowledged.append((tail.sequence, tail.digest))
             return True
 
         while not await self._again(attempt):
             if self._monotonic() >= deadline:
                 raise RegistryConflictError(f"stream {self._stream}: others were faster for {self._retry_s} s")
+
+    async def _begin_format_2(self) -> bool:
+        """Return whether to write format 2: once every node that the registry knows reads it.
+
+        Raises DeltaError if the next number is not the one that format 1 needs.
+        """
+        if not self._by.token:
+            has_begun = self._last is not None and is_commit(self._last.payload)
+            if not has_begun and any(node.delta_format < FORMAT for node in await self._fleet.nodes()):
+                if self._last is not None and self._sequence > self._last.sequence:
+                    raise DeltaError(
+                        f"stream {self._stream} ends with {self._last.sequence}, but deltas up to {self._sequence} "
+                        "were published: the registry has lost the others, and nodes of an older release would not "
+                        "notice. Upgrade these, or publish a snapshot that begins a stream of its own",
+                        kind="delta_gap",
+                    )
+                return False
+            token = await self._fleet.registry.next_token(self._stream, self._by.name)
+            self._by = self._by._replace(token=token)
+        return True
 
     async def _opened(self) -> ModelSpec:
         if self._spec is not None:
@@ -291,7 +350,9 @@ class AsyncDeltaPublisher:
             raise DeltaError(problem, kind="delta_base")
         spec = parse_record(f"the spec of {model!r} version {number}", text.encode(), ModelSpec)
         self._delta_base, self._stream = version.delta_base, delta_stream(model, version.delta_base)
+        self._contained = version.last_delta
         await self._again(self._find_end)
+        await self._again(self._begin_format_2)
         default_bytes = await self._again(self._fleet.registry.max_stream_bytes)
         self._max_stream_bytes = default_bytes if self._given_bytes is None else self._given_bytes
         self._spec = spec
@@ -330,39 +391,57 @@ class AsyncDeltaPublisher:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _find_end(self) -> None:
-        """Read what the next number is.
+        """Read what the next number is, where the stream ends, and which deltas that it had are not in it any more.
 
-        Raises DeltaError if nodes, or this publisher, know of deltas that the registry has lost and that can't be
-        restored: some nodes would read new ones under the same numbers as those, others not.
+        No number is given twice that a node, a version or this publisher knows.
         """
-        registry = self._fleet.registry
+        registry, is_new = self._fleet.registry, self._spec is None
         known = max(self._sequence, await stream_end(self._fleet, self._model, self._delta_base))
         # Read after what nodes report, so that what others append meanwhile is in it.
         bounds = await registry.bounds(self._stream)
-        if bounds.last < known and self._appended and self._appended[-1][0] == known:
-            lost = [(sequence, payload) for sequence, payload in self._appended if sequence > bounds.last]
-            first = bounds.last + 1 if bounds.last else lost[0][0]
-            # Unless other publishers' are missing in between.
-            if [sequence for sequence, _ in lost] == list(range(first, known + 1)):
-                _log.warning("stream %s: the registry had lost deltas %d to %d: restored", self._stream, first, known)
-                for sequence, payload in lost:
-                    if not await self._put(sequence, payload):
-                        break
-            bounds = await registry.bounds(self._stream)
-        if 0 < bounds.last < known:
-            raise DeltaError(
-                f"stream {self._stream} ends with {bounds.last}, but deltas up to {known} were published: the registry "
-                "has lost the others. Publish a snapshot that begins a stream of its own",
-                kind="delta_gap",
-            )
+        last = await self._entry(bounds.last) or StreamEntry(bounds.last, b"")
+        self._last = last if bounds.last else None
+        self._tail = await self._read_tail(last)
+        if is_new:
+            self._lost.update(range(max(bounds.last, self._contained) + 1, known + 1))
+        while self._acknowledged and (number := self._acknowledged[-1][0]) >= bounds.first:
+            entry = await self._entry(number)
+            if entry is not None and entry_digest(entry.payload) == self._acknowledged[-1][1]:
+                break
+            self._lost.add(number)
+            self._acknowledged.pop()
         self._stream_bytes += (max(bounds.last, known) - self._sequence) * MAX_VALUE_BYTES
         self._sequence = max(bounds.last, known)
         self._first = bounds.first or self._sequence + 1
 
+    async def _entry(self, sequence: int) -> StreamEntry | None:
+        entries = await self._fleet.registry.read(self._stream, sequence - 1, 1) if sequence else []
+        return entries[0] if entries and entries[0].sequence == sequence else None
+
+    async def _read_tail(self, last: StreamEntry) -> Tail:
+        if not is_commit(last.payload):
+            return Tail(last.sequence, entry_digest(last.payload) if last.payload else NOTHING)
+        commit = Commit.decode(last.payload)
+        begin = commit.rows_bytes
+        (heads,) = await self._fleet.registry.read_rows(self._stream, [(last.sequence, begin, begin + HEADS_BYTES)])
+        return Tail(commit.sequence, commit.digest, decode_heads(heads))
+
     async def _check_end(self) -> None:
-        """Find the end anew if it is not where this publisher left it: a registry may lose a complete stream."""
-        if (await self._fleet.registry.bounds(self._stream)).last != self._sequence:
-            await self._find_end()
+        """Find the end anew if it is not where it was. Raises DeltaLostError, once, if deltas are lost."""
+
+        async def check() -> None:
+            there = await self._fleet.registry.read(self._stream, self._tail.sequence - 1, 2)
+            if there != [self._last][: self._last is not None]:
+                await self._find_end()
+
+        await self._again(check)
+        if lost := tuple(sorted(self._lost)):
+            self._lost.clear()
+            raise DeltaLostError(
+                f"stream {self._stream}: the registry has lost {len(lost)} of the deltas {lost[0]} to {lost[-1]}, "
+                "which it had acknowledged. What they changed may be published again",
+                lost,
+            )
 
     async def _make_room(self, size: int) -> None:
         """Drop the oldest entries that no version in use needs, if there is no room. Raises StreamFullError."""
@@ -376,7 +455,8 @@ class AsyncDeltaPublisher:
         # Before anything is wanted, whatever is published may become so.
         used = [version for version in versions if version.version in named or not named]
         of_stream = (version.last_delta for version in used if version.delta_base == self._delta_base)
-        needed = min(of_stream, default=self._sequence) + 1
+        # The last entry stays: the next one names it.
+        needed = min(min(of_stream, default=self._sequence) + 1, self._tail.sequence)
         while True:
             self._first = (await registry.bounds(self._stream)).first or self._sequence + 1
             kept = self._sequence + 1 - self._first
@@ -395,14 +475,6 @@ class AsyncDeltaPublisher:
                 )
             await registry.trim(self._stream, before)
             _log.info("stream %s: dropped what is before delta %d", self._stream, before)
-
-    async def _put(self, sequence: int, payload: bytes) -> bool:
-        """Return whether an entry is there: put now, or by an earlier try whose outcome was not known."""
-        try:
-            await self._fleet.registry.append(self._stream, sequence, payload)
-        except StreamSequenceError:
-            return await self._fleet.registry.read(self._stream, sequence - 1, 1) == [StreamEntry(sequence, payload)]
-        return True
 
 
 class DeltaPublisher:

@@ -10,7 +10,10 @@ keys/~revision                      the last revision that was given
 announced/<key>=                    "<deadline> <ttl_s>\n", then the value
 locks/<key>=                        "<deadline> <ttl_s>\n", then the owner
 streams/<name>=/ends                "<first> <last>", durable; written before entries are dropped
+streams/<name>=/head                the same of a stream with commits, whose `ends` keep out releases that know none
+streams/<name>=/token               "<last>", of all publishers; token-<publisher>, of one with a name
 streams/<name>=/<block>/<sequence>  one entry's payload; block = sequence // 256, both padded to 20 digits
+streams/<name>=/<block>/<sequence>.rows  what lies beside it; durable before the entry is
 ```
 
 A writer holds the lock of its area, so there is one temporary file per area: what a killed writer leaves there is
@@ -24,14 +27,31 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream
+from loader.errors import (
+    PublisherSupersededError,
+    RegistryConflictError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+    StreamSequenceError,
+)
+from loader.registry.registry import (
+    ANYBODY,
+    MAX_SEQUENCE,
+    Entry,
+    Publisher,
+    StreamBounds,
+    StreamEntry,
+    check_entry,
+    check_key,
+    check_publisher,
+    check_stream,
+)
 from loader.snapshot.store import fsync_path, make_folders, replace_file, try_lock
 
 _SUFFIX: Final = "="
@@ -125,6 +145,10 @@ class _Area:
         if self._durable:
             self.files.sync(path.parent)
 
+    def number(self, name: str) -> int:
+        content = self.files.read(self.path / name) or b""
+        return int(content) if content.isdigit() else 0
+
     def file_of(self, key: str) -> Path:
         return self.path / f"{key}{_SUFFIX}"
 
@@ -166,9 +190,17 @@ class _Stream(_Area):
         folder = self.path if block is None else self.path / f"{block:020d}"
         return sorted(int(name) for name in self.files.names(folder) if name.isdigit())
 
+    @property
+    def head(self) -> Path:
+        return self.path / "head"
+
+    def rows(self, sequence: int) -> Path:
+        return self.entry(sequence).with_suffix(".rows")
+
     def ends(self) -> StreamBounds:
         """Return the first number that is kept, and the last when that was written."""
-        if (content := self.files.read(self.path / "ends")) is None:
+        content = self.files.read(self.head) or self.files.read(self.path / "ends")
+        if content is None:
             return StreamBounds(0, 0)
         numbers = content.split()
         if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
@@ -188,12 +220,16 @@ class _Stream(_Area):
             return StreamBounds(ends.last + 1, ends.last) if ends.last else StreamBounds(0, 0)
         return StreamBounds(lowest[0], max(highest[-1], ends.last))
 
+    def ends_with(self, last: int, entry: StreamEntry) -> bool:
+        return last == entry.sequence and self.files.read(self.entry(last)) == entry.payload
+
     def drop_below(self, first: int) -> None:
         for block in self.numbers():
             if block > first // _ENTRIES_PER_BLOCK:
                 return
             for sequence in self.numbers(block):
                 if sequence < first:
+                    self.files.remove(self.rows(sequence))
                     self.files.remove(self.entry(sequence))
             if block < first // _ENTRIES_PER_BLOCK:
                 self.files.remove(self.path / f"{block:020d}")
@@ -253,12 +289,10 @@ class DirectoryRegistry:
         with self._keys.locked():
             self._entry(key, expected_revision)
             # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
-            path = self._keys.path / "~revision"
-            last = self._files.read(path) or b""
-            given = max(expected_revision, int(last) if last.isdigit() else 0)
+            given = max(expected_revision, self._keys.number("~revision"))
             revision = max(given + 1, int(self._clock() * 1e6))
             # Not durable: if it is lost, the clock goes on.
-            self._keys.write(path, b"%d" % revision, durable=False)
+            self._keys.write(self._keys.path / "~revision", b"%d" % revision, durable=False)
             self._keys.write(self._keys.file_of(key), b"%d\n%b" % (revision, value))
             return revision
 
@@ -317,12 +351,60 @@ class DirectoryRegistry:
 
     @_in_thread
     def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        entries = self._stream(check_stream(stream, sequence=sequence, payload=payload))
+        check_entry(stream, entry := StreamEntry(sequence, payload))
+        entries = self._stream(stream)
         with entries.locked():
             last = entries.bounds().last
+            if entries.ends_with(last, entry):
+                return
+            if self._files.read(entries.head) is not None:
+                raise StreamSequenceError(f"stream {stream} ends with {last}: format 1 is over")
             if last and sequence != last + 1:
-                raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {last}; {last + 1} is next")
+                raise StreamSequenceError(f"stream {stream} ends with {last}: {sequence} was to follow {sequence - 1}")
             entries.write(entries.entry(sequence), payload)
+
+    @_in_thread
+    def commit(
+        self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
+    ) -> None:
+        check_entry(stream, entry, rows, after)
+        if by.min_replicas:
+            raise RegistryRecordError(f"min_replicas {by.min_replicas}: registry {self.name} has none; only Redis has")
+        entries = self._stream(stream)
+        with entries.locked():
+            last, expected = entries.bounds().last, after or StreamEntry(0, b"")
+            if entries.ends_with(last, entry):
+                return
+            if by.name and (given := entries.number(f"token-{by.name}")) > by.token:
+                superseded = f"began again, with token {given}; {by.token} is superseded"
+                raise PublisherSupersededError(f"stream {stream}: publisher {by.name!r} {superseded}")
+            if last != expected.sequence or (expected.payload and not entries.ends_with(last, expected)):
+                follows = f"{entry.sequence} was to follow {expected.sequence}"
+                raise StreamSequenceError(f"stream {stream} ends with {last}: {follows}")
+            if self._files.read(entries.head) is None:
+                entries.write(entries.head, b"%d %d" % (entries.ends().first, last))
+                entries.write(entries.path / "ends", b"%d %d" % (MAX_SEQUENCE, MAX_SEQUENCE))
+            entries.write(entries.rows(entry.sequence), rows)
+            entries.write(entries.entry(entry.sequence), entry.payload)
+
+    @_in_thread
+    def next_token(self, stream: str, publisher: str) -> int:
+        entries = self._stream(stream)
+        names = {"token", f"token-{check_publisher(publisher)}" if publisher else "token"}
+        with entries.locked():
+            # As high as the time: above all that were given before the folder was emptied.
+            token = max(entries.number("token") + 1, int(self._clock() * 1e6))
+            for name in names:
+                entries.write(entries.path / name, b"%d" % token)
+        return token
+
+    @_in_thread
+    def read_rows(self, stream: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        kept, contents = self._stream(stream), dict[int, bytes]()
+        for sequence, _, _ in ranges:
+            if sequence not in contents:
+                contents[sequence] = self._files.read(kept.rows(sequence)) or b""
+        return [contents[sequence][begin:end] for sequence, begin, end in ranges]
 
     @_in_thread
     def read(self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20) -> list[StreamEntry]:
@@ -370,7 +452,8 @@ class DirectoryRegistry:
             if now.last == 0:
                 return
             first = max(now.first, min(before, now.last + 1))
-            entries.write(entries.path / "ends", b"%d %d" % (first, now.last))
+            path = entries.path / "ends" if self._files.read(entries.head) is None else entries.head
+            entries.write(path, b"%d %d" % (first, now.last))
             entries.drop_below(first)
 
     async def close(self) -> None:

@@ -110,6 +110,7 @@ class DenseStep(Record):
     Attributes:
         step: of training; each is higher than the one before.
         sequence: the last delta of rows that training had published before: rows must have it.
+        digest: of that delta's entry, hex; "" if it is not known.
         max_drift: largest difference of a golden score from what the weights before gave, of the same rows.
         published_at: seconds since the epoch.
     """
@@ -118,6 +119,7 @@ class DenseStep(Record):
     version: Version
     step: int = Field(ge=1, lt=2**63)
     sequence: int = Field(ge=0, lt=2**63)
+    digest: str = ""
     sha256: str
     size_bytes: int = Field(ge=0)
     max_drift: float = Field(gt=0)
@@ -247,6 +249,7 @@ class VersionReport(VersionStatus):
         golden_tolerance: what the manifest allows.
         delta_sequence: the last delta that is applied, contained ones included.
         delta_published_at: when that was published, in seconds since the epoch; None if none was applied.
+        forked: its rows are of deltas that the stream does not have; they are about to be replaced.
         dense_step: of the newest dense weights that may answer, 0 for the snapshot's.
         dense_refused: which step is refused, and why; "" if none was refused since.
     """
@@ -257,6 +260,7 @@ class VersionReport(VersionStatus):
     memory_tiers: dict[str, int] = Field(default_factory=dict)
     hot: HotReport | None = None
     delta_published_at: float | None = None
+    forked: bool = False
     stats: VersionStats | None = None
 
 

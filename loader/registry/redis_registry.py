@@ -14,7 +14,10 @@ announced:<key>     the value, with an expiry
 announcements       sorted set of their keys; of expired ones too, until somebody reads
 lock:<key>          the owner, with an expiry
 stream:<name>       stream; entry `<sequence>-0`, field `payload`
-ends:<name>         hash: first, last, writer (of the last append)
+ends:<name>         hash: first, last, writer (of the last append); of a stream with commits, numbers that keep out
+                    releases that know of none
+head:<name>         hash, of a stream with commits: first, last, writer, bytes (of all `rows`), token, token:<publisher>
+rows:<name>:<n>     what lies beside commit n
 ```
 
 A writer's token makes it safe to send a write again when the first answer was lost. A stream's ends lie beside it since
@@ -31,9 +34,10 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import xxhash
 from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
@@ -42,8 +46,26 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError
 
-from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError, cut
-from loader.registry.registry import Entry, StreamBounds, StreamEntry, check_key, check_stream, without_password
+from loader.errors import (
+    PublisherSupersededError,
+    RegistryConflictError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+    StreamSequenceError,
+    cut,
+)
+from loader.registry.registry import (
+    ANYBODY,
+    Entry,
+    Publisher,
+    StreamBounds,
+    StreamEntry,
+    check_entry,
+    check_key,
+    check_publisher,
+    check_stream,
+    without_password,
+)
 
 _TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _OPTIONS: Final = ("fleet", "password_file", "sentinel_password_file", *_TLS_FILES, "sentinel_user")
@@ -56,6 +78,8 @@ _FORMS: Final = (
     "DB a number, and special characters percent-encoded"
 )
 MASTER_CHECK_S: Final = 1.0
+REPLICAS_TIMEOUT_MS: Final = 1000
+"""How long one try of a commit waits for replicas of Redis."""
 _log = logging.getLogger(__name__)
 
 # TIME makes a script's effects differ from run to run: before Redis 7 it has to be told that effects are replicated.
@@ -94,17 +118,45 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 _RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+# Format 1 has its ends under KEYS[2], where releases look that know no other. A commit moves them to KEYS[3], and
+# leaves numbers after which nothing may be appended, and before which nothing is trimmed.
 _APPEND: Final = """
-local ends = redis.call('HMGET', KEYS[2], 'last', 'writer')
-if ends[1] then
-    if ends[1] == ARGV[1] and ends[2] == ARGV[3] then return {1, ends[1]} end
-    if tonumber(ARGV[1]) ~= tonumber(ends[1]) + 1 then return {0, ends[1]} end
-else
-    redis.call('HSET', KEYS[2], 'first', ARGV[1])
+local sequence, payload, writer, after, before, rows, publisher, token = unpack(ARGV)
+local head = redis.call('HMGET', KEYS[3], 'last', 'writer', 'token:' .. publisher)
+local ends = head[1] and head or redis.call('HMGET', KEYS[2], 'last', 'writer')
+if ends[1] == sequence and ends[2] == writer then
+    redis.call('HSET', head[1] and KEYS[3] or KEYS[2], 'writer', writer)
+    return {1, sequence}
 end
-redis.call('XADD', KEYS[1], ARGV[1] .. '-0', 'payload', ARGV[2])
-redis.call('HSET', KEYS[2], 'last', ARGV[1], 'writer', ARGV[3])
-return {1, ARGV[1]}
+if tonumber(head[3] or '0') > tonumber(token) then return {-1, head[3]} end
+local last = tonumber(ends[1] or '0')
+if after == '' then
+    if head[1] then return {-2, last} end
+    if ends[1] and tonumber(sequence) ~= last + 1 then return {0, last} end
+    redis.call('HSETNX', KEYS[2], 'first', sequence)
+    redis.call('HSET', KEYS[2], 'last', sequence, 'writer', writer)
+else
+    if tonumber(after) ~= last or (head[1] and before ~= '' and before ~= ends[2]) then return {0, last} end
+    if not head[1] then
+        redis.call('HSET', KEYS[3], 'first', redis.call('HGET', KEYS[2], 'first') or sequence)
+        redis.call('HSET', KEYS[2], 'first', '9007199254740991', 'last', '9007199254740991', 'writer', '')
+    end
+    redis.call('HSET', KEYS[3], 'last', sequence, 'writer', writer)
+    redis.call('HINCRBY', KEYS[3], 'bytes', #rows)
+    redis.call('SET', KEYS[4], rows)
+end
+redis.call('XADD', KEYS[1], sequence .. '-0', 'payload', payload)
+return {1, sequence}
+"""
+# As high as the time: above all that were given before Redis lost its data.
+_TOKEN: Final = """
+if redis.replicate_commands then redis.replicate_commands() end
+local time = redis.call('TIME')
+local given = tonumber(redis.call('HGET', KEYS[1], 'token') or '0')
+local token = string.format('%.0f', math.max(given + 1, time[1] * 1000000 + time[2]))
+redis.call('HSET', KEYS[1], 'token', token)
+if ARGV[1] ~= '' then redis.call('HSET', KEYS[1], 'token:' .. ARGV[1], token) end
+return token
 """
 _READ: Final = """
 local found, bytes, following = {}, 0, ARGV[1] .. '-0'
@@ -119,11 +171,20 @@ end
 return found
 """
 _TRIM: Final = """
-local ends = redis.call('HMGET', KEYS[2], 'first', 'last')
+local key = redis.call('HEXISTS', KEYS[3], 'last') == 1 and KEYS[3] or KEYS[2]
+local ends = redis.call('HMGET', key, 'first', 'last')
 local first = ends[2] and math.min(tonumber(ARGV[1]), tonumber(ends[2]) + 1) or 0
 if first <= tonumber(ends[1] or '0') then return end
 redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-0', first))
-redis.call('HSET', KEYS[2], 'first', string.format('%.0f', first))
+redis.call('HSET', key, 'first', string.format('%.0f', first))
+if key == KEYS[2] then return end
+local freed = 0
+for sequence = tonumber(ends[1]), first - 1 do
+    local rows = string.format('%s%.0f', ARGV[2], sequence)
+    freed = freed + redis.call('STRLEN', rows)
+    redis.call('DEL', rows)
+end
+redis.call('HINCRBY', key, 'bytes', string.format('%.0f', 0 - freed))
 """
 
 
@@ -298,27 +359,76 @@ class RedisRegistry:
 
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
         """See `Registry.append`. As durable as `appendfsync` makes it."""
-        keys = [self._at("stream", check_stream(stream, sequence=sequence, payload=payload)), self._at("ends", stream)]
-        done, last = await self._script(_APPEND, keys, [str(sequence), payload, secrets.token_hex(12)])
-        if not done:
-            following = int(last) + 1
-            raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {int(last)}; {following} is next")
+        await self._append(stream, StreamEntry(sequence, payload), ["", ""])
+
+    async def commit(
+        self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
+    ) -> None:
+        """See `Registry.commit`. As durable as `appendfsync` and replicas that are waited for make it."""
+        check_entry(stream, entry, rows, after)
+        last = after or StreamEntry(0, b"")
+        expected = [str(last.sequence), xxhash.xxh3_128_hexdigest(last.payload) if last.payload else ""]
+        await self._append(stream, entry, expected, rows, by)
+
+    async def _append(
+        self, stream: str, entry: StreamEntry, expected: list[str], rows: bytes = b"", by: Publisher = ANYBODY
+    ) -> None:
+        check_entry(stream, entry)
+        keys = [*self._stream(stream), self._at("rows", stream, str(entry.sequence))]
+        # The same bytes are the same entry, whoever tries again.
+        writer = xxhash.xxh3_128_hexdigest(entry.payload)
+        arguments = [str(entry.sequence), entry.payload, writer, *expected, rows, by.name, by.token]
+
+        async def append() -> Any:
+            # On one connection, since what is waited for is what that one wrote.
+            pipeline = self._client.pipeline(transaction=False)
+            pipeline.eval(_APPEND, len(keys), *keys, *arguments)
+            pipeline.execute_command("WAIT", by.min_replicas, REPLICAS_TIMEOUT_MS)
+            ends, reached = await pipeline.execute(raise_on_error=False)
+            # Raised by the pipeline it would begin with the whole script.
+            if isinstance(ends, RedisError):
+                raise ends
+            return *ends, reached
+
+        done, last, reached = await self._run(append)
+        if done == -1:
+            superseded = f"began again, with token {int(last)}; {by.token} is superseded"
+            raise PublisherSupersededError(f"stream {stream}: publisher {by.name!r} {superseded}")
+        if done < 1:
+            follows = f"{entry.sequence} was to follow {expected[0] or entry.sequence - 1}"
+            problem = "format 1 is over" if done else follows
+            raise StreamSequenceError(f"stream {stream} ends with {int(last)}: {problem}")
+        if reached < by.min_replicas:
+            raise RegistryUnavailableError(
+                f"registry {self.name}: {stream} {entry.sequence} is on {reached} replicas of Redis, min_replicas is "
+                f"{by.min_replicas}"
+            )
+
+    async def next_token(self, stream: str, publisher: str) -> int:
+        return int(await self._script(_TOKEN, self._stream(check_stream(stream))[2:], [check_publisher(publisher)]))
+
+    async def read_rows(self, stream: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        at = self._at("rows", check_stream(stream), "")
+        pieces = await self._pipeline(*(("GETRANGE", f"{at}{of}", begin, end - 1) for of, begin, end in ranges))
+        return cast("list[bytes]", pieces)
 
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
     ) -> list[StreamEntry]:
-        keys = [self._at("stream", check_stream(stream, max_entries=max_entries, max_bytes=max_bytes))]
-        entries = await self._script(_READ, keys, [str(max(after, 0) + 1), max_entries, max_bytes])
+        check_stream(stream, max_entries=max_entries, max_bytes=max_bytes)
+        entries = await self._script(_READ, self._stream(stream)[:1], [str(max(after, 0) + 1), max_entries, max_bytes])
         return [StreamEntry(int(entry_id.partition(b"-")[0]), payload) for entry_id, (_, payload) in entries]
 
     async def bounds(self, stream: str) -> StreamBounds:
-        ends = self._at("ends", check_stream(stream))
-        first, last = await self._command("HMGET", ends, "first", "last")
+        check_stream(stream)
+        old, now = await self._pipeline(*(("HMGET", ends, "first", "last") for ends in self._stream(stream)[1:]))
+        first, last = old if now[1] is None else now
         return StreamBounds(int(first), int(last)) if last is not None else StreamBounds(0, 0)
 
     async def stream_bytes(self, stream: str) -> int:
-        key = self._at("stream", check_stream(stream))
-        return int(await self._command("MEMORY", "USAGE", key, "SAMPLES", "0") or 0)
+        key, _, head = self._stream(check_stream(stream))
+        commits, rows = await self._pipeline(("MEMORY", "USAGE", key, "SAMPLES", 0), ("HGET", head, "bytes"))
+        return int(commits or 0) + int(rows or 0)
 
     async def max_stream_bytes(self) -> float:
         """See `Registry.max_stream_bytes`: half of `maxmemory`, if that is set."""
@@ -326,8 +436,8 @@ class RedisRegistry:
         return self._maxmemory / 2 if self._maxmemory else math.inf
 
     async def trim(self, stream: str, before: int) -> None:
-        keys = [self._at("stream", check_stream(stream)), self._at("ends", stream)]
-        await self._script(_TRIM, keys, [str(max(before, 0))])
+        keys = self._stream(check_stream(stream))
+        await self._script(_TRIM, keys, [str(max(before, 0)), self._at("rows", stream, "")])
 
     async def close(self) -> None:
         """End its connections."""
@@ -335,6 +445,9 @@ class RedisRegistry:
         await self._client.aclose()
         if self._sentinel is not None:
             await self._sentinel.aclose()
+
+    def _stream(self, stream: str) -> list[str]:
+        return [self._at(kind, stream) for kind in ("stream", "ends", "head")]
 
     def _at(self, *parts: str) -> str:
         return ":".join((self._prefix, *parts))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from loader.errors import RegistryRecordError, StreamSequenceError, cut
@@ -39,6 +40,17 @@ class StreamEntry:
 
     sequence: int
     payload: bytes
+
+
+class Publisher(NamedTuple):
+    """Who commits: the name of which there is one, if any, its token, and how many replicas are waited for."""
+
+    name: str = ""
+    token: int = 0
+    min_replicas: int = 0
+
+
+ANYBODY: Final = Publisher()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +112,27 @@ class Registry(Protocol):
     async def append(self, stream: str, sequence: int, payload: bytes) -> None:
         """Append to a stream, durably. A new stream may begin with any sequence number from 1 on.
 
-        Raises StreamSequenceError if `sequence` is not the last one plus 1: also when an append is repeated whose
-        outcome was not known and that did take place; compare `read`.
+        The last entry may be appended again, which changes nothing. Raises StreamSequenceError if `sequence` is not the
+        last one plus 1, or after the first `commit` to this stream.
         """
+
+    async def commit(
+        self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
+    ) -> None:
+        """Append an entry with bytes beside it, durably: both are there, or neither. `append` is refused from now on.
+
+        `after` is the stream's last entry as the publisher saw it, None for none, without a payload if that is not
+        known any more; the entry's number is higher. The last entry may be appended again, which changes nothing.
+        `rows` are for `read_rows`. Raises StreamSequenceError if the stream does not end with `after`,
+        PublisherSupersededError if the publisher was given a higher token, RegistryUnavailableError unless as many
+        replicas of the registry as it asks for have the entry.
+        """
+
+    async def next_token(self, stream: str, publisher: str) -> int:
+        """Return a number higher than any before, of which `commit` takes no lower one from the publisher."""
+
+    async def read_rows(self, stream: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        """Return bytes [begin, end) of what lies beside entries: (sequence, begin, end). b"" for what is trimmed."""
 
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
@@ -163,15 +193,26 @@ def check_key(key: str, what: str = "key", *, value: bytes = b"", ttl_s: float =
     return key
 
 
-def check_stream(
-    stream: str, *, sequence: int = 1, payload: bytes = b"", max_entries: int = 1, max_bytes: int = 1
-) -> str:
-    """Return a stream's name. Raises RegistryRecordError, or StreamSequenceError for a number that can't be."""
-    check_key(stream, "stream", value=payload)
-    if not 1 <= sequence <= MAX_SEQUENCE:
-        raise StreamSequenceError(f"stream {stream}: sequence {sequence}; allowed is 1 to {MAX_SEQUENCE}")
+def check_stream(stream: str, *, max_entries: int = 1, max_bytes: int = 1) -> str:
+    """Return a stream's name. Raises RegistryRecordError."""
+    check_key(stream, "stream")
     if max_entries < 1 or max_bytes < 1:
         raise RegistryRecordError(
             f"stream {stream}: max_entries {max_entries}, max_bytes {max_bytes}; both must be at least 1"
         )
     return stream
+
+
+def check_entry(stream: str, entry: StreamEntry, rows: bytes = b"", after: StreamEntry | None = None) -> None:
+    """Raise RegistryRecordError for an entry that can't be, StreamSequenceError for its number."""
+    check_key(stream, "stream", value=max(entry.payload, rows, key=len))
+    least = 1 if after is None else after.sequence + 1
+    if not least <= entry.sequence <= MAX_SEQUENCE:
+        raise StreamSequenceError(f"stream {stream}: sequence {entry.sequence}; allowed is {least} to {MAX_SEQUENCE}")
+
+
+def check_publisher(name: str) -> str:
+    """Return a publisher's name. Raises RegistryRecordError unless it may be a part of a key, or is empty."""
+    if name and re.fullmatch(_PART, name) is None:
+        raise RegistryRecordError(f"publisher {cut(repr(name))}: allowed is what a part of a key may be")
+    return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import shutil
 import sys
 import threading
 import time
@@ -15,9 +16,9 @@ from multiprocessing.synchronize import Event
 import click
 import numpy as np
 
-from loader.deltas.publisher import DeltaPublisher
+from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.registry import open_registry
-from loader.registry.fleet import FleetRegistry
+from loader.registry.fleet import FleetRegistry, WantedModel
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import (
@@ -34,10 +35,12 @@ from loadtest.bench.harness import (
 from loadtest.errors import LoadError
 from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower, FollowedRows
+from shard_node.agent.node_agent import NodeActions, NodeConfig
+from shard_node.node import LoadedTables, ShardNode
 
 DIM, BAGS, HOTNESS = 64, 64, 20
 PUBLISHES_PER_S = 10
-BATCHES = 32
+BATCHES, POLL_S = 32, 0.01
 WAIT_S = 60.0
 SWITCH_INTERVAL_S = 0.0005
 """What serving processes set: how long a thread that waits for the interpreter lets another one have it."""
@@ -120,16 +123,56 @@ async def _register(url: str, snapshot: Snapshot) -> None:
         await registry.close()
 
 
+async def _mend(bench: Bench, snapshot: Snapshot, num_rows: int) -> dict[str, float | int]:
+    """Have a node follow so many changed rows, fork its stream at the last delta, and time how it mends."""
+    url, rng = bench.folder / "forked", np.random.default_rng(2)
+    registry, plan, only = open_registry(url), Plan.make(snapshot.spec), (snapshot.version,)
+    fleet, node = FleetRegistry(registry), ShardNode(plan.identity(0))
+    config = NodeConfig(node_id="node", address="unix:/node", store=bench.folder / "store", replicate_bytes=0)
+    actions = NodeActions(node, fleet, lambda _: (plan.partition(0), plan.digest), config)
+    wanted = WantedModel(model=MODEL, epoch=1, live=only[0], hold=only, follow=only)
+
+    async def publish(count: int) -> int:
+        chosen = rng.choice(snapshot.spec.tables[0].num_embeddings, count, replace=False)
+        values = rng.standard_normal((count, DIM), dtype=np.float32)
+        return await AsyncDeltaPublisher(registry, MODEL, 1).publish("f00", chosen, values)
+
+    async def follow(until: int, forked: LoadedTables | None = None) -> LoadedTables:
+        while (tables := node.generations.payload(MODEL, only[0])) is forked or tables.deltas.sequence < until:
+            await actions.reconcile(wanted)
+            await asyncio.sleep(POLL_S)
+        return tables
+
+    try:
+        await register(fleet, snapshot, clock=time.time)
+        await actions.stage(MODEL, only[0], wanted, lambda share: None)
+        await publish(num_rows)
+        shutil.copytree(url / "streams", url / "then")
+        forked = await follow(await publish(1))
+        shutil.rmtree(url / "streams")
+        (url / "then").rename(url / "streams")
+        last, began = await publish(1), time.perf_counter()
+        await follow(last, forked)
+        mended_s = time.perf_counter() - began
+    finally:
+        await actions.close()
+        await registry.close()
+        node.close()
+    return {"rows": num_rows, "deltas": last, "mended_s": mended_s}
+
+
 @bench_command
 @click.option("--seconds", type=click.FloatRange(0.01), default=2.0, show_default=True, help="Of each measurement.")
 @click.option("--rows-per-s", type=click.IntRange(1), default=50_000, show_default=True, help="Published.")
+@click.option("--forked-rows", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of deltas replayed.")
 @click.option("--rows", type=click.IntRange(1), default=2_000_000, show_default=True, help="Of the table.")
-def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
-    """Measure what row updates cost lookups.
+def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows: int) -> None:
+    """Measure what row updates cost lookups, and how long a follower of a forked stream takes to mend.
 
     A trainer in another process publishes changed rows through a real registry; a shard node in this process applies
     them in a thread while the main thread looks rows up. After each measurement with row updates, nothing is measured
-    until all of them are applied.
+    until all of them are applied. At the end a node that has applied many changed rows is given another last delta than
+    its registry has: it loads the snapshot's rows beside, and replays the stream.
 
     Examples:
       shardrank loadtest bench deltas --quick
@@ -142,6 +185,9 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
     snapshot = tables.export(bench.folder / "store")
     url = f"{bench.folder}/registry"
     bench.runner.run(_register(url, snapshot))
+    bench.say(f"mending a node with {forked_rows} changed rows")
+    forked = bench.results["forked"] = bench.runner.run(_mend(bench, snapshot, min(forked_rows, rows)))
+    bench.say(f"mended in {forked['mended_s']:.2f} s: {rows} rows loaded, {forked['deltas']} deltas replayed")
     seconds = bench.seconds(seconds)
     node, rng = make_node(snapshot, Plan.make(snapshot.spec)), np.random.default_rng(0)
     batches = [tables.draw(rng, BAGS, HOTNESS) for _ in range(BATCHES)]

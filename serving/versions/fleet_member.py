@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
+from loader.deltas.chain import FORMAT as DELTA_FORMAT
 from loader.errors import SnapshotCorruptError, SnapshotError, UnavailableError
 from loader.progress import CancelToken, Progress, ended, in_background, throttled
 from loader.registry.fleet import (
@@ -325,6 +326,7 @@ class FleetMember:
             memory_available_bytes=self._memory[1],
             applied=dict(applied),
             live=self._service.generations.live_versions(),
+            delta_format=DELTA_FORMAT,
             versions=tuple(reports),
         )
 

@@ -5,19 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from loader.deltas.batch import DeltaBatch
+from loader.deltas.chain import (
+    NOTHING,
+    NUM_PARTITIONS,
+    Commit,
+    Partitions,
+    entry_digest,
+    is_commit,
+    partition_of_bucket,
+)
 from loader.errors import DeltaError, DeltaFormatError, RegistryError, RegistryUnavailableError, ShardrankError
 from loader.progress import ended
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry, StreamEntry
+from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.tables import Frozen
+from shard_node.buckets import Partition
 from shard_node.engine.base import WritableRows
 from shard_node.node import DeltaPosition, LoadedTables
 
@@ -25,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_BYTES: Final = 512 << 10
 """Copied while lookups wait: some tenths of a millisecond."""
+NO_PARTS: Final[Mapping[int, Sequence[bytes]]] = {}
 RETRY_S: Final = 10.0
 """After a follower that could not go on; its stream may be whole again."""
 CATCH_UP_LIMIT_S: Final = 60.0
@@ -59,6 +73,10 @@ class FollowedRows(Protocol):
     def deltas(self) -> DeltaPosition:
         """Told by the follower; where it begins."""
 
+    @property
+    def partition(self) -> Partition | None:
+        """Which rows are here; None for any."""
+
 
 class DeltaFollower:
     """Follows one stream for one generation. How far it is, and what holds it up, is told by `tables.deltas`.
@@ -81,6 +99,7 @@ class DeltaFollower:
         self._where = f"version {version} of model {model!r}"
         self._engine = tables.engine
         self._position = tables.deltas
+        self._partitions = _read_partitions(tables)
         self._delta_base = tables.deltas.snapshot().delta_base
         self._stream = delta_stream(model, self._delta_base)
         self._clock = clock
@@ -94,7 +113,8 @@ class DeltaFollower:
         """Follow the stream until cancelled; nothing writes rows any more when it ends.
 
         With `until` it ends once that delta is applied, or one was refused. Raises DeltaError if the stream does not
-        have what comes next any more: the version must be staged anew, from a snapshot that contains more.
+        have what comes next any more (`delta_gap`: the version must be staged anew, from a snapshot that contains
+        more), or not what was applied (`delta_fork`: these rows must be replaced).
         """
         self._stopping = False
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"deltas-{self._model}")
@@ -105,64 +125,111 @@ class DeltaFollower:
             # Waits for nothing: what was handed to it has ended.
             executor.shutdown(wait=False)
 
-    def apply(self, entries: Sequence[StreamEntry]) -> None:
+    def apply(self, entries: Sequence[StreamEntry], parts: Mapping[int, Sequence[bytes]] = NO_PARTS) -> None:
         """Apply what comes next; what is applied already is passed over. Blocks; called in a thread of its own.
 
-        Raises DeltaError if the next one is missing, DeltaFormatError or DeltaError if it is not what it should
-        be. Those before it are applied.
+        `parts` are, by number, the bytes of the rows that lie beside entries. Raises DeltaError if the next one is
+        missing or the stream has forked, DeltaFormatError or DeltaError if it is not what it should be. Those before it
+        are applied.
         """
+        position, layout = self._position, self._engine.layout
         for entry in entries:
             if self._stopping:
                 return
-            sequence = self._position.sequence
-            if entry.sequence <= sequence:
+            commit = Commit.decode(entry.payload) if is_commit(entry.payload) else None
+            if not self._is_next(entry, commit):
                 continue
-            if entry.sequence != sequence + 1:
+            batch = None if commit is not None else DeltaBatch.decode(entry.payload)
+            stated = commit or batch
+            assert stated is not None
+            name, heads = f"delta {stated.sequence} of {stated.model!r} from {stated.delta_base}", dict[int, bytes]()
+            if (stated.model, stated.delta_base) != (self._model, self._delta_base):
                 raise DeltaError(
-                    f"{self._where}: delta {entry.sequence} came, {sequence + 1} is next", kind="delta_gap"
+                    f"{self._where} follows {self._stream}, in which {name} must not be", kind="delta_base"
                 )
-            batch = DeltaBatch.decode(entry.payload)
-            if (batch.model, batch.delta_base) != (self._model, self._delta_base):
-                raise DeltaError(
-                    f"{self._where} follows {self._stream}, in which {batch.name} must not be", kind="delta_base"
-                )
-            if batch.sequence != entry.sequence:
-                raise DeltaFormatError(f"{self._where}: {batch.name} lies at {entry.sequence} of {self._stream}")
-            layout = self._engine.layout
-            slices = layout.slices.get(batch.table)
+            if stated.sequence != entry.sequence:
+                raise DeltaFormatError(f"{self._where}: {name} lies at {entry.sequence} of {self._stream}")
+            slices = layout.slices.get(stated.table)
             if slices is None:
-                unknown = f"table {batch.table!r}, which it does not have"
-                raise DeltaFormatError(f"{self._where}: {batch.name} is for {unknown}")
-            batch.check_table(*(layout.tables[number] for number in slices))
-            table = slices if batch.column_dims else slices[0]
-            written = 0
-            step = max(1, WRITE_BYTES // batch.stored.shape[1])
-            for begin in range(0, batch.rows.size, step):
-                end = begin + step
-                written += self._engine.write_rows(table, batch.rows[begin:end], batch.stored[begin:end])
-            self._position.applied(batch.sequence, batch.published_at, written, self._clock())
+                raise DeltaFormatError(f"{self._where}: {name} is for table {stated.table!r}, which it does not have")
+            if commit is not None:
+                of_table = self._partitions[commit.table]
+                batch, heads = commit.decode_parts(of_table, parts.get(entry.sequence, ()), position.heads)
+            written = 0 if batch is None else self._write(batch, slices)
+            position.heads.update(heads)
+            position.digest, position.is_chained = entry_digest(entry.payload), commit is not None
+            position.applied(stated.sequence, stated.published_at, written, self._clock())
+
+    def _write(self, batch: DeltaBatch, slices: tuple[int, ...]) -> int:
+        batch.check_table(*(self._engine.layout.tables[number] for number in slices))
+        table = slices if batch.column_dims else slices[0]
+        written = 0
+        step = max(1, WRITE_BYTES // batch.stored.shape[1])
+        for begin in range(0, batch.rows.size, step):
+            end = begin + step
+            written += self._engine.write_rows(table, batch.rows[begin:end], batch.stored[begin:end])
+        return written
+
+    def _is_next(self, entry: StreamEntry, commit: Commit | None) -> bool:
+        """Return whether an entry follows what was applied, or was applied. Raises DeltaError if it is neither."""
+        position, sequence, number = self._position, self._position.sequence, entry.sequence
+        if number <= sequence:
+            if number == sequence and position.digest not in (b"", digest := entry_digest(entry.payload)):
+                raise self._fork(f"where it is another one ({digest.hex()})")
+            return False
+        previous = number - 1 if commit is None else commit.previous
+        if previous > sequence:
+            raise DeltaError(
+                f"{self._where} needs what follows delta {sequence}, but {self._stream} begins with {number} after "
+                f"{previous}: stage a snapshot that contains more",
+                kind="delta_gap",
+            )
+        # A snapshot may contain deltas that were lost: as long as no other was applied, it goes on from there.
+        if commit is not None and position.digest:
+            allowed = (position.digest, NOTHING) if previous == sequence else ()
+            if commit.predecessor not in allowed:
+                raise self._fork(f"where {number} follows {previous} ({commit.predecessor.hex()})")
+        return True
+
+    def _fork(self, what: str) -> DeltaError:
+        applied = f"{self._position.sequence} ({self._position.digest.hex()})"
+        return DeltaError(f"{self._where} has delta {applied} of {self._stream}, {what}", kind="delta_fork")
 
     async def _round(self, executor: ThreadPoolExecutor) -> float:
-        config = self._config
+        refused = self._position.snapshot().reason
         try:
-            if not await self._check_end():
-                return config.retry_s
-            looked_at, after = self._clock(), self._position.sequence
-            entries = await self._registry.read(self._stream, after, config.max_entries, config.max_bytes)
+            pause_s = await self._advance(executor)
         except RegistryUnavailableError as error:
             if not self._silent:
                 logger.warning("%s: deltas wait until the registry answers: %s", self._where, error)
             self._silent = True
-            return config.retry_s
+            return self._config.retry_s
+        except DeltaError as error:
+            if refused != str(error):
+                logger.error("a delta is not applied: %s", error)
+            self._position.refused(str(error), forked=error.kind == "delta_fork")
+            if error.kind in ("delta_fork", "delta_gap"):
+                raise
+            return self._config.retry_s
         if self._silent:
             logger.info("%s: the registry answers again", self._where)
             self._silent = False
+        if refused and not self._position.snapshot().reason:
+            logger.info("%s: deltas are applied again", self._where)
+        return pause_s
+
+    async def _advance(self, executor: ThreadPoolExecutor) -> float:
+        """Read and apply what comes next. Return for how long to pause. Raises DeltaError, RegistryError."""
+        config = self._config
+        await self._check_end()
+        looked_at, after = self._clock(), self._position.sequence
+        entries = await self._registry.read(self._stream, after, config.max_entries, config.max_bytes)
         self._position.seen(entries[-1].sequence if entries else after, looked_at)
         if not entries:
             return config.poll_s
+        entries, parts = await self._read_parts(entries)
         started_at = time.perf_counter()
-        refused = self._position.snapshot().reason
-        work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries)
+        work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries, parts)
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -170,38 +237,63 @@ class DeltaFollower:
             self._stopping = True
             await ended(work)
             raise
-        except DeltaError as error:
-            self._refuse(str(error))
-            self._looked_at_end = None  # is it lost, or only late?
-            return config.retry_s
-        if refused:
-            logger.info("%s: deltas are applied again", self._where)
         return (time.perf_counter() - started_at) * (1 / config.busy_share - 1)
 
-    async def _check_end(self) -> bool:
-        """Compare, once in a while, where the stream begins and ends. False if it is not the one that was applied."""
+    async def _read_parts(self, entries: Sequence[StreamEntry]) -> tuple[list[StreamEntry], dict[int, list[bytes]]]:
+        """Read what lies beside as many entries as `max_bytes` allows, at least one. Return both, bytes by number."""
+        chosen, ranges, size = list[StreamEntry](), list[tuple[int, int, int]](), 0
+        parts: dict[int, list[bytes]] = {}
+        for entry in entries:
+            if is_commit(entry.payload):
+                try:
+                    commit = Commit.decode(entry.payload)
+                except DeltaFormatError:
+                    chosen.append(entry)  # It is refused, once those before it are applied.
+                    break
+                of_entry = commit.ranges(self._partitions.get(commit.table, np.zeros(NUM_PARTITIONS, np.bool_)))
+                size += sum(end - begin for begin, end in of_entry)
+                if chosen and size > self._config.max_bytes:
+                    break
+                ranges += ((entry.sequence, begin, end) for begin, end in of_entry)
+            chosen.append(entry)
+        pieces = await self._registry.read_rows(self._stream, ranges) if ranges else []
+        for (sequence, _, _), piece in zip(ranges, pieces, strict=True):
+            parts.setdefault(sequence, []).append(piece)
+        return chosen, parts
+
+    async def _check_end(self) -> None:
+        """Compare, once in a while, where the stream ends. Raises DeltaError if what was applied is not there."""
         now = self._clock()
         if self._looked_at_end is not None and 0 <= now - self._looked_at_end < self._config.check_end_s:
-            return True
-        bounds = await self._registry.bounds(self._stream)
+            return
+        bounds, position, sequence = await self._registry.bounds(self._stream), self._position, self._position.sequence
+        if bounds.last < sequence and sequence > position.snapshot().last_delta:
+            if bounds.last:
+                raise self._fork(f"which ends with {bounds.last}: it has lost what came after")
+            # No stream says nothing of these rows.
+            lost = f"{self._where} has delta {sequence}, but the registry has no {self._stream}"
+            raise DeltaError(f"{lost}: it was emptied, or is another one", kind="delta_lost")
+        if bounds.last == sequence and position.is_chained:
+            for entry in await self._registry.read(self._stream, sequence - 1, 1):
+                if entry.sequence == sequence:
+                    self._is_next(entry, None)
         self._looked_at_end = now
-        sequence = self._position.sequence
-        if bounds.last > sequence and bounds.first > sequence + 1:
-            reason = f"{self._where} needs delta {sequence + 1}, but {self._stream} begins with {bounds.first}"
-            self._refuse(reason)
-            raise DeltaError(f"{reason}: stage a snapshot that contains more", kind="delta_gap")
-        if 0 < bounds.last < sequence and sequence > self._position.snapshot().last_delta:
-            # Its publisher gives back what the registry has lost, or refuses to go on.
-            self._refuse(f"{self._where} has delta {sequence}, but {self._stream} ends with {bounds.last}")
-            self._looked_at_end = None
-            return False
-        self._position.seen(bounds.last, now)
-        return True
+        position.seen(bounds.last, now)
 
-    def _refuse(self, reason: str) -> None:
-        if self._position.snapshot().reason != reason:
-            logger.error("a delta is not applied: %s", reason)
-        self._position.refused(reason)
+
+def _read_partitions(tables: FollowedRows) -> dict[str, Partitions]:
+    """Return, by table, which partitions of its deltas have rows that are here."""
+    layout, read = tables.engine.layout, dict[str, Partitions]()
+    for table, slices in layout.slices.items():
+        buckets = RowBuckets.of(layout.tables[slices[0]])
+        here = np.ones(buckets.count, np.bool_)
+        if tables.partition is not None:
+            here = np.logical_or.reduce([tables.partition.card_of_bucket[number] >= 0 for number in slices])
+            if len(slices) > 1 and buckets.seed is not None:
+                here[:] = here.any()  # Each slice mixes rows in its way, and a part has rows of all buckets of a slice.
+        read[table] = np.zeros(NUM_PARTITIONS, np.bool_)
+        read[table][partition_of_bucket(buckets)[here]] = True
+    return read
 
 
 async def catch_up(registry: Registry, model: str, version: int, tables: LoadedTables) -> None:
@@ -210,12 +302,13 @@ async def catch_up(registry: Registry, model: str, version: int, tables: LoadedT
     What can't be applied, or not within `CATCH_UP_LIMIT_S`, is logged and left to whoever follows the stream from then
     on: old rows are better than none.
     """
-    deltas, reason = tables.deltas, ""
+    deltas, reason, looked_at = tables.deltas, "", time.time()
     try:
         until = (await registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
     except RegistryError as error:
         logger.warning("version %d of %s is loaded without its deltas, which can't be read: %s", version, model, error)
         return
+    deltas.seen(until, looked_at)
     try:
         async with asyncio.timeout(CATCH_UP_LIMIT_S):
             await DeltaFollower(registry, model, version, tables).run(until)
@@ -238,9 +331,10 @@ class _Following:
 
 
 class Followers:
-    """Starts and stops the followers of a process, one for each version."""
+    """Starts and stops the followers of a process, one for each version; `forks` counts what ended for a fork."""
 
     def __init__(self, registry: Registry) -> None:
+        self.forks = Counter[tuple[str, int]]()
         self._registry = registry
         self._following: dict[tuple[str, int], _Following] = {}
 
@@ -251,6 +345,8 @@ class Followers:
                 await self.stop(model, version)
         for version, tables in versions.items():
             before = self._following.get((model, version))
+            if tables.deltas.snapshot().forked:
+                continue
             # One whose stopping was cut short has no gap, and ends nevertheless.
             if before is None or (before.task.done() and time.monotonic() - before.stopped_at >= RETRY_S):
                 follower = DeltaFollower(self._registry, model, version, tables)
@@ -285,5 +381,6 @@ class Followers:
             following = self._following.get((model, version))
             if following is not None:
                 following.gap, following.stopped_at = f"{type(error).__name__}: {error}", time.monotonic()
+            self.forks[model, version] += getattr(error, "kind", "") == "delta_fork"
             unforeseen = None if isinstance(error, ShardrankError) else error
             logger.error("version %d of %s gets no deltas, tried again: %s", version, model, error, exc_info=unforeseen)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from loader.errors import RolloutError, SnapshotNotFoundError
+from loader.deltas.chain import FORMAT as DELTA_FORMAT
+from loader.errors import DeltaError, RolloutError, ShardrankError, SnapshotNotFoundError
 from loader.progress import CancelToken, Progress, in_background, no_progress, throttled
 from loader.registry.fleet import (
     FleetRecord,
@@ -21,21 +23,21 @@ from loader.registry.fleet import (
     NodeRecord,
     PublishedVersion,
     VersionReport,
+    VersionState,
     WantedModel,
     cut_reason,
 )
 from loader.rollout.coverage import answering_version
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.cache import FETCHING, StoreUrl
 from shard_node.agent.agent import Agent
-from shard_node.agent.delta_follower import Followers, catch_up
+from shard_node.agent.delta_follower import RETRY_S, Followers, catch_up
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
-from shard_node.errors import CardError
+from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.generation import Generation
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.planning.hotness import ObservedCounts
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _ASK_CARDS_EVERY_S = 1.0
+ANNOUNCED_S = 2.0
+"""Until every process of a fleet knows what a node announces."""
 ENOUGH_FAULTS = 2
 """Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
 PlanOf = Callable[[Snapshot], tuple[Partition, str]]
@@ -157,10 +161,12 @@ class NodeActions:
         self._memory = RowMemory(config.memory_cap_bytes)
         self._card_set = card_set
         self._store = open_store(config.store)
-        self._files: dict[tuple[str, int], HeldSnapshot] = {}
         self._followers = Followers(fleet.registry)
+        node.forks = self._followers.forks
         self._live: dict[str, int | None] = {}
-        self._retiring: set[tuple[str, int]] = set()
+        self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._mending: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._going: set[tuple[str, int]] = set()
 
     def desired_versions(self, desired: WantedModel) -> Sequence[int]:
         """As `Actions.desired_versions`. The live one is first: without it this node answers nobody."""
@@ -168,17 +174,27 @@ class NodeActions:
         return sorted(versions, key=lambda version: (version != desired.live, version))
 
     def loaded(self) -> Collection[tuple[str, int]]:
-        """As `Actions.loaded`: what the node pools from."""
-        return set(self._generations())
+        """As `Actions.loaded`: what the node pools from, and what is freed to be staged anew."""
+        return set(self._generations()) | self._going
 
     async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load this shard's rows in a thread; one that is followed catches up. Raises as `stage_tables`."""
+        tables = await self._load(model, version, follows=version in desired.follow, tell=tell)
+        try:
+            self._node.generations.stage(model, version, tables)
+        except BaseException:
+            tables.close()
+            raise
+
+    async def _load(
+        self, model: str, version: int, *, follows: bool, tell: Callable[[float], None] = lambda share: None
+    ) -> LoadedTables:
         published = await self._fleet.version(model, version)
         if published is None:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
         config = self._config
 
-        def work(wish: CancelToken) -> tuple[LoadedTables, HeldSnapshot]:
+        def work(wish: CancelToken) -> LoadedTables:
             progress = wish.over(share_of(tell))
             files = self._store.hold(
                 model,
@@ -202,53 +218,100 @@ class NodeActions:
             except BaseException:
                 files.close()
                 raise
-            return tables, files
-
-        def free(made: tuple[LoadedTables, HeldSnapshot]) -> None:
-            tables, files = made
-            try:
-                tables.close()
-            finally:
-                files.close()
-
-        tables, files = made = await in_background(work, f"stage-{model}-{version}", free)
-        try:
-            if version in desired.follow:
-                await catch_up(self._fleet.registry, model, version, tables)
-            self._node.generations.stage(model, version, tables)
-        except BaseException:
-            free(made)
-            raise
-        if any(use.tier == "mapped" for use in tables.engine.memory()):
-            self._files[model, version] = files
-        else:
+            if any(use.tier == "mapped" for use in tables.engine.memory()):
+                return replace(tables, files=files)
             files.close()
+            return tables
+
+        tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
+        try:
+            if follows:
+                await catch_up(self._fleet.registry, model, version, tables)
+        except BaseException:
+            tables.close()
+            raise
+        return tables
 
     async def reconcile(self, desired: WantedModel) -> bool:
-        """As `Actions.reconcile`: starts and stops followers, and marks the live version."""
-        self._live[desired.model] = desired.live
-        generations = self._generations()
-        loaded = {version: generation for (model, version), generation in generations.items() if model == desired.model}
-        if desired.live in loaded and loaded[desired.live].state != "live":
-            self._node.generations.flip(desired.model, desired.live)
-        # By replica, what the others go on following may be on its way out here.
-        goes = {version for model, version in self._retiring if model == desired.model}
-        follow = {version: loaded[version].payload for version in desired.follow if version in loaded.keys() - goes}
-        await self._followers.reconcile(desired.model, follow)
+        """As `Actions.reconcile`: starts and stops followers, has forked rows mended, and marks the live version."""
+        model = desired.model
+        self._live[model] = desired.live
+        # What follows must not be freed meanwhile.
+        async with self._changing[model]:
+            loaded = {version: each for (name, version), each in self._generations().items() if name == model}
+            if desired.live in loaded and loaded[desired.live].state != "live":
+                self._node.generations.flip(model, desired.live)
+            follow = {version: loaded[version].payload for version in desired.follow if version in loaded}
+            await self._followers.reconcile(model, follow)
+        for version, tables in follow.items():
+            if tables.deltas.snapshot().forked and (model, version) not in self._mending:
+                mending = asyncio.create_task(self._mend(model, version), name=f"mend {model} {version}")
+                self._mending[model, version] = mending
         return set(self.desired_versions(desired)) == set(loaded)
 
     async def retire(self, model: str, version: int) -> None:
         """As `Actions.retire`: stops following, and waits until the last lease has ended and the rows are freed."""
-        self._retiring.add((model, version))
-        try:
+        if (mending := self._mending.get((model, version))) is not None:
+            mending.cancel()
+            await asyncio.wait([mending])
+        await self._withdraw(model, version)
+
+    async def _withdraw(self, model: str, version: int) -> None:
+        async with self._changing[model]:
             await self._followers.stop(model, version)
             generation = self._node.generations.retire(model, version)
-        finally:
-            self._retiring.discard((model, version))
         while not generation.retired.is_set():  # noqa: ASYNC110  # set by threads
             await asyncio.sleep(_POLL_S)
-        if (files := self._files.pop((model, version), None)) is not None:
-            files.close()
+
+    async def _mend(self, model: str, version: int) -> None:
+        """Replace rows of which the stream has forked by the snapshot's, with the deltas that the stream has now.
+
+        They are loaded beside. Where memory is not granted for both, the version is withdrawn, and so staged anew.
+        """
+        key = model, version
+        try:
+            try:
+                tables = await self._load(model, version, follows=True)
+            except MemoryBudgetError as error:
+                logger.warning("version %d of %s is to be staged anew, not mended beside: %s", version, model, error)
+                while not await self._may_go(model, version):  # noqa: ASYNC110  # other nodes change it
+                    await asyncio.sleep(ANNOUNCED_S)
+                self._going.add(key)
+                await asyncio.sleep(ANNOUNCED_S)
+                await self._withdraw(model, version)
+                return
+            progress = tables.deltas.snapshot()
+            try:
+                if progress.forked or not (progress.has_caught_up or progress.reason):
+                    raise DeltaError(progress.reason or "its deltas can't be read", kind="delta_fork")
+                async with self._changing[model]:
+                    await self._followers.stop(model, version)
+                    self._node.generations.replace(model, version, tables)
+            except BaseException:
+                tables.close()
+                raise
+            logger.warning("version %d of %s is mended: its rows have delta %d", version, model, progress.sequence)
+        except Exception as error:
+            unforeseen = None if isinstance(error, ShardrankError) else error
+            logger.error("version %d of %s is not mended yet: %s", version, model, error, exc_info=unforeseen)
+            await asyncio.sleep(RETRY_S)
+        finally:
+            self._going.discard(key)
+            del self._mending[key]
+
+    async def _may_go(self, model: str, version: int) -> bool:
+        """Return whether forked rows may go before others come: replica by replica, while another one answers."""
+        nodes = {node.node_id: node for node in await self._fleet.nodes()}
+        if (this := nodes.pop(self._config.node_id, None)) is None:
+            return False
+        place = this.kind, this.num_shards, this.shard_index
+        replicas = [node for node in nodes.values() if (node.kind, node.num_shards, node.shard_index) == place]
+        reports = [(node.node_id, report) for node in replicas if (report := node.report(model, version)) is not None]
+        if any(report.state in ("waiting", "staging", "draining") for _, report in reports):
+            return False
+        if not (ready := [(node_id, report) for node_id, report in reports if report.state == "ready"]):
+            logger.error("version %d of %s has forked, and no other replica answers until it is staged", version, model)
+        return all(node_id > this.node_id for node_id, report in ready if report.forked)
 
     def reports(self) -> Sequence[VersionReport]:
         """As `Actions.reports`. A version that can't take up its deltas is refused, unless it is live."""
@@ -270,6 +333,7 @@ class NodeActions:
             memory_total_bytes=total_memory_bytes(),
             memory_available_bytes=available_memory_bytes(),
             applied=dict(applied),
+            delta_format=DELTA_FORMAT,
             versions=tuple(reports),
         )
 
@@ -303,7 +367,11 @@ class NodeActions:
         return f"version {version} has applied delta {deltas.sequence}, not yet {until}{reason}"
 
     async def close(self) -> None:
-        """Stop all followers. Idempotent."""
+        """Stop all followers, and call off what is being mended. Idempotent."""
+        if tasks := list(self._mending.values()):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         await self._followers.close()
 
     def _observed(self, model: str) -> ObservedCounts | None:
@@ -325,10 +393,13 @@ class NodeActions:
         tiers = Counter[str]()
         for use in tables.engine.memory():
             tiers[use.tier] += use.size_bytes
+        state: VersionState = "draining" if (model, version) in self._going else "ready"
+        if gap and not deltas.forked and self._live.get(model) != version:
+            state = "refused"
         return VersionReport(
             model=model,
             version=version,
-            state="refused" if gap and self._live.get(model) != version else "ready",
+            state=state,
             progress=1.0,
             reason=cut_reason(gap or deltas.reason),
             identity=tables.manifest_identity,
@@ -338,6 +409,7 @@ class NodeActions:
             leases=generation.leases,
             delta_sequence=deltas.sequence,
             delta_published_at=deltas.published_at,
+            forked=deltas.forked,
         )
 
 

@@ -75,7 +75,7 @@ class CardTableLoad(TableLoad):
             raise InvalidBagsError(
                 f"the partition is for {partition.num_cards} cards, but there are {num_cards} ({card_set.cards.name})"
             )
-        super().__init__(snapshot, plan_digest)
+        super().__init__(snapshot, partition, plan_digest)
         self._card_set = card_set
         self._upload_bytes = upload_bytes
         options, pinned_bytes = card_set.options, int(card_set.options.pinned_memory_gb * 1e9)

@@ -41,8 +41,9 @@ class _Filling:
 class TableLoad:
     """The loading of a partition's buckets, before it begins: what it will take is known, nothing is taken yet."""
 
-    def __init__(self, snapshot: Snapshot, plan_digest: str) -> None:
+    def __init__(self, snapshot: Snapshot, partition: Partition, plan_digest: str) -> None:
         self._snapshot = snapshot
+        self._partition = partition
         self._plan_digest = plan_digest
 
     def take(self, memory: RowMemory) -> Sequence[Claim]:
@@ -67,7 +68,7 @@ class TableLoad:
         for claim in claims:
             claim.filled()
         position = DeltaPosition(*self._snapshot.manifest.delta_start)
-        return LoadedTables(engine, self._snapshot.identity, self._plan_digest, position, claims)
+        return LoadedTables(engine, self._snapshot.identity, self._plan_digest, position, self._partition, claims)
 
 
 class ArenaLoad(TableLoad):
@@ -76,7 +77,7 @@ class ArenaLoad(TableLoad):
     def __init__(
         self, snapshot: Snapshot, partition: Partition, plan_digest: str, memory_budget_bytes: int | None = None
     ) -> None:
-        super().__init__(snapshot, plan_digest)
+        super().__init__(snapshot, partition, plan_digest)
         self._layout = layout = layout_for(snapshot, partition)
         self._cards = partition.card_of_bucket
         self._files = {files.table: files for files in snapshot.manifest.tables}

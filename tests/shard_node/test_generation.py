@@ -77,6 +77,24 @@ def test_a_retired_version_is_freed_with_its_last_lease():
     assert generations.models() == generations.all() == []
 
 
+@pytest.mark.parametrize("state", ["live", "staged"])
+def test_replaced_payloads_serve_new_leases_and_old_ones_end(state):
+    generations, freed = make(1)
+    if state == "live":
+        generations.flip("films", 1)
+    lease = generations.lease("films", 1)
+    before = generations.replace("films", 1, "mended")
+    assert generations.lease("films", 1 if state == "staged" else None).payload == "mended"
+    assert (lease.payload, freed) == ("v1", [])
+    assert [(each.version, each.state) for each in generations.all()] == [(1, state)]
+    lease.release()
+    assert before.retired.wait(TIMEOUT_S)
+    assert freed == ["v1"]
+    assert generations.payload("films", 1) == "mended"
+    with pytest.raises(GenerationNotFoundError):
+        generations.replace("films", 2, "nothing")
+
+
 def test_a_payload_that_can_not_be_freed_is_logged(caplog):
     def fail(payload: str) -> None:
         raise OSError(f"{payload} is stuck")

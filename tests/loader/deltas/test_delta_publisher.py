@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from loader.deltas.batch import DeltaBatch
+from loader.deltas.chain import is_commit
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError, StreamFullError
+from loader.errors import (
+    DeltaError,
+    DeltaFormatError,
+    DeltaLostError,
+    PublisherSupersededError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+    StreamFullError,
+    StreamSequenceError,
+)
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import (
@@ -25,7 +36,7 @@ from loader.registry.fleet import (
     delta_stream,
     version_key,
 )
-from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
+from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, read_entry, register_version
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.registries import redis_server, with_open
@@ -49,14 +60,24 @@ async def stream(registry, snapshot):
 
 
 async def published(registry) -> list[DeltaBatch]:
-    found = await registry.read(STREAM, 0, max_entries=10_000, max_bytes=1 << 30)
-    batches = [DeltaBatch.decode(entry.payload) for entry in found]
-    assert [batch.sequence for batch in batches] == [entry.sequence for entry in found]
+    """All deltas of the stream, each checked to follow the one before."""
+    batches, tail = list[DeltaBatch](), None
+    for entry in await registry.read(STREAM, 0, max_entries=10_000, max_bytes=1 << 30):
+        batch, tail = await read_entry(registry, STREAM, entry, tail)
+        batches.append(batch)
     return batches
 
 
 async def published_rows(registry) -> list[list[int]]:
     return [batch.rows.tolist() for batch in await published(registry)]
+
+
+async def announce(registry, delta_sequence=0, **fields) -> None:
+    """Make a node report what it has applied."""
+    report = VersionReport(model=MODEL, version=1, state="ready", delta_sequence=delta_sequence)
+    fields = {"delta_format": 2, **fields}
+    node = NodeRecord(node_id="n", kind="shard", process_id=1, address="unix:x", versions=(report,), **fields)
+    await FleetRegistry(registry).announce_node(node, 60)
 
 
 async def no_wait(_seconds: float) -> None:
@@ -102,18 +123,81 @@ async def test_an_append_whose_answer_is_lost_is_there_once(stream):
     assert await published_rows(stream) == [[row] for row in range(6)]
 
 
+async def test_an_append_whose_answer_is_lost_and_from_which_another_went_on_is_there_once(stream):
+    other = AsyncDeltaPublisher(stream, MODEL, 1)
+    await other.open()
+
+    class Overtaken(InterruptedRegistry):
+        async def commit(self, *arguments, **options):
+            await self.registry.commit(*arguments, **options)
+            if await other.publish("int8", [9], ONES) == 2:
+                raise RegistryUnavailableError("the answer is lost")
+
+    publisher = AsyncDeltaPublisher(Overtaken(stream), MODEL, 1, sleep=no_wait)
+    assert await publisher.publish("int8", [1], ONES) == 1
+    assert await published_rows(stream) == [[1], [9]]
+
+
 async def test_a_publisher_goes_on_where_the_last_one_stopped(stream):
-    """But not where the registry lost deltas that nodes have applied."""
+    """Also above what nodes have and the registry has lost, which the first call tells."""
     for expected in (1, 2, 3):
         assert await AsyncDeltaPublisher(stream, MODEL, 1).publish("int8", [expected], ONES) == expected
-    report = VersionReport(model=MODEL, version=1, state="ready", delta_sequence=5)
-    node = NodeRecord(node_id="n", kind="shard", process_id=1, address="unix:x", versions=(report,))
-    await FleetRegistry(stream).announce_node(node, 60)
-    with raises_kind("delta_gap", match=f"{STREAM} ends with 3, but deltas up to 5 were published"):
-        await AsyncDeltaPublisher(stream, MODEL, 1).publish("int8", [7], ONES)
+    await announce(stream, delta_sequence=5)
+    publisher = AsyncDeltaPublisher(stream, MODEL, 1)
+    with pytest.raises(DeltaLostError, match=f"{STREAM}: the registry has lost 2 of the deltas 4 to 5") as lost:
+        await publisher.publish("int8", [7], ONES)
+    assert lost.value.sequences == (4, 5)
+    assert await publisher.publish("int8", [7], ONES) == 6
+    batches = await published(stream)
+    assert [batch.sequence for batch in batches] == [1, 2, 3, 6]
 
 
-async def test_a_publisher_restores_what_a_redis_lost(tmp_path, snapshot, caplog):
+@contextlib.contextmanager
+def earlier_state(registry, then):
+    """Set a directory back to what it was, as a failover does that loses the last writes."""
+    shutil.copytree(registry.path, then)
+    yield
+    shutil.rmtree(registry.path)
+    shutil.copytree(then, registry.path)
+
+
+async def test_what_was_acknowledged_and_lost_is_told_once_to_each_who_published_it(directory, snapshot, tmp_path):
+    await register_version(directory, snapshot)
+    first, second = (AsyncDeltaPublisher(directory, MODEL, 1) for _ in range(2))
+    await first.publish("int8", [0], ONES)
+    with earlier_state(directory, tmp_path / "then"):
+        for publisher, row in ((first, 1), (second, 2), (first, 3)):
+            await publisher.publish("int8", [row], ONES)
+    with pytest.raises(DeltaLostError) as lost:
+        await first.publish("int8", [9], ONES)
+    assert lost.value.sequences == (2, 4)
+    assert [await first.publish("int8", [row], ONES) for row in (1, 3)] == [5, 6]
+    with pytest.raises(DeltaLostError) as lost:
+        await second.publish("int8", [9], ONES)
+    assert lost.value.sequences == (3,)
+    assert await second.publish("int8", [2], ONES) == 7
+    # Each names the one before, whatever its number.
+    assert await published_rows(directory) == [[0], [1], [3], [2]]
+
+
+async def test_a_stream_that_lost_its_end_and_was_written_to_the_same_number_does_not_fork(
+    directory, snapshot, tmp_path
+):
+    await register_version(directory, snapshot)
+    publisher = AsyncDeltaPublisher(directory, MODEL, 1)
+    await publisher.publish("int8", [0], ONES)
+    with earlier_state(directory, tmp_path / "then"):
+        await publisher.publish("int8", [1], ONES)
+    # Nobody that this one could ask knows of 2.
+    assert await AsyncDeltaPublisher(directory, MODEL, 1).publish("int8", [5], ONES) == 2
+    with pytest.raises(DeltaLostError) as lost:
+        await publisher.publish("int8", [2], ONES)
+    assert lost.value.sequences == (2,)
+    assert await publisher.publish("int8", [1], ONES) == 3
+    assert await published_rows(directory) == [[0], [5], [1]]
+
+
+async def test_an_emptied_redis_loses_what_its_publisher_published(tmp_path, snapshot):
     with redis_server(tmp_path) as server:
         registry = open_registry(server.url)
         await register_version(registry, snapshot)
@@ -121,14 +205,77 @@ async def test_a_publisher_restores_what_a_redis_lost(tmp_path, snapshot, caplog
         for row in range(3):
             await publisher.publish("int8", [row], ONES)
         server.flush()
-        with caplog.at_level(logging.WARNING):
-            assert await publisher.publish("int8", [3], ONES) == 4
-        assert "the registry had lost deltas 1 to 3: restored" in caplog.text
-        assert await published_rows(registry) == [[0], [1], [2], [3]]
+        with pytest.raises(DeltaLostError) as lost:
+            await publisher.publish("int8", [3], ONES)
+        assert lost.value.sequences == (1, 2, 3)
+        assert await publisher.publish("int8", [3], ONES) == 4
+        assert await published_rows(registry) == [[3]]
         await registry.close()
 
 
-@pytest.mark.parametrize("limit", [{"max_stream_entries": 4}, {"max_stream_bytes": 184_000}])
+async def test_a_publisher_that_began_again_supersedes_the_one_before(stream):
+    zombie = AsyncDeltaPublisher(stream, MODEL, 1, name="trainer")
+    other = AsyncDeltaPublisher(stream, MODEL, 1, name="other")
+    await zombie.publish("int8", [0], ONES)
+    await other.publish("int8", [1], ONES)
+    restarted = AsyncDeltaPublisher(stream, MODEL, 1, name="trainer")
+    await restarted.open()
+    with pytest.raises(PublisherSupersededError, match="publisher 'trainer' began again, with token"):
+        await zombie.publish("int8", [2], ONES)
+    assert [await publisher.publish("int8", [3], ONES) for publisher in (restarted, other)] == [3, 4]
+    assert await published_rows(stream) == [[0], [1], [3], [3]]
+
+
+async def test_format_1_is_written_until_every_node_reads_format_2(stream):
+    await announce(stream, delta_format=1)
+    publisher, older = AsyncDeltaPublisher(stream, MODEL, 1), AsyncDeltaPublisher(stream, MODEL, 1)
+    assert await publisher.publish("int8", [0], ONES) == 1
+    assert await older.publish("int8", [1], ONES) == 2
+    await announce(stream, delta_format=2)
+    assert [await publisher.publish("int8", [row], ONES) for row in (2, 3)] == [3, 4]
+    entries = await stream.read(STREAM, 0)
+    assert [is_commit(entry.payload) for entry in entries] == [False, False, True, True]
+    assert await published_rows(stream) == [[0], [1], [2], [3]]
+    # What a release appends that knows only format 1 fails, and is not lost without a word.
+    batch = replace((await published(stream))[0], sequence=5)
+    with pytest.raises(StreamSequenceError, match="ends with 4: format 1 is over"):
+        await stream.append(STREAM, 5, batch.encode())
+
+
+async def test_format_1_does_not_go_on_after_a_loss(stream):
+    """Nodes of an older release would take the same number for the same delta."""
+    await announce(stream, delta_format=1, delta_sequence=3)
+    publisher = AsyncDeltaPublisher(stream, MODEL, 1)
+    with pytest.raises(DeltaLostError):
+        await publisher.publish("int8", [0], ONES)
+    assert await publisher.publish("int8", [0], ONES) == 4  # a stream may begin anywhere
+    await announce(stream, delta_format=1, delta_sequence=6)
+    with raises_kind("delta_gap", match="ends with 4, but deltas up to 6 were published"):
+        await AsyncDeltaPublisher(stream, MODEL, 1).open()
+
+
+async def test_a_delta_that_too_few_replicas_of_redis_have_is_not_published(tmp_path, snapshot):
+    with redis_server(tmp_path, tcp=True) as server:
+        registry = open_registry(server.url)
+        await register_version(registry, snapshot)
+        publisher = AsyncDeltaPublisher(registry, MODEL, 1, min_replicas=1, retry_s=0.1)
+        with pytest.raises(RegistryUnavailableError, match=r"1 is on 0 replicas of Redis, min_replicas is 1"):
+            await publisher.publish("int8", [0], ONES)
+        (tmp_path / "replica").mkdir()
+        with redis_server(tmp_path / "replica") as replica:
+            replica.command("REPLICAOF", "127.0.0.1", str(server.port))
+            publisher = AsyncDeltaPublisher(registry, MODEL, 1, min_replicas=1)
+            assert await publisher.publish("int8", [1], ONES) == 2
+        await registry.close()
+
+
+async def test_a_directory_has_no_replicas_to_wait_for(directory, snapshot):
+    await register_version(directory, snapshot)
+    with pytest.raises(RegistryRecordError, match=r"min_replicas 1: registry .* has none; only Redis has"):
+        await AsyncDeltaPublisher(directory, MODEL, 1, min_replicas=1).publish("int8", [0], ONES)
+
+
+@pytest.mark.parametrize("limit", [{"max_stream_entries": 4}, {"max_stream_bytes": 220_000}])
 async def test_a_full_stream_drops_only_what_no_held_version_needs(stream, tmp_path, limit):
     rows, values = np.arange(2000), np.ones((2000, 4), np.float32)
     fleet = FleetRegistry(stream)
@@ -173,25 +320,6 @@ def test_a_registry_that_never_answers_is_unavailable(tmp_path):
         DeltaPublisher(f"unix://{tmp_path}/nobody.sock", MODEL, 1, retry_s=0.1)
 
 
-@pytest.mark.parametrize(("authors", "remembered_bytes"), [("aba", 1 << 20), ("aaba", 1 << 20), ("aa", 0)])
-async def test_lost_deltas_are_not_restored_with_a_gap(
-    directory, snapshot, tmp_path, monkeypatch, authors, remembered_bytes
-):
-    """Deltas of others, or that are remembered no more, are missing after the first."""
-    monkeypatch.setattr("loader.deltas.publisher.MAX_REMEMBERED_BYTES", remembered_bytes)
-    await register_version(directory, snapshot)
-    by_name = {name: AsyncDeltaPublisher(directory, MODEL, 1) for name in "ab"}
-    for number, name in enumerate(authors):
-        await by_name[name].publish("int8", [number], ONES)
-        if number == 0:
-            shutil.copytree(directory.path, tmp_path / "then")
-    shutil.rmtree(directory.path)
-    shutil.copytree(tmp_path / "then", directory.path)
-    with raises_kind("delta_gap", match=f"{STREAM} ends with 1, but deltas up to {len(authors)} were published"):
-        await by_name["a"].publish("int8", [9], ONES)
-    assert await published_rows(directory) == [[0]]
-
-
 async def test_a_version_without_a_spec_must_be_published_again(directory, snapshot):
     await register_version(directory, snapshot)
     entry = await directory.get(version_key(MODEL, 1, SPECS))
@@ -213,13 +341,13 @@ async def test_what_a_publisher_was_not_given_is_named(directory, snapshot):
 def test_closing_ends_what_other_threads_publish(tmp_path, snapshot, monkeypatch):
     begun = threading.Event()
 
-    async def append(*_):
+    async def append(*_, **__):
         begun.set()
         await asyncio.Event().wait()
 
     url = str(tmp_path / "registry")
     with_open(url, lambda registry: register_version(registry, snapshot))
-    monkeypatch.setattr(DirectoryRegistry, "append", append)
+    monkeypatch.setattr(DirectoryRegistry, "commit", append)
     with DeltaPublisher(url, MODEL, 1) as publisher, ThreadPoolExecutor(1) as thread:
         publishing = thread.submit(publisher.publish, "int8", [1], ONES)
         assert begun.wait(60)

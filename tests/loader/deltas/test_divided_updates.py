@@ -15,7 +15,15 @@ from loader.errors import DeltaError, DeltaFormatError, SnapshotCorruptError
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.publishing import publish
 from loader.snapshot.tensor_files import load_numpy
-from shardrank_testing.deltas import MODEL, all_divisions, delta_spec, encoded, export_state, register_version
+from shardrank_testing.deltas import (
+    MODEL,
+    all_divisions,
+    delta_spec,
+    encoded,
+    export_state,
+    read_entry,
+    register_version,
+)
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import random_rows, random_tables
@@ -37,7 +45,8 @@ async def publisher(directory, snapshot, store):
 
 
 async def published(registry) -> list[DeltaBatch]:
-    return [DeltaBatch.decode(entry.payload) for entry in await registry.read(delta_stream(MODEL, 1), 0)]
+    stream = delta_stream(MODEL, 1)
+    return [(await read_entry(registry, stream, entry, None))[0] for entry in await registry.read(stream, 0)]
 
 
 async def test_rows_of_a_table_are_published_as_rows_of_its_parts(directory, publisher, snapshot):

@@ -6,15 +6,23 @@ import asyncio
 import itertools
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
+from loader.errors import (
+    PublisherSupersededError,
+    RegistryConflictError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+    StreamSequenceError,
+)
 from loader.registry import open_registry
+from loader.registry.directory import DirectoryRegistry
 from loader.registry.memory import MemoryRegistry
-from loader.registry.registry import MAX_VALUE_BYTES, StreamBounds, StreamEntry
+from loader.registry.registry import MAX_VALUE_BYTES, Publisher, StreamBounds, StreamEntry
 from shardrank_testing.registries import every_call, with_open
 
 WAIT_S = 60.0
@@ -32,6 +40,10 @@ CALLS = st.one_of(
     st.tuples(st.just("release"), st.sampled_from(KEYS), st.sampled_from(["one", "two"])),
     # Offsets from the stream's end; a block of the directory's ends at 255.
     st.tuples(st.just("append"), st.sampled_from(STREAMS), st.sampled_from([1, 1, 1, 1, 0, 2, -3]), VALUES),
+    st.tuples(
+        *(st.just("commit"), st.sampled_from(STREAMS), st.sampled_from([1, 1, 1, 3, 0]), VALUES, VALUES),
+        st.sampled_from([0, 0, 0, 1, -1]),
+    ),
     st.tuples(st.just("read"), st.sampled_from(STREAMS), st.integers(-8, 2), st.integers(1, 5), st.integers(1, 40)),
     st.tuples(st.just("trim"), st.sampled_from(STREAMS), st.integers(-6, 3)),
     st.tuples(st.just("reopen")),
@@ -41,6 +53,13 @@ OVER_A_BLOCKS_END = [
     *(("read", "a", -8, 4, 1000), ("read", "a", -8, 5, 30), ("read", "a", -8, 5, 1), ("append", "a", 0, b"")),
     *(("trim", "a", -4), ("trim", "a", -8), ("trim", "a", 3), ("trim", "a", 3), ("reopen",)),
     *(("append", "a", 0, b""), ("append", "a", 1, b"\x00\n"), ("read", "a", -8, 5, 40)),
+]
+COMMITS_AFTER_APPENDS = [
+    *(("append", "a", 1, b"1"), ("append", "a", 1, b"2"), ("commit", "a", 1, b"3", b"three", -1)),
+    *(("commit", "a", 1, b"3", b"three", 0), ("commit", "a", 0, b"3", b"three", -1), ("append", "a", 1, b"4")),
+    *(("commit", "a", 5, b"8", b"eight", 0), ("commit", "a", 1, b"9", b"", 0), ("read", "a", -9, 4, 40)),
+    *(("trim", "a", -5), ("read", "a", -9, 4, 40), ("reopen",), ("trim", "a", 3), ("commit", "a", 1, b"", b"", 0)),
+    *(("commit", "a/b", 1, b"1", b"one", 0), ("append", "a/b", 1, b"2"), ("read", "a/b", -9, 4, 40)),
 ]
 EVERY_REFUSAL_OF_KEYS = [
     *(("put", "a/b", b"1", "none"), ("put", "a/b", b"2", "known"), ("put", "a/b", b"", "older")),
@@ -56,6 +75,16 @@ async def refused(call, error, message):
         await call
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A stream: its entries, each a number, a payload, and what lies beside it."""
+
+    first: int
+    last: int
+    entries: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    is_committed: bool = False
+
+
 class Model:
     """What a registry shall do, in the plainest way."""
 
@@ -66,7 +95,7 @@ class Model:
         self.revisions: dict[str, list[int]] = {key: [] for key in KEYS}
         self.announced: dict[str, bytes] = {}
         self.owners: dict[str, str] = {}
-        self.streams: dict[str, tuple[int, list[bytes]]] = {}
+        self.streams: dict[str, Kept] = {}
 
     def _revisions(self, key, which):
         """The revision that a write states, and the one that the key has."""
@@ -128,23 +157,53 @@ class Model:
             del self.owners[key]
         assert await self.registry.holder(key) == self.owners.get(key)
 
+    def _stream(self, stream):
+        return self.streams.get(stream, Kept(self.first_sequence, self.first_sequence - 1))
+
     async def append(self, stream, step, payload):
-        first, kept = self.streams.get(stream, (self.first_sequence, []))
-        last = first + len(kept) - 1
-        sequence = max(last + step, 1)
+        kept = self._stream(stream)
+        sequence = max(kept.last + step, 1)
         write = self.registry.append(stream, sequence, payload)
-        if stream in self.streams and sequence != last + 1:
-            await refused(write, StreamSequenceError, f"sequence {sequence} after {last}; {last + 1} is next")
+        repeated = kept.entries[-1:] == [(sequence, payload, b"")]
+        if stream in self.streams and not repeated and (sequence != kept.last + 1 or kept.is_committed):
+            message = "format 1 is over" if kept.is_committed else f"{sequence} was to follow {sequence - 1}"
+            await refused(write, StreamSequenceError, message)
             return
         await write
-        self.streams[stream] = (first if stream in self.streams else sequence, [*kept, payload])
+        if not repeated:
+            await self._added(stream, kept, (sequence, payload, b""))
+
+    async def commit(self, stream, step, payload, rows, after):
+        kept = self._stream(stream)
+        end = kept.last if stream in self.streams else 0
+        sequence, after, known = max(kept.last + step, 1), max(end + after, 0), kept.entries[-1:]
+        payload_after = known[0][1] if known and after == end else b""
+        expected, entry = StreamEntry(after, payload_after) if after else None, StreamEntry(sequence, payload)
+        if known and kept.is_committed and after == end and sequence > end:
+            # The same number, but of another stream.
+            other = self.registry.commit(stream, entry, rows, StreamEntry(end, b"other entry"))
+            await refused(other, StreamSequenceError, f"ends with {end}")
+        write = self.registry.commit(stream, entry, rows, expected)
+        if sequence <= after:
+            await refused(write, StreamSequenceError, f"allowed is {after + 1} to")
+        elif kept.entries and kept.entries[-1][:2] == (sequence, payload):
+            await write
+        elif after != end:
+            await refused(write, StreamSequenceError, f"ends with {end}")
+        else:
+            await write
+            await self._added(stream, kept, (sequence, payload, rows), is_committed=True)
+
+    async def _added(self, stream, kept, entry, is_committed=False):
+        first = kept.first if stream in self.streams else entry[0]
+        self.streams[stream] = Kept(first, entry[0], [*kept.entries, entry], is_committed or kept.is_committed)
         await self._same_bounds(stream)
 
     async def read(self, stream, step, max_entries, max_bytes):
-        first, kept = self.streams.get(stream, (self.first_sequence, []))
-        after = max(first + len(kept) - 1 + step, 0)
+        kept = self._stream(stream)
+        after = max(kept.last + step, 0)
         expected: list[StreamEntry] = []
-        for entry in [StreamEntry(first + number, payload) for number, payload in enumerate(kept)]:
+        for entry in [StreamEntry(sequence, payload) for sequence, payload, _ in kept.entries]:
             size = sum(len(before.payload) for before in expected) + len(entry.payload)
             if entry.sequence <= after:
                 continue
@@ -152,19 +211,28 @@ class Model:
                 break
             expected.append(entry)
         assert await self.registry.read(stream, after, max_entries, max_bytes) == expected
+        # What lies beside them, whole and the last bytes but one; of an entry that is gone there is nothing.
+        ranges = [(sequence, begin, end) for sequence, _, _ in kept.entries for begin, end in ((0, 20), (1, 3))]
+        beside = {sequence: rows for sequence, _, rows in kept.entries}
+        pieces = [beside[sequence][begin:end] for sequence, begin, end in ranges]
+        assert await self.registry.read_rows(stream, [*ranges, (kept.first - 1, 0, 20)]) == [*pieces, b""]
 
     async def trim(self, stream, step):
-        first, kept = self.streams.get(stream, (self.first_sequence, []))
-        before = first + len(kept) + step
+        kept = self._stream(stream)
+        before = kept.last + 1 + step
         await self.registry.trim(stream, before)
         if stream in self.streams:
-            dropped = min(max(before - first, 0), len(kept))
-            self.streams[stream] = (first + dropped, kept[dropped:])
+            first = max(kept.first, min(before, kept.last + 1))
+            entries = [entry for entry in kept.entries if entry[0] >= first]
+            # The directory has the first entry's number, Redis what was trimmed up to.
+            if entries and isinstance(self.registry, DirectoryRegistry):
+                first = entries[0][0]
+            self.streams[stream] = Kept(first, kept.last, entries, kept.is_committed)
         await self._same_bounds(stream)
 
     async def _same_bounds(self, stream):
-        first, kept = self.streams.get(stream, (0, []))
-        expected = StreamBounds(first, first + len(kept) - 1) if stream in self.streams else StreamBounds(0, 0)
+        kept = self.streams.get(stream)
+        expected = StreamBounds(0, 0) if kept is None else StreamBounds(kept.first, kept.last)
         assert await self.registry.bounds(stream) == expected
 
     async def reopen(self):
@@ -193,6 +261,7 @@ ANY_CALLS = given(calls=st.lists(CALLS, max_size=25), first_sequence=st.sampled_
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(calls=OVER_A_BLOCKS_END, first_sequence=250)
+@example(calls=COMMITS_AFTER_APPENDS, first_sequence=254)
 @example(calls=EVERY_REFUSAL_OF_KEYS, first_sequence=1)
 @ANY_CALLS
 def test_any_sequence_of_calls_answers_as_a_dict_and_a_list(new_url, calls, first_sequence):
@@ -200,6 +269,7 @@ def test_any_sequence_of_calls_answers_as_a_dict_and_a_list(new_url, calls, firs
 
 
 @example(calls=OVER_A_BLOCKS_END, first_sequence=250)
+@example(calls=COMMITS_AFTER_APPENDS, first_sequence=254)
 @example(calls=EVERY_REFUSAL_OF_KEYS, first_sequence=1)
 @ANY_CALLS
 def test_any_sequence_of_calls_is_answered_in_memory(calls, first_sequence):
@@ -230,6 +300,7 @@ TOO_LONG = b"x" * (MAX_VALUE_BYTES + 1)
         ("put", ("a", TOO_LONG, 0), RegistryRecordError, f"a value of {MAX_VALUE_BYTES + 1} bytes; at most"),
         ("announce", ("a", TOO_LONG, 1.0), RegistryRecordError, f"at most {MAX_VALUE_BYTES}"),
         ("append", ("a", 1, TOO_LONG), RegistryRecordError, f"at most {MAX_VALUE_BYTES}"),
+        ("next_token", ("a", "b/c"), RegistryRecordError, "publisher 'b/c': allowed is what a part of a key may be"),
     ],
 )
 async def test_arguments_out_of_range_are_refused(any_registry, method, arguments, error, message):
@@ -243,6 +314,19 @@ async def test_the_longest_value_is_stored(any_registry):
     await any_registry.append("a", 1, TOO_LONG[1:])
     assert (await any_registry.get("a")).value == TOO_LONG[1:]
     assert [entry.payload for entry in await any_registry.read("a", 0)] == [TOO_LONG[1:]]
+
+
+async def test_a_publisher_that_began_again_supersedes_itself_and_nobody_else(any_registry):
+    before, other = await any_registry.next_token("a", "trainer"), await any_registry.next_token("a", "other")
+    first, second, third = (StreamEntry(number, b"%d" % number) for number in (1, 2, 3))
+    await any_registry.commit("a", first, b"", None, Publisher("trainer", before))
+    since = await any_registry.next_token("a", "trainer")
+    assert 0 < before < other < since < await any_registry.next_token("a", "")
+    await any_registry.commit("a", second, b"", first, Publisher("other", other))
+    late = any_registry.commit("a", third, b"", second, Publisher("trainer", before))
+    await refused(late, PublisherSupersededError, f"'trainer' began again, with token {since}; {before} is superseded")
+    await any_registry.commit("a", third, b"", second, Publisher("trainer", since))
+    assert await any_registry.bounds("a") == StreamBounds(1, 3)
 
 
 async def test_an_announcement_expires_and_the_others_stay(any_registry):
@@ -269,10 +353,11 @@ async def test_writers_of_one_registry_lose_no_write_and_share_no_lock(url):
             with suppress(RegistryConflictError):
                 revisions.append(await registry.put("counter", b"%d" % (value + 1), revision))
         while len(sequences) < 40:
-            following = (await registry.bounds("stream")).last + 1
+            last = (await registry.bounds("stream")).last
+            after = StreamEntry(last, b"") if last else None
             with suppress(StreamSequenceError):
-                await registry.append("stream", following, b"%d" % following)
-                sequences.append(following)
+                await registry.commit("stream", StreamEntry(last + 1, b"%d" % writer), b"%d" % (last + 1), after)
+                sequences.append(last + 1)
         for _ in range(40):
             while not await registry.acquire("lock", f"writer-{writer}", 60.0):
                 pass
@@ -290,7 +375,8 @@ async def test_writers_of_one_registry_lose_no_write_and_share_no_lock(url):
     assert (entry.value, entry.revision) == (b"120", max(itertools.chain(*revisions)))
     assert len(set(itertools.chain(*revisions))) == 120
     assert sorted(itertools.chain(*sequences)) == list(range(1, 121))
-    assert await registries[0].read("stream", 0) == [StreamEntry(n, b"%d" % n) for n in range(1, 121)]
+    pieces = await registries[0].read_rows("stream", [(number, 0, 9) for number in range(1, 121)])
+    assert pieces == [b"%d" % number for number in range(1, 121)]
     for registry in registries:
         await registry.close()
 

@@ -213,8 +213,10 @@ async def test_duplicates_are_skipped_and_gaps_refused(scene):
     follower = scene.follower()
     first, second, third, fourth = map(delta, (1, 2, 3, 4))
     follower.apply([first, first, second])
-    with raises_kind("delta_gap", match="delta 4 came, 3 is next"):
+    with raises_kind("delta_gap", match=f"needs what follows delta 2, but {STREAM} begins with 4 after 3"):
         follower.apply([second, fourth, third])
+    with raises_kind("delta_fork", match=f"has delta 2 .* of {STREAM}, where it is another one"):
+        follower.apply([delta(2, published_at=9.0)])
     assert scene.position.sequence == 2
     follower.apply([first, second, third, second, fourth])
     assert (scene.position.sequence, scene.position.snapshot().batches) == (4, 4)
@@ -239,7 +241,7 @@ class Unsteady:
         return self.reported or await self._registry.bounds(stream)
 
 
-async def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(scene, caplog):
+async def test_a_silent_registry_is_waited_for(scene, caplog):
     registry = Unsteady(scene.registry)
     registry.silent = True
     await scene.publish(3)
@@ -249,16 +251,28 @@ async def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(scene, ca
             registry.silent = False
             await scene.caught_up()
             assert caplog.text.count("nobody there") == caplog.text.count("the registry answers again") == 1
-            registry.reported = StreamBounds(1, 1)
-            await until(lambda: f"has delta 3, but {STREAM} ends with 1" in scene.position.snapshot().reason)
-            await scene.publish()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert scene.position.sequence == 3
-            registry.reported = None
-            await scene.caught_up()
-            assert scene.position.snapshot().reason == ""
     scene.check()
+
+
+async def test_an_empty_registry_is_waited_for_and_a_lost_end_is_a_fork(scene):
+    registry = Unsteady(scene.registry)
+    await scene.publish(3)
+    following = asyncio.create_task(scene.follower(registry=registry).run())
+    await scene.caught_up()
+    registry.reported = StreamBounds(0, 0)
+    await until(lambda: f"has delta 3, but the registry has no {STREAM}" in scene.position.snapshot().reason)
+    await scene.publish()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (scene.position.sequence, scene.position.snapshot().forked) == (3, False)
+    registry.reported = None
+    await scene.caught_up()
+    assert scene.position.snapshot().reason == ""
+    scene.check()
+    registry.reported = StreamBounds(1, 2)
+    with raises_kind("delta_fork", match=rf"has delta 4 \(.*\) of {STREAM}, which ends with 2"):
+        await following
+    assert (scene.position.sequence, scene.position.snapshot().forked) == (4, True)
 
 
 async def test_lost_deltas_still_count_as_missing(scene):

@@ -21,17 +21,19 @@ from loader.snapshot.reader import Snapshot
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.shard import ReplicaSource, ReplicatedShard
+from shard_node.agent import node_agent
+from shard_node.agent.delta_follower import catch_up
 from shard_node.agent.node_agent import join_fleet, share_of, stage_tables, watch_cards
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
-from shard_node.errors import CardError, MemoryBudgetError
+from shard_node.errors import CardError, GenerationNotFoundError, MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shardrank_testing.agents import NodeUnderTest, plan_of, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import options_for
-from shardrank_testing.deltas import make_batch
+from shardrank_testing.deltas import StreamWriter, make_batch
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import serving, soon, until
@@ -206,12 +208,90 @@ async def test_a_version_with_a_gap_is_refused_unless_live(under, live, state):
     await under.want("films", follow=(1,))
     while not (report := await under.announced("films", 1, state)).reason:
         pass
-    assert "needs delta 1, but deltas/films/1 begins with 3" in report.reason
+    assert "needs what follows delta 0, but deltas/films/1 begins with 3 after 2" in report.reason
     assert report.delta_sequence == 0
     missing = under.actions.problems(under.agent).get("films", "")
-    assert ("has applied delta 0, not yet what its stream has: " in missing) == (live == 1)
+    assert ("has applied delta 0, not yet 3: " in missing) == (live == 1)
     for actual, expected in zip(answer(under, 1), before, strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+FORKED = pytest.mark.parametrize(
+    ("under", "beside"),
+    [({}, True), ({"memory_budget_bytes": 0}, True), ({"memory_cap_bytes": 2 * SIZE - 1}, False)],
+    indirect=["under"],
+)
+
+
+@FORKED
+async def test_rows_of_a_forked_stream_are_replaced(under, beside, tmp_path, monkeypatch, caplog):
+    """Lookups go on where both have room; then rows are those of the snapshot with the deltas that are left."""
+    monkeypatch.setattr(node_agent, "ANNOUNCED_S", 0.05)
+    snapshot, stream = await under.publish(1), StreamWriter(make_spec())
+    for value in (1.0, 2.0, 3.0):
+        stream.write("user", [3, int(value) + 10], np.full((2, 16), value))
+    await stream.put(under.fleet.registry)
+    await under.want("films", hold=(1,), live=1, follow=(1,))
+    await until(lambda: under.actions.reports() and under.actions.reports()[0].delta_sequence == 3)
+    # A failover lost delta 3, and another publisher went on from 2.
+    del stream.entries[2:]
+    stream.write("user", [3, 20], np.full((2, 16), 9.0), sequence=5)
+    shutil.rmtree(tmp_path / "registry" / "streams")
+    await stream.put(under.fleet.registry)
+    values = set()
+    while 9.0 not in values:
+        try:
+            values.add(user_3(under)[0])
+        except GenerationNotFoundError:
+            values.add(None)
+        await under.step()
+    assert values == ({3.0, 9.0} if beside else {3.0, None, 9.0})
+    expected = load_tables(snapshot, *plan_of(snapshot))
+    await catch_up(under.fleet.registry, "films", 1, expected)
+    bags = random_table_bags(np.random.default_rng(5), expected.engine.layout, 400, 5)
+    for actual, wanted in zip(under.node.pool("films", 1, bags), expected.engine.pool(bags), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+    assert "has delta 3" in caplog.text
+    assert ("is to be staged anew" in caplog.text) == (not beside)
+    (served,) = under.node.info().versions
+    assert (served.delta_forks, served.forked, served.delta_sequence, served.state) == (1, False, 5, "live")
+    stream.write("user", [3], np.full((1, 16), 10.0))
+    await stream.put(under.fleet.registry, 3)
+    await reached(under, 6)
+    assert under.actions.problems(under.agent) == {}
+
+
+@pytest.mark.parametrize("under", [{"memory_cap_bytes": 2 * SIZE - 1}], indirect=True)
+async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeypatch):
+    """The one that comes before has forked too: this one answers until that is ready again."""
+    monkeypatch.setattr(node_agent, "ANNOUNCED_S", 0.05)
+    await under.publish(1)
+    stream = StreamWriter(make_spec())
+    for value in (1.0, 2.0):
+        stream.write("user", [3], np.full((1, 16), value))
+    await stream.put(under.fleet.registry)
+    await under.want("films", hold=(1,), live=1, follow=(1,))
+    report = await under.announced("films", 1, "ready")
+    await until(lambda: under.actions.reports()[0].delta_sequence == 2)
+    this = await under.record()
+
+    async def announce(**changes):
+        other = report.model_copy(update=changes)
+        await under.fleet.announce_node(this.model_copy(update={"node_id": "a-node", "versions": (other,)}), 60.0)
+
+    await announce(forked=True)
+    shutil.rmtree(tmp_path / "registry" / "streams")
+    del stream.entries[1:]
+    await stream.put(under.fleet.registry)
+    await until(lambda: under.actions.reports()[0].forked)
+    for state in ("ready", "draining", "staging"):
+        await announce(forked=True, state=state)
+        for _ in range(20):
+            await under.step()
+        assert user_3(under) == [2.0] * 16
+    await announce(forked=False)
+    await until(lambda: under.actions.reports() and under.actions.reports()[0].delta_sequence == 1)
+    assert user_3(under) == [1.0] * 16
 
 
 async def test_a_node_that_divides_rows_otherwise_is_refused(under):

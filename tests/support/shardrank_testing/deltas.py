@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.deltas.batch import DeltaBatch, encode_rows
+from loader.deltas.chain import (
+    NUM_PARTITIONS,
+    Commit,
+    Tail,
+    encode_commit,
+    entry_digest,
+    is_commit,
+    partitions_of,
+)
 from loader.description import ModelDescription
-from loader.registry.fleet import FleetRegistry
-from loader.registry.registry import Registry
+from loader.registry.fleet import FleetRegistry, delta_stream
+from loader.registry.registry import Registry, StreamEntry
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
@@ -79,6 +89,23 @@ def all_divisions(seed: int) -> DividedModel:
     features = [{"name": one["feature_names"][0], "side": "candidate"} for one in tables]
     model = {"model": MODEL, "tables": tables, "features": features, "dense_model": {"kind": "mlp"}}
     return divided_model(ModelDescription.model_validate(model), pruned=("item", "film"), seed=seed)
+
+
+async def read_entry(registry: Registry, stream: str, entry: StreamEntry, tail: Tail | None) -> tuple[DeltaBatch, Tail]:
+    """The whole delta of an entry of either format, checked to follow `tail`, if given, and where the stream ends."""
+    heads = {} if tail is None else tail.heads
+    if not is_commit(entry.payload):
+        batch = DeltaBatch.decode(entry.payload)
+        assert batch.sequence == entry.sequence
+        return batch, Tail(entry.sequence, entry_digest(entry.payload), heads)
+    commit = Commit.decode(entry.payload)
+    assert commit.sequence == entry.sequence
+    assert tail is None or (commit.previous, commit.predecessor) == (tail.sequence, tail.digest)
+    every = np.ones(NUM_PARTITIONS, np.bool_)
+    ranges = [(entry.sequence, *ends) for ends in commit.ranges(every)]
+    whole, digests = commit.decode_parts(every, await registry.read_rows(stream, ranges), heads)
+    assert whole is not None
+    return whole, Tail(entry.sequence, commit.digest, {**heads, **digests})
 
 
 async def register_version(registry: Registry, snapshot: Snapshot) -> None:
@@ -149,6 +176,50 @@ def make_batch(spec: ModelSpec, table: str, sequence: int, rows, values) -> Delt
         stored=stored,
         column_dims=one.column_dims,
     )
+
+
+@dataclass(frozen=True)
+class Written:
+    """An entry of a stream: its delta, the bytes beside it (None in format 1), and where the stream ends with it."""
+
+    batch: DeltaBatch
+    payload: bytes
+    rows: bytes | None
+    tail: Tail
+
+
+class StreamWriter:
+    """A stream as it might be: entries of either format, which can be lost again. `put` writes it to a registry."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.entries: list[Written] = []
+
+    @property
+    def last(self) -> int:
+        return self.entries[-1].tail.sequence if self.entries else 0
+
+    def write(self, table: str, rows: Any, values: Any, sequence: int | None = None, form: int = 2) -> None:
+        """Add a delta, of the next number unless another one is given."""
+        tail = self.entries[-1].tail if self.entries else Tail()
+        batch = make_batch(self.spec, table, sequence or tail.sequence + 1, rows, values)
+        if form == 1:
+            payload = batch.encode()
+            self.entries.append(Written(batch, payload, None, Tail(batch.sequence, entry_digest(payload), tail.heads)))
+        else:
+            of_table = next(each for each in self.spec.tables if each.name == table)
+            partitions = partitions_of(of_table, batch.rows)
+            self.entries.append(Written(batch, *encode_commit(batch, partitions, tail, token=1)))
+
+    async def put(self, registry: Registry, begin: int = 0) -> None:
+        """Append its entries, from the one at `begin` on, to the model's stream."""
+        stream, before = delta_stream(self.spec.model, 1), self.entries[begin - 1].tail.sequence if begin else 0
+        for entry in self.entries[begin:]:
+            if entry.rows is None:
+                await registry.append(stream, entry.tail.sequence, entry.payload)
+            else:
+                await registry.commit(stream, entry.tail.sequence, entry.payload, entry.rows, after=before)
+            before = entry.tail.sequence
 
 
 def encoded(table: TableSpec, values: np.ndarray) -> npt.NDArray[np.uint8]:

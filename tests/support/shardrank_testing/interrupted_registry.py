@@ -22,7 +22,7 @@ class InterruptedRegistry:
     Attributes:
         kill_before, kill_after: of which write of a key from now on (1 is the next) the caller is killed; 0 for none.
         calls_left: so many calls take place, then the registry is unavailable.
-        answers_to_lose: of so many appends from now on, every other one's answer is lost.
+        answers_to_lose: of so many commits to streams from now on, every other one's answer is lost.
         held: a write waits here until `go_on` is set, if its key begins with `hold_next`.
     """
 
@@ -46,8 +46,8 @@ class InterruptedRegistry:
         self.calls_left -= 1
         return await method(*arguments, **named)
 
-    async def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        await self._call(self.registry.append, stream, sequence, payload)
+    async def commit(self, *arguments: Any, **named: Any) -> None:
+        await self._call(self.registry.commit, *arguments, **named)
         self.answers_to_lose = max(self.answers_to_lose - 1, 0)
         if self.answers_to_lose % 2:
             raise RegistryUnavailableError("the answer was lost")

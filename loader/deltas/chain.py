@@ -1,0 +1,294 @@
+"""Encode deltas of format 2: a commit that names its predecessor, and beside it the rows, by partition.
+
+A row's partition follows from its bucket, so that a shard's followers read the parts they hold and no others. Each part
+names the last part of its partition as well. What lies where is documented in docs/deltas.md. Numbers are
+little-endian; a digest is XXH3-128.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from loader.deltas.batch import DTYPES, DeltaBatch
+from loader.errors import DeltaError, DeltaFormatError
+from loader.snapshot.buckets import Int64Array, RowBuckets
+from loader.snapshot.tables import RowDtype, TableSpec
+
+MAGIC: Final = b"SRDELTA2"
+FORMAT: Final = 2
+NUM_PARTITIONS: Final = 256
+DIGEST_BYTES: Final = 16
+HEADS_BYTES: Final = NUM_PARTITIONS * DIGEST_BYTES
+WRITE_ROWS: Final = 0
+"""The only operation so far: complete rows by row number."""
+NOTHING: Final = bytes(DIGEST_BYTES)
+"""In place of a predecessor's digest where there is none, or where it is not known any more."""
+# sequence, previous, predecessor, delta_base, base_version, published_at, token, digest of the parts' digests,
+# row_bytes, embedding_dim, dtype, bytes of both names, column slices
+_COMMIT = struct.Struct("<QQ16sQQdQ16sIIHHHH")
+# format, partition, operation, zeros, sequence, token, predecessor, rows, zeros
+_PART = struct.Struct("<HHHHQQ16sII")
+_COMMIT_START = len(MAGIC) + DIGEST_BYTES
+_PART_START = DIGEST_BYTES + _PART.size
+PART_BYTES: Final = _PART_START
+"""Bytes of a part beside its rows and row numbers."""
+_REMAINDERS = np.arange(240)
+# The remainder of 16 with its bits reversed, then those of 3 and 5.
+_REVERSED = np.array([0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15])
+_MIXED_PARTITION: Final = 15 * _REVERSED.take(_REMAINDERS % 16) + 5 * (_REMAINDERS % 3) + _REMAINDERS % 5
+Heads = Mapping[int, bytes]
+"""The digest of the last part of each partition that has one."""
+Partitions = npt.NDArray[np.bool_]
+"""Which partitions are meant, bool [256]."""
+
+
+def partitions_of(table: TableSpec, rows: Int64Array) -> npt.NDArray[np.uint8]:
+    """Return the partition of each row of a table, uint8 [n]."""
+    buckets = RowBuckets.of(table)
+    return partition_of_bucket(buckets).take(buckets.of_rows(rows))
+
+
+def partition_of_bucket(buckets: RowBuckets) -> npt.NDArray[np.uint8]:
+    """Return the partition of each bucket of a table, uint8 [buckets].
+
+    In `range` order that is the bucket. Mixed buckets are dealt to S shards by their remainder of S: those that share a
+    partition have one remainder of 240, so each partition is of one shard for every S that divides 240, and a shard's
+    are neighbours if S is 2, 4, 8 or 16. The last 16 partitions stay empty.
+    """
+    numbers = np.arange(buckets.count)
+    return (numbers if buckets.seed is None else _MIXED_PARTITION.take(numbers % _MIXED_PARTITION.size)).astype(
+        np.uint8
+    )
+
+
+def is_commit(payload: bytes) -> bool:
+    """Return whether an entry is of format 2; else it is a delta of format 1."""
+    return payload[: len(MAGIC)] == MAGIC
+
+
+def entry_digest(payload: bytes) -> bytes:
+    """Return what the next commit has to name, of an entry of either format."""
+    return payload[len(MAGIC) : _COMMIT_START] if is_commit(payload) else digest_of(payload)
+
+
+def digest_of(content: bytes | memoryview) -> bytes:
+    """Return the XXH3-128 of some bytes."""
+    return xxhash.xxh3_128_intdigest(content).to_bytes(DIGEST_BYTES, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Where a stream ends: its last number (0 for none), that entry's digest, and the last part of each partition."""
+
+    sequence: int = 0
+    digest: bytes = NOTHING
+    heads: Heads = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Commit:
+    """What an entry of format 2 says of its rows, which lie beside it.
+
+    Attributes:
+        previous, predecessor: number and digest of the entry before; 0 and zeros for the first.
+        token: of the publisher, higher than that of any publisher that began earlier.
+        part_bytes: uint32 [256], of each partition's part; 0 for one without.
+        digest: its own.
+        delta_base, base_version, published_at, table, column_dims: as of `DeltaBatch`.
+    """
+
+    model: str
+    delta_base: int
+    base_version: int
+    sequence: int
+    previous: int
+    predecessor: bytes
+    published_at: float
+    token: int
+    table: str
+    dtype: RowDtype
+    embedding_dim: int
+    row_bytes: int
+    column_dims: tuple[int, ...]
+    part_bytes: npt.NDArray[np.uint32]
+    digest: bytes
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Commit:
+        """Read a commit. Raises DeltaFormatError if it is not what was published."""
+        if len(payload) < _COMMIT_START + _COMMIT.size + 4 * NUM_PARTITIONS or not is_commit(payload):
+            raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no commit of a delta")
+        digest = payload[len(MAGIC) : _COMMIT_START]
+        if digest_of(memoryview(payload)[_COMMIT_START:]) != digest:
+            raise DeltaFormatError(f"a commit of {len(payload)} bytes does not have the checksum that it states")
+        fields = _COMMIT.unpack_from(payload, _COMMIT_START)
+        sequence, previous, predecessor, base, trained_from, published_at, token, _, *sizes = fields
+        row_bytes, dim, dtype, model_bytes, table_bytes, num_slices = sizes
+        parts = _COMMIT_START + _COMMIT.size
+        slices = parts + 4 * NUM_PARTITIONS
+        names = slices + 4 * num_slices
+        if len(payload) != names + model_bytes + table_bytes or dtype >= len(DTYPES):
+            raise DeltaFormatError(f"the commit of delta {sequence}: {len(payload)} bytes, dtype {dtype}")
+        try:
+            model = payload[names : names + model_bytes].decode()
+            table = payload[names + model_bytes :].decode()
+        except UnicodeDecodeError as error:
+            raise DeltaFormatError(f"the commit of delta {sequence}: a name is not UTF-8: {error}") from error
+        return cls(
+            model=model,
+            delta_base=base,
+            base_version=trained_from,
+            sequence=sequence,
+            previous=previous,
+            predecessor=predecessor,
+            published_at=published_at,
+            token=token,
+            table=table,
+            dtype=DTYPES[dtype],
+            embedding_dim=dim,
+            row_bytes=row_bytes,
+            column_dims=struct.unpack_from(f"<{num_slices}I", payload, slices),
+            part_bytes=np.frombuffer(payload, "<u4", NUM_PARTITIONS, parts),
+            digest=digest,
+        )
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of all parts: what lies beside them in the entry's rows, the heads, begins there."""
+        return int(self.part_bytes.sum(dtype=np.int64))
+
+    def ranges(self, partitions: Partitions) -> list[tuple[int, int]]:
+        """Return which bytes [begin, end) of the entry's rows are the parts of these partitions, neighbours joined."""
+        ends = np.cumsum(self.part_bytes, dtype=np.int64)
+        wanted = np.flatnonzero(partitions & (self.part_bytes > 0))
+        begins, ends = (ends - self.part_bytes)[wanted], ends[wanted]
+        # A run of neighbours ends where the next one does not begin.
+        breaks = np.flatnonzero(begins[1:] != ends[:-1])
+        firsts, lasts = begins[np.append(0, breaks + 1)[: wanted.size]], ends[np.append(breaks, -1)[: wanted.size]]
+        return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+    def decode_parts(
+        self, partitions: Partitions, pieces: Sequence[bytes], heads: Heads
+    ) -> tuple[DeltaBatch | None, dict[int, bytes]]:
+        """Read the parts of some partitions from the bytes of their `ranges`.
+
+        `heads` are the digests of what came last in each partition, as far as they are known. Returns the rows, None
+        if there are none, and the digests of these parts. Raises DeltaFormatError for bytes that are not what was
+        published, DeltaError of kind `delta_fork` for a part that another one comes before, `delta_gap` for bytes that
+        are not there any more.
+        """
+        data, digests, rows, stored = b"".join(pieces), dict[int, bytes](), list[Int64Array](), []
+        wanted = np.flatnonzero(partitions & (self.part_bytes > 0)).tolist()
+        ends = [0, *accumulate(self.part_bytes[wanted].tolist())]
+        where = f"delta {self.sequence} of {self.model!r} from {self.delta_base}"
+        if len(data) != ends[-1]:
+            raise DeltaError(f"{where}: {len(data)} of {ends[-1]} bytes are there", kind="delta_gap")
+        for partition, (begin, end) in zip(wanted, pairwise(ends), strict=True):
+            digest, content = data[begin : begin + DIGEST_BYTES], memoryview(data)[begin + DIGEST_BYTES : end]
+            if len(content) < _PART.size or digest_of(content) != digest:
+                raise DeltaFormatError(f"{where}, partition {partition}: it does not have the checksum that it states")
+            form, number, operation, _, sequence, token, predecessor, count, _ = _PART.unpack_from(content)
+            stated, own = (form, number, sequence, token), (FORMAT, partition, self.sequence, self.token)
+            size = _PART.size + count * (8 + self.row_bytes)
+            if stated != own or operation != WRITE_ROWS or len(content) != size:
+                raise DeltaFormatError(
+                    f"{where}, partition {partition}: format, partition, sequence, token {stated} are not {own}, or "
+                    f"operation {operation} is not {WRITE_ROWS} (write rows), or it has not {size} bytes"
+                )
+            if heads.get(partition, predecessor) != predecessor:
+                raise DeltaError(
+                    f"{where}, partition {partition}: it follows {predecessor.hex()}, {heads[partition].hex()} was "
+                    "applied",
+                    kind="delta_fork",
+                )
+            digests[partition] = digest
+            rows.append(np.frombuffer(data, "<i8", count, begin + _PART_START))
+            first = begin + _PART_START + 8 * count
+            stored.append(np.frombuffer(data, np.uint8, count * self.row_bytes, first).reshape(count, self.row_bytes))
+        if not rows:
+            return None, digests
+        numbers = np.concatenate(rows)
+        order = numbers.argsort(kind="stable")
+        batch = DeltaBatch(
+            model=self.model,
+            delta_base=self.delta_base,
+            base_version=self.base_version,
+            sequence=self.sequence,
+            published_at=self.published_at,
+            table=self.table,
+            dtype=self.dtype,
+            embedding_dim=self.embedding_dim,
+            rows=numbers.take(order),
+            stored=np.concatenate(stored).take(order, axis=0),
+            column_dims=self.column_dims,
+        )
+        batch.check()
+        return batch, digests
+
+
+def encode_commit(
+    batch: DeltaBatch, partitions: npt.NDArray[np.uint8], tail: Tail, token: int
+) -> tuple[bytes, bytes, Tail]:
+    """Encode a delta that follows `tail`; `partitions`, uint8 [n], are those of its rows.
+
+    Returns the commit, what lies beside it (the parts, then the heads), and the stream's new end. Raises
+    DeltaFormatError if no reader would accept it.
+    """
+    batch.check()
+    order = partitions.argsort(kind="stable")
+    counts = np.bincount(partitions, minlength=NUM_PARTITIONS)
+    row_bytes, heads, pieces = batch.stored.shape[1], dict(tail.heads), list[bytes]()
+    numbers = memoryview(batch.rows.astype("<i8", copy=False).take(order).tobytes())
+    stored = memoryview(batch.stored.take(order, axis=0).tobytes())
+    begin = 0
+    for partition in np.flatnonzero(counts).tolist():
+        end = begin + int(counts[partition])
+        before = heads.get(partition, NOTHING)
+        header = _PART.pack(FORMAT, partition, WRITE_ROWS, 0, batch.sequence, token, before, end - begin, 0)
+        content = b"".join((header, numbers[8 * begin : 8 * end], stored[row_bytes * begin : row_bytes * end]))
+        heads[partition] = digest_of(content)
+        pieces += (heads[partition], content)
+        begin = end
+    model, table, slices = batch.model.encode(), batch.table.encode(), batch.column_dims
+    part_bytes = np.where(counts, _PART_START + counts * (8 + row_bytes), 0).astype("<u4")
+    fixed = _COMMIT.pack(
+        batch.sequence,
+        tail.sequence,
+        tail.digest,
+        batch.delta_base,
+        batch.base_version,
+        batch.published_at,
+        token,
+        digest_of(b"".join(pieces[::2])),
+        row_bytes,
+        batch.embedding_dim,
+        DTYPES.index(batch.dtype),
+        len(model),
+        len(table),
+        len(slices),
+    )
+    body = b"".join((fixed, part_bytes.tobytes(), struct.pack(f"<{len(slices)}I", *slices), model, table))
+    digest = digest_of(body)
+    rows = b"".join((*pieces, encode_heads(heads)))
+    return MAGIC + digest + body, rows, Tail(batch.sequence, digest, heads)
+
+
+def encode_heads(heads: Heads) -> bytes:
+    """Encode the digests of the last parts, zeros for none."""
+    return b"".join([heads.get(partition, NOTHING) for partition in range(NUM_PARTITIONS)])
+
+
+def decode_heads(content: bytes) -> dict[int, bytes]:
+    """Read what `encode_heads` wrote. Raises DeltaFormatError for another length."""
+    if len(content) != HEADS_BYTES:
+        raise DeltaFormatError(f"heads of {len(content)} bytes; {HEADS_BYTES} are needed")
+    digests = (content[at : at + DIGEST_BYTES] for at in range(0, HEADS_BYTES, DIGEST_BYTES))
+    return {partition: digest for partition, digest in enumerate(digests) if digest != NOTHING}
