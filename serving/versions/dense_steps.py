@@ -12,10 +12,11 @@ from typing import Final
 
 import torch
 
+from loader.deltas.chain import entry_digest
 from loader.deltas.dense import checked_tensors, read_step
-from loader.errors import RegistryError, ShardrankError
+from loader.errors import DeltaError, RegistryError, ShardrankError
 from loader.progress import ended
-from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason
+from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason, delta_stream
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from serving.observe.metrics import ServingMetrics
@@ -111,6 +112,7 @@ class DenseSteps:
             served.change_dense(snapshot, tensors, record, max_drift)
 
         try:
+            await self._check_delta(record)
             if not await served.accepts_dense(record.sequence):
                 return False
             await self._with_snapshot(served, change)
@@ -130,6 +132,18 @@ class DenseSteps:
         self._metrics.set_version("dense_step", *key, 0 if served.dense_fallback else record.step)
         logger.info("dense step %d of %s %d is loaded, rows need delta %d", record.step, *key, record.sequence)
         return True
+
+    async def _check_delta(self, record: DenseStep) -> None:
+        """Raise DeltaError if the stream has lost the delta that a step needs: rows with a later one may lack it."""
+        published = await self._fleet.version(record.model, record.version)
+        if not record.digest or published is None:
+            return
+        registry, stream = self._fleet.registry, delta_stream(record.model, published.delta_base)
+        bounds = await registry.bounds(stream)
+        if bounds.first <= record.sequence and bounds.last:
+            entries = await registry.read(stream, record.sequence - 1, 1)
+            if [entry_digest(entry.payload).hex() for entry in entries] != [record.digest]:
+                raise DeltaError(f"{stream} has lost delta {record.sequence} ({record.digest})", kind="delta_fork")
 
     async def follow(self, generations: Generations[LoadedVersion]) -> None:
         """Update what is served to new steps. Raises RegistryError."""

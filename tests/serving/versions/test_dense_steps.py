@@ -20,6 +20,7 @@ from loader.deltas.dense import steps_folder
 from loader.deltas.publisher import AsyncDeltaPublisher
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
+from shard_node.node import DeltaPosition
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import until
@@ -151,7 +152,7 @@ async def test_snapshot_weights_answer_for_a_step_whose_rows_are_lost(versions, 
         async def lose_rows() -> None:
             await fleet.want(MODEL, follow=())
             await until(lambda: not member._local.actions._followers._following)
-            position.now = dataclasses.replace(position.now, sequence=0)
+            vars(position).update(vars(DeltaPosition(1)))
 
         async def until_answered(step: int, degraded: str) -> None:
             """The rows stay what they were, whatever their position says."""
@@ -199,6 +200,17 @@ async def test_a_step_that_waits_for_lost_rows_makes_room_for_a_later_one(traini
     while (answer := await asked(training.api))["dense_step"] != 3:
         assert answer["dense_step"] == 1
     np.testing.assert_allclose(answer["scores"], expected(training.model, 1, 3), rtol=1e-3, atol=1e-4)
+
+
+async def test_a_step_whose_delta_the_stream_has_lost_is_refused_by_name(training):
+    await training.publisher.publish("films", [1], films(1)[:1])
+    await training.publish_step(1, 1)
+    registry = training.fleet.fleet
+    record = await registry.dense_step(MODEL, 1)
+    # Two trainers may give different rows the same number, one of them to a registry that forgot it.
+    await registry.put_dense_step(record.model_copy(update={"step": 2, "digest": "0f" * 16}))
+    assert await training.refused() == f"dense step 2: delta_fork: deltas/films/1 has lost delta 1 ({'0f' * 16})"
+    assert (await asked(training.api))["dense_step"] == 1
 
 
 async def test_a_step_that_drifts_too_far_is_refused_by_name(training):
