@@ -309,8 +309,7 @@ class Ranking:
         """Find what rows of a delta may be scored with. Raises UnavailableError if they are older than all."""
         chosen = next((parts for parts in self._steps if parts.min_sequence <= sequence), None)
         if chosen is None or chosen.dense_step < min(1, self._steps[0].dense_step):
-            now = self._clock()
-            self._lacking_since = min(self._lacking_since, now)
+            self._lacking_since = min(self._lacking_since, now := self._clock())
             self.lacking_s = now - self._lacking_since
         else:
             self._lacking_since, self.lacking_s = math.inf, -1.0

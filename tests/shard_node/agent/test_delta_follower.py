@@ -28,7 +28,11 @@ from loader.registry import open_registry
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import StreamBounds, StreamEntry
 from loader.snapshot.reader import Snapshot
+from router.plan import Plan
 from shard_node.agent.delta_follower import FollowerConfig, Followers
+from shard_node.engine.cpu import CLAIM_BYTES
+from shard_node.engine.loading import prepare_load
+from shard_node.engine.memory import RowMemory
 from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
@@ -292,6 +296,27 @@ async def test_lost_deltas_still_count_as_missing(scene):
         await scene.caught_up()
         await until(lambda: scene.position.snapshot().fresh_at > 2e9)
         assert scene.position.snapshot().lag == 0
+
+
+async def test_a_follower_without_memory_waits_for_it(scene, caplog):
+    """Rows of mapped tables need memory for the pages that are changed."""
+    free_bytes = CLAIM_BYTES - 1
+    memory = RowMemory(available=lambda: free_bytes, reserve_bytes=0)
+    plan = Plan.make(SPEC)
+    load = prepare_load(scene.snapshot, plan.partition(0), plan.digest, memory_budget_bytes=0)
+    scene.tables = load.run(load.take(memory))
+    await scene.publish(3)
+    async with scene.following():
+        await until(lambda: scene.position.snapshot().refused >= 3)
+        reason = scene.position.snapshot().reason
+        assert (reason, scene.position.sequence) == ("version 1 of model 'fresh' has no memory for the next delta", 0)
+        assert_stored(scene.tables.engine, scene.snapshot)
+        (logged,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert f"rows take {CLAIM_BYTES} bytes, but {free_bytes} are available" in logged.getMessage()
+        free_bytes += 1
+        await scene.caught_up()
+        assert (scene.position.snapshot().reason, memory.held_bytes) == ("", CLAIM_BYTES)
+    scene.check()
 
 
 async def test_a_cancelled_follower_finishes_the_delta_it_writes(scene):
