@@ -151,7 +151,7 @@ async def test_snapshot_weights_answer_for_a_step_whose_rows_are_lost(versions, 
 
         async def lose_rows() -> None:
             await fleet.want(MODEL, follow=())
-            await until(lambda: not member._local.actions._followers._following)
+            await until(lambda: not member._local.actions._followers._tasks)
             vars(position).update(vars(DeltaPosition(1)))
 
         async def until_answered(step: int, degraded: str) -> None:
