@@ -295,15 +295,16 @@ class Ranking:
     async def weights_active(self, sequence: float = math.inf) -> bool:
         """Return whether the last step offered answers, or rows reach `sequence` before; calls `nodes` if need be."""
         offered = self._steps[0]
-        if offered is self.parts:
-            return True
-        key = self._model_name, offered.version
-        reports = [one for _, info in await self.nodes() for one in info.versions if (one.model, one.version) == key]
-        oldest = min((report.delta_sequence for report in reports), default=math.inf)
-        # Another may have been offered meanwhile.
-        if offered is self._steps[0] and oldest >= offered.min_sequence:
-            self.parts = offered
-        return self._steps[0] is self.parts or oldest >= sequence
+        if offered is not self.parts:
+            key = self._model_name, offered.version
+            told = [one for _, info in await self.nodes() for one in info.versions if (one.model, one.version) == key]
+            oldest = min((one.delta_sequence for one in told), default=math.inf)
+            # Another may have been offered meanwhile.
+            if offered is self._steps[0] and oldest >= offered.min_sequence:
+                self.parts = offered
+            elif oldest >= sequence:
+                return True
+        return self._steps[0] is self.parts
 
     def choose(self, sequence: int) -> RankingParts:
         """Find what rows of a delta may be scored with. Raises UnavailableError if they are older than all."""

@@ -58,9 +58,7 @@ class DenseSteps:
     A step that must not answer is refused once (`refused`, with the reason, by model and version), in the log, metrics
     and announcements; the step before goes on. One whose file can't be read is tried for `READ_FOR_S` before, and one
     without room, or node to check it with, for as long as it is the newest.
-
-    A version of which no batch had rows of a step for `wait_s` goes back to its snapshot's weights, with the step that
-    was accepted last to follow, as in a process that begins.
+    A version of which no batch had rows of a step for `wait_s` begins anew, with the snapshot's weights.
     """
 
     def __init__(
@@ -136,13 +134,12 @@ class DenseSteps:
     async def _check_delta(self, record: DenseStep) -> None:
         """Raise DeltaError if the stream has lost the delta that a step needs: rows with a later one may lack it."""
         published = await self._fleet.version(record.model, record.version)
-        if not record.digest or published is None:
-            return
-        registry, stream = self._fleet.registry, delta_stream(record.model, published.delta_base)
-        bounds = await registry.bounds(stream)
-        if bounds.first <= record.sequence and bounds.last:
-            entries = await registry.read(stream, record.sequence - 1, 1)
-            if [entry_digest(entry.payload).hex() for entry in entries] != [record.digest]:
+        if record.digest and published is not None:
+            stream = delta_stream(record.model, published.delta_base)
+            bounds = await self._fleet.registry.bounds(stream)
+            entries = await self._fleet.registry.read(stream, record.sequence - 1, 1)
+            is_known = bounds.first <= record.sequence and bounds.last > 0
+            if is_known and [entry_digest(entry.payload).hex() for entry in entries] != [record.digest]:
                 raise DeltaError(f"{stream} has lost delta {record.sequence} ({record.digest})", kind="delta_fork")
 
     async def follow(self, generations: Generations[LoadedVersion]) -> None:

@@ -147,21 +147,18 @@ class DeltaFollower:
             slices = layout.slices.get(stated.table)
             if slices is None:
                 raise DeltaFormatError(f"{self._where}: {name} is for table {stated.table!r}, which it does not have")
-            heads: dict[int, bytes] = {}
+            heads, written = dict[int, bytes](), 0
             if isinstance(stated, Commit):
                 pieces = parts.get(entry.sequence, ())
                 batch, heads = stated.decode_parts(self._partitions[stated.table], pieces, position.heads)
             else:
                 batch = stated
-            written = 0 if batch is None else self._write(batch, slices)
+            if batch is not None:
+                batch.check_table(*(layout.tables[number] for number in slices))
+                written = self._engine.write_rows(slices if batch.column_dims else slices[0], batch.rows, batch.stored)
             position.heads.update(heads)
             position.digest, position.is_chained = entry_digest(entry.payload), batch is not stated
             position.applied(stated.sequence, stated.published_at, written, self._clock())
-
-    def _write(self, batch: DeltaBatch, slices: tuple[int, ...]) -> int:
-        batch.check_table(*(self._engine.layout.tables[number] for number in slices))
-        table = slices if batch.column_dims else slices[0]
-        return self._engine.write_rows(table, batch.rows, batch.stored)
 
     def _is_next(self, entry: StreamEntry, stated: Commit | DeltaBatch) -> bool:
         """Return whether an entry follows what was applied, or was applied. Raises DeltaError if it is neither."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,6 @@ import numpy.typing as npt
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
-
-WRITE_BYTES: Final = 512 << 10
 
 Tier = Literal["ram", "mapped", "card", "hot", "pinned"]
 """Where rows are: host RAM, the mapped snapshot, one card, a copy on every card, pinned host memory that cards read."""
@@ -56,7 +54,7 @@ class CardsUse:
 
 def write_pieces(stored: npt.NDArray[np.uint8]) -> Iterator[slice]:
     """Yield parts of rows, uint8 [n, row_bytes], that are copied while lookups wait: some tenths of a millisecond."""
-    step = max(1, WRITE_BYTES // stored.shape[1])
+    step = max(1, (512 << 10) // stored.shape[1])
     return (slice(begin, begin + step) for begin in range(0, stored.shape[0], step))
 
 

@@ -18,8 +18,7 @@ from shard_node.generation import RowLock
 from shard_node.split import add, split
 
 Of = TypeVar("Of")
-CLAIM_BYTES: Final = 1 << 20
-"""Claimed at a time: to ask the system what is left takes longer than to write rows."""
+CLAIM_BYTES: Final = 1 << 20  # For pages of mapped tables, at a time.
 
 
 class _GroupArenas(NamedTuple):
