@@ -26,6 +26,7 @@ from shard_node.answer import Answer, ReplyEncoding
 from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
 from shard_node.engine.arena import Arena, Placement, TablePlace, allocate_rows
+from shard_node.engine.base import write_pieces
 from shard_node.engine.cpu import CpuEngine
 from shard_node.node import DeltaPosition
 from shard_node.split import Part
@@ -270,11 +271,14 @@ class HotRows:
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: StoredRows) -> int:
         """As `Engine.write_rows`, to the rows in use and to those that are being filled in."""
-        of_tables = self.layout.rows_by_table(table, rows, stored)
-        with self._writing:
-            if self._pending is not self.current:
-                self._pending.write_rows(rows, of_tables)
-            return self.current.write_rows(rows, of_tables)
+        written = 0
+        for piece in write_pieces(stored):
+            of_tables = self.layout.rows_by_table(table, rows[piece], stored[piece])
+            with self._writing:
+                if self._pending is not self.current:
+                    self._pending.write_rows(rows[piece], of_tables)
+                written += self.current.write_rows(rows[piece], of_tables)
+        return written
 
     def begin(self, pending: HotSet) -> None:
         """Have a set, which is going to be filled, get row updates from now on. The set in use ends what was begun."""

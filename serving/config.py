@@ -279,6 +279,9 @@ class FrontSettings(TlsSettings, LogSettings, TraceSettings):
     included, in 10^9 bytes. 0: none."""
     hot_rows: Literal["learning", "static"] = setting("learning", file_only=True)
     """What is held: learning, the rows looked up most recently; static, those of the snapshot's access counts."""
+    dense_step_wait_s: float = setting(30.0, "S", ge=0, le=86400)
+    """After how long the snapshot's own dense weights answer where rows lack the row updates that a dense step needs;
+    until then such requests fail with 503. docs/deltas.md."""
     trust_exported: bool = False
     """Run exported programs (dense.pt2). They are code and can do whatever this process can: only for a store to which
     nobody writes whom you do not trust. Without, a version that has one is refused."""

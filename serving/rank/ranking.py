@@ -252,6 +252,7 @@ class Ranking:
     Dense weights change while it serves: a batch is scored with the newest step whose deltas all of its rows have;
     `parts` are the newest that one was scored with. The step before is kept for rows of replicas that lag.
     Where rows are not within `desired`, other replicas are requested; not within `required`, requests are refused.
+    `lacking_s` is for how long all batches had rows that are too old for any step; below 0 if the last had not.
     """
 
     desired: FreshnessBound | None = None
@@ -287,6 +288,7 @@ class Ranking:
         """Go on with another dense model, and no other."""
         self.parts = parts
         self._steps = [parts]
+        self._lacking_since, self.lacking_s = math.inf, -1.0
         self._columns = parts.assembler.buffer()
 
     async def prepare(self, parts: RankingParts) -> None:
@@ -299,24 +301,32 @@ class Ranking:
             if isinstance(shard, ReplicatedShard):
                 shard.min_sequence = self.parts.min_sequence
 
-    async def weights_active(self) -> bool:
-        """Return whether the step that was offered last answers; calls `nodes` if no batch has shown it."""
+    async def weights_active(self, sequence: float = math.inf) -> bool:
+        """Return whether the last step offered answers, or rows reach `sequence` before; calls `nodes` if need be."""
         offered = self._steps[0]
         if offered is not self.parts:
             key = self._model_name, offered.version
             told = [one for _, info in await self.nodes() for one in info.versions if (one.model, one.version) == key]
+            oldest = min((one.delta_sequence for one in told), default=math.inf)
             # Another may have been offered meanwhile.
-            if offered is self._steps[0] and all(one.delta_sequence >= offered.min_sequence for one in told):
+            if offered is self._steps[0] and oldest >= offered.min_sequence:
                 self.parts = offered
+            elif oldest >= sequence:
+                return True
         return self._steps[0] is self.parts
 
     def choose(self, sequence: int) -> RankingParts:
         """Find what rows of a delta may be scored with. Raises UnavailableError if they are older than all."""
-        for parts in self._steps:
-            if parts.min_sequence <= sequence:
-                if parts.dense_step > self.parts.dense_step:
-                    self.parts = parts
-                return parts
+        chosen = next((parts for parts in self._steps if parts.min_sequence <= sequence), None)
+        if chosen is None or chosen.dense_step < min(1, self._steps[0].dense_step):
+            self._lacking_since = min(self._lacking_since, now := self._clock())
+            self.lacking_s = now - self._lacking_since
+        else:
+            self._lacking_since, self.lacking_s = math.inf, -1.0
+        if chosen is not None:
+            if chosen.dense_step > self.parts.dense_step:
+                self.parts = chosen
+            return chosen
         oldest = self._steps[-1]
         raise UnavailableError(
             f"model {self._model_name!r} version {oldest.version}: rows are of delta {sequence}, dense step "

@@ -80,7 +80,8 @@ class ServingConfig(LoadOptions):
     """A serving process of a fleet; checking files takes at most `stage_cpu_share` of one core.
 
     `falls_back`: the only process of its fleet serves the store's next older version in place of one that is refused.
-    Versions are warmed by golden requests and the last that were recorded in the folder `record`.
+    Versions are warmed by golden requests and the last that were recorded in the folder `record`. `dense_step_wait_s`
+    is that of `DenseSteps`.
     """
 
     node_id: NodeId
@@ -90,6 +91,7 @@ class ServingConfig(LoadOptions):
     record: Path | None = None
     max_staleness: Mapping[str, float] = {}
     when_stale: Mapping[str, WhenStale] = {}
+    dense_step_wait_s: float = Field(default=30.0, ge=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class FleetMember:
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
         self._store = open_store(config.store)
-        self._dense = DenseSteps(fleet, self._store, service.metrics, service.clock)
+        self._dense = DenseSteps(fleet, self._store, service.metrics, service.clock, config.dense_step_wait_s)
         self._memory: tuple[float, int] = (float("-inf"), 0)
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)
@@ -305,7 +307,7 @@ class FleetMember:
                 "stats": served.counter.stats(),
                 "hot": self._hot_reports.get(key),
                 "dense_step": served.dense_step,
-                "dense_refused": self._dense.refused[key][1] if key in self._dense.refused else "",
+                "dense_refused": self._dense.refused[key][1] if key in self._dense.refused else served.dense_fallback,
             }
             report = report or VersionReport(model=served.model, version=served.version, state="ready")
             reports.append(report.model_copy(update=update))
