@@ -238,6 +238,8 @@ def status(model: str | None, url: str, as_json: bool) -> None:
     fleet = with_model(url, model, read_fleet)
     models = sorted(fleet.rollouts.keys() | fleet.wanted.keys()) if model is None else [model]
     statuses = [fleet.status(name) for name in models]
+    for node_id, problem in fleet.strangers.items():
+        click.echo(f"{node_id}: {problem}", err=as_json)
     if as_json:
         documents = [one.model_dump(mode="json") for one in statuses]
         print_json({"rollouts": documents} if model is None else documents[0])
