@@ -2,14 +2,13 @@
 
 The next one is restarted as soon as the one before is ready, which shard nodes say at /readyz of their admin port. In
 an upgrade the processes before are those of another checkout of this repository; shard nodes or serving processes go
-first, so that both pairs of releases meet.
+first, so that both pairs of releases meet; the publisher of row updates comes last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import math
 import re
 import time
@@ -21,12 +20,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.deltas.chain import is_commit
 from loader.progress import Progress
 from loadtest.drill.config import Judged, Limit, Order, Report, RestartDrillConfig, UpgradeDrillConfig, answer_limits
 from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, OracleFleet, count_kinds, oracle_fleet, polled
-from loadtest.drill.oracle import QUESTIONS_EACH, make_questions, version_rows
-from loadtest.drill.soak import SoakCourse, run_rollouts, update_rows
+from loadtest.drill.oracle import version_rows
+from loadtest.drill.soak import SoakCourse, run_rollouts
+from loadtest.drill.trainer import CHANGED, Trainer, running_trainer
 from loadtest.errors import LoadError
 from loadtest.load.result import Rows
 from loadtest.servers import THIS_CHECKOUT, checked_checkout, commit_of
@@ -56,11 +56,13 @@ async def run_drill(config: RestartDrillConfig | UpgradeDrillConfig, folder: Pat
         # Without the second variable Python would look in the working directory first.
         checkouts = checked_checkout(upgrade.old), THIS_CHECKOUT
         environments = [{"PYTHONPATH": str(path), "PYTHONSAFEPATH": "1"} for path in checkouts]
-    async with oracle_fleet(config, folder, progress, environments[0]) as fleet:
-        children, works = fleet.local.supervisor.children, [update_rows(config, fleet, course)]
+    async with (
+        oracle_fleet(config, folder, progress, environments[0]) as fleet,
+        running_trainer(fleet, config, course.counts, environments[0]) as (trainer, training),
+    ):
+        children, rolling = fleet.local.supervisor.children, None
         if upgrade is not None:
-            works.append(run_rollouts(upgrade, fleet, course, ends=math.inf))
-        tasks = [fleet.load.tasks.create_task(work) for work in works]
+            rolling = fleet.load.tasks.create_task(run_rollouts(upgrade, fleet, course, ends=math.inf))
         for name in list(children) if upgrade is None else upgrade_order(children, upgrade.order):
             progress("restarts", len(restarts), len(children))
             child, before = children[name], course.counts.copy()
@@ -70,25 +72,48 @@ async def run_drill(config: RestartDrillConfig | UpgradeDrillConfig, folder: Pat
             if upgrade is not None:
                 restarts[-1] |= {what: course.counts[what] - before[what] for what in ("rollouts", "updates")}
         await asyncio.sleep(WATCH_S)
-        lag = "" if upgrade is None else await polled(fleet.lag, lambda lag: not lag, ROLLOUT_TIMEOUT_S)
-        for task in tasks:
-            task.cancel()
-        progress("restarts", len(restarts), len(children))
-        figures: dict[str, Any] = {"updates": course.counts["updates"]}
-        if upgrade is None:
+        codes = ((done["process"], done["exit_code"]) for done in restarts)
+        problems = [f"{name}: after SIGTERM it ended with {describe_exit(code)}" for name, code in codes if code]
+        figures: dict[str, Any] = {}
+        if upgrade is None or rolling is None:
             figures["restarts"] = restarts
         else:
+            if lag := await polled(fleet.lag, lambda lag: not lag, ROLLOUT_TIMEOUT_S):
+                problems.append(f"at the end: {lag}")
+            rolling.cancel()
             figures |= {
                 "old_commit": commit_of(upgrade.old.resolve()),
                 "new_commit": commit_of(THIS_CHECKOUT),
                 "order": upgrade.order,
-                "lookups_with_last_delta": await count_visible(fleet),
                 "rollouts": course.counts["rollouts"],
                 "upgrades": restarts,
+                **await replace_publisher(fleet, trainer, environments[1]),
             }
-        codes = ((done["process"], done["exit_code"]) for done in restarts)
-        problems = [f"{name}: after SIGTERM it ended with {describe_exit(code)}" for name, code in codes if code]
-        return await fleet.report(partial(restart_figures, figures), problems + ([f"at the end: {lag}"] if lag else []))
+        trainer.is_over = True
+        await training
+        if upgrade is not None:
+            differing = await polled(
+                partial(count_differing, fleet, trainer), lambda counts: not any(counts), VISIBLE_S
+            )
+            figures["lookups_with_last_delta"] = differing.count(0)
+            figures["updates_lost"] = await trainer.count_lost() + max(differing)
+        progress("restarts", len(restarts), len(children))
+        figures["updates"] = course.counts["updates"]
+        return await fleet.report(partial(restart_figures, figures), problems)
+
+
+async def replace_publisher(fleet: OracleFleet, trainer: Trainer, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Have both releases publish to the same stream, and then the old one once more. Returns figures of the report."""
+    await asyncio.sleep(WATCH_S)
+    await trainer.start(environment)
+    await asyncio.sleep(WATCH_S)
+    figures: dict[str, Any] = {"old_publisher": "goes on", "old_publisher_refused": 0}
+    try:
+        await trainer.update(process=0)
+    except LoadError as error:
+        figures = {"old_publisher": str(error), "old_publisher_refused": 1}
+    formats = [1 + is_commit(delta.payload) for delta in await trainer.stream(await fleet.live_version())]
+    return {**figures, "delta_formats": formats[:: max(1, len(formats) - 1)]}
 
 
 async def restart(child: Child) -> dict[str, Any]:
@@ -112,32 +137,29 @@ async def restart(child: Child) -> dict[str, Any]:
     return {"exit_code": code, "ended_s": ended - begin, "ready_s": time.monotonic() - ended}
 
 
-async def count_visible(fleet: OracleFleet) -> int:
-    """Change a row that no question has, and return how many of `LOOKUPS` answers have it, at the latest in time."""
-    live, (table,) = await fleet.live_version(), (table for table in fleet.spec.tables if table.name == "users")
-    questions = itertools.chain.from_iterable(make_questions(fleet.spec, QUESTIONS_EACH).values())
-    used = {row for question in questions for bag in question.bags.get("user", ()) for row in bag}
-    row = min(set(range(len(used) + 1)) - used)
-    changed = 3.0 * version_rows(table, live, np.array([row]))
-    publisher = AsyncDeltaPublisher(fleet.registry.registry, fleet.spec.model, live)
-    await publisher.publish(table.name, [row], changed)
+async def count_differing(fleet: OracleFleet, trainer: Trainer) -> list[int]:
+    """Return how many changed rows are not as they were published last, in each of `LOOKUPS` answers."""
+    live, (table,) = await fleet.live_version(), (table for table in fleet.spec.tables if table.name == CHANGED)
+    factors = [trainer.factors[live].get(int(row), 1.0) for row in trainer.free]
+    expected = version_rows(table, live, trainer.free) * np.array(factors, np.float32)[:, None]
     url = f"{fleet.server.target('json')}/v1/models/{fleet.spec.model}:lookup"
-
-    async def look_up() -> bool:
+    counts = []
+    for _ in range(LOOKUPS):
         # Each over its own connection, for any serving process and any replica.
         async with httpx.AsyncClient(trust_env=False) as http:
-            answer = (await http.post(url, json={"sparse": {"user": [[row]]}})).json()
-        return answer.get("version") == live and np.array_equal(answer["embeddings"]["user"], changed)
-
-    async def count() -> int:
-        return sum([await look_up() for _ in range(LOOKUPS)])
-
-    return await polled(count, LOOKUPS.__eq__, VISIBLE_S)
+            answer = (await http.post(url, json={"sparse": {"user": trainer.free[:, None].tolist()}})).json()
+        values = answer["embeddings"]["user"] if answer.get("version") == live else np.zeros_like(expected)
+        counts.append(int((values != expected).any(axis=1).sum()))
+    return counts
 
 
 def restart_figures(figures: dict[str, Any], answers: Rows) -> Judged:
     """Return the figures with those of answers, and the limits; of an upgrade, also of what must have gone on."""
     figures = {**count_kinds(answers["code"]), **figures}
+    if "upgrades" not in figures:
+        return figures, answer_limits(figures)
     least = {"answers": 1, "rollouts": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
-    done = [Limit(name, figures[name], count, "at least") for name, count in least.items() if "upgrades" in figures]
-    return figures, [*answer_limits(figures), *done]
+    # No node of the old release's would have read what its publisher appends now.
+    least["old_publisher_refused"] = int(len(set(figures["delta_formats"])) > 1)
+    done = [Limit(name, figures[name], count, "at least") for name, count in least.items()]
+    return figures, [*answer_limits(figures, "updates_lost"), *done]
