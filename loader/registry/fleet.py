@@ -483,12 +483,13 @@ class FleetRegistry:
 
     async def announce_node(self, record: NodeRecord, ttl_s: float) -> None:
         """Announce what a node is and has, for `ttl_s` from now on; in a `foreign` registry, only that it is one."""
-        value = self.foreign.encode() or record.encode()
-        await self.registry.announce(f"{self._announcements}{record.node_id}", value, ttl_s)
+        # Another fleet's routers must not ask this process, nor its node of the same id be overwritten.
+        area, value = (STRANGERS, self.foreign.encode()) if self.foreign else (NODES, record.encode())
+        await self.registry.announce(f"{area}{record.node_id}", value, ttl_s)
 
     async def withdraw_node(self, node_id: str) -> None:
         """End a node's announcement now."""
-        await self.registry.withdraw(f"{self._announcements}{node_id}")
+        await self.registry.withdraw(f"{STRANGERS if self.foreign else NODES}{node_id}")
 
     async def strangers(self) -> dict[str, str]:
         """Return what is wrong for processes that know another registry, by node id."""
@@ -510,11 +511,6 @@ class FleetRegistry:
             key, lambda there: None if there is not None and epoch_of(key, there) >= epoch else value
         )
         return written
-
-    @property
-    def _announcements(self) -> str:
-        # Another fleet's routers must not ask this process, nor its node of the same id be overwritten.
-        return STRANGERS if self.foreign else NODES
 
     async def _get(self, key: str, schema: type[R]) -> R | None:
         entry = await self.registry.get(key)

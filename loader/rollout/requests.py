@@ -326,7 +326,6 @@ class FleetState:
         published: by model and version.
         stream_ends: the last delta by model and by the version that its stream began with, of versions in use.
         coordinator: who carries rollouts; None if nobody does.
-        strangers: what is wrong for processes that know another registry, by node id.
     """
 
     nodes: tuple[NodeRecord, ...] = ()
@@ -336,7 +335,6 @@ class FleetState:
     published: Mapping[tuple[str, int], PublishedVersion] = field(default_factory=dict)
     stream_ends: Mapping[tuple[str, int], int] = field(default_factory=dict)
     coordinator: str | None = None
-    strangers: Mapping[str, str] = field(default_factory=dict)
 
     def models(self) -> list[str]:
         """List the models that anything is known of."""
@@ -397,13 +395,12 @@ async def read_fleet(fleet: FleetRegistry) -> FleetState:
     """Read it; not as of one moment, since a registry has none. Raises RegistryError."""
     # Nodes first: what they say of a version that was just wanted or published is never newer than these are.
     nodes = await fleet.nodes()
-    division, wanted, published, entries, coordinator, strangers = await asyncio.gather(
+    division, wanted, published, entries, coordinator = await asyncio.gather(
         fleet.fleet(),
         fleet.wanted(),
         fleet.versions(),
         fleet.registry.entries(ROLLOUTS),
         fleet.registry.holder(COORDINATOR_LOCK),
-        fleet.strangers(),
     )
     versions = {(record.model, record.version): record for record in published}
     used = {(model, version) for model, record in wanted.items() for version in record.named()}
@@ -418,5 +415,4 @@ async def read_fleet(fleet: FleetRegistry) -> FleetState:
         published=versions,
         stream_ends={base: end.last for base, end in zip(bases, ends, strict=True)},
         coordinator=coordinator,
-        strangers=strangers,
     )

@@ -78,7 +78,7 @@ class SoakCourse:
 async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises LoadError if a rollout or a process fails."""
     course, total_s = SoakCourse(), 60 * config.minutes
-    async with oracle_fleet(config, folder, progress) as fleet, running_trainer(fleet, config, course.counts):
+    async with oracle_fleet(config, folder, progress) as fleet, running_trainer(fleet, config, course.counts, {}):
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
         tasks = (
             run_rollouts(config, fleet, course, ends),

@@ -1,4 +1,4 @@
-"""The trainer of a drill: a process of a checkout that publishes rows, and may give way to one of another checkout."""
+"""The trainer of a drill: a process that publishes rows, and may be followed by one of another release."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 import numpy as np
 
-from loader.registry.fleet import delta_stream
-from loader.registry.registry import StreamEntry
-from loader.snapshot.manifest import ModelSpec
 from loadtest.drill.config import UpdatingDrillConfig
 from loadtest.drill.fleet import OracleFleet
-from loadtest.drill.oracle import QUESTIONS_EACH, make_questions, version_rows
+from loadtest.drill.oracle import FREE_ROWS, version_rows
 from loadtest.errors import LoadError
-from shard_node.bags import Int64Array
 
 UPDATED_ROWS: Final = 64
-CHANGED: Final = "users"
-"""The table of which rows are changed that no question has; of the others rows are published as they are."""
 PROGRAM: Final = """
 import json, sys
 from shardrank import DeltaPublisher
@@ -45,92 +39,64 @@ for line in sys.stdin:
 
 
 class Trainer:
-    """Publishes rows of the live version through its last process, until it is told that it is over.
+    """Publishes through the last process that was started, until it `is_over`.
 
-    `factors` has, by version, the rows of `CHANGED` that were changed, and how often those of the snapshot they are.
+    Rows as they are, so that answers stay what they must be, and `changed` ones that no question has, by version, table
+    and row. `acknowledged` has versions and numbers of deltas.
     """
 
     def __init__(self, fleet: OracleFleet, config: UpdatingDrillConfig, counts: Counter[str]) -> None:
         self._fleet, self._config, self._counts = fleet, config, counts
-        self._processes: list[Process] = []
-        self._lock = asyncio.Lock()
         self._rng, self._tables = np.random.default_rng(config.seed), itertools.cycle(fleet.spec.tables)
-        self._acknowledged: defaultdict[int, set[int]] = defaultdict(set)
-        self.free = free_rows(fleet.spec)
-        self.factors: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self._lock = asyncio.Lock()
+        self.processes: list[subprocess.Popen[str]] = []
+        self.acknowledged = set[tuple[int, int]]()
+        self.changed: dict[tuple[int, str, int], list[float]] = {}
         self.is_over = False
 
-    async def start(self, environment: Mapping[str, str]) -> None:
-        """Start a process, which publishes from now on."""
-        command = sys.executable, "-c", PROGRAM, self._fleet.registry.registry.url, self._fleet.spec.model
-        with (self._fleet.folder / f"trainer-{len(self._processes)}.log").open("wb") as log:
-            variables = {**os.environ, **environment}
-            process = await asyncio.create_subprocess_exec(*command, env=variables, stdin=PIPE, stdout=PIPE, stderr=log)
-        self._processes.append(process)
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start a process, with this in its environment."""
+        command = [sys.executable, "-c", PROGRAM, self._fleet.registry.registry.url, self._fleet.spec.model]
+        pipe, variables = subprocess.PIPE, {**os.environ, **environment}
+        self.processes.append(subprocess.Popen(command, env=variables, stdin=pipe, stdout=pipe, text=True))
 
     async def run(self) -> None:
         """Publish again and again."""
         while not self.is_over:
             await asyncio.sleep(1.0 / self._config.updates)
-            await self.update()
+            await self.update(self.processes[-1])
 
-    async def update(self, process: int = -1) -> None:
+    async def update(self, process: subprocess.Popen[str]) -> None:
         """Publish rows of the next table through a process. Raises LoadError with the reason if that refuses."""
         async with self._lock:
-            table, running, count = next(self._tables), self._processes[process], self._counts["updates"]
-            live, factor = await self._fleet.live_version(), 1.0
-            rows = self._rng.integers(0, table.num_embeddings, UPDATED_ROWS)
-            if table.name == CHANGED:
-                rows, factor = self.free[[count // 3 % self.free.size]], 2.0 + count
-            values = factor * version_rows(table, live, rows)
-            assert running.stdin is not None
-            assert running.stdout is not None
-            running.stdin.write(json.dumps([live, table.name, rows.tolist(), values.tolist()]).encode() + b"\n")
-            answer = json.loads(await running.stdout.readline() or '"it has ended"')
+            live, table, count = await self._fleet.live_version(), next(self._tables), self._counts["updates"]
+            rows = self._rng.integers(0, table.num_embeddings - FREE_ROWS, UPDATED_ROWS)
+            changed = table.num_embeddings - 1 - count % FREE_ROWS
+            # The changed one becomes as that of the count would be.
+            values = version_rows(table, live, np.append(rows, count)).tolist()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(json.dumps([live, table.name, [*rows.tolist(), changed], values]), file=process.stdin, flush=True)
+            answer = json.loads(await asyncio.to_thread(process.stdout.readline) or '"it has ended"')
             if isinstance(answer, str):
-                raise LoadError(f"publishing rows of version {live}: {answer}")
-            self._acknowledged[live].add(answer)
+                raise LoadError(f"the publisher of version {live}: {answer}")
+            self.acknowledged.add((live, answer))
+            self.changed[live, table.name, changed] = values[-1]
             self._counts["updates"] += 1
-            if table.name == CHANGED:
-                self.factors[live][int(rows[0])] = factor
-
-    async def stream(self, version: int) -> list[StreamEntry]:
-        """Return the deltas of a version."""
-        stream, entries = delta_stream(self._fleet.spec.model, version), list[StreamEntry]()
-        while more := await self._fleet.registry.registry.read(stream, entries[-1].sequence if entries else 0):
-            entries += more
-        return entries
-
-    async def count_lost(self) -> int:
-        """Return how many deltas that were acknowledged are in no stream."""
-        kept = {version: {entry.sequence for entry in await self.stream(version)} for version in self._acknowledged}
-        return sum(len(numbers - kept[version]) for version, numbers in self._acknowledged.items())
-
-    async def close(self) -> None:
-        """End its processes."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
-
-def free_rows(spec: ModelSpec) -> Int64Array:
-    """Return some rows of `CHANGED` that no question has."""
-    questions = itertools.chain.from_iterable(make_questions(spec, QUESTIONS_EACH).values())
-    used = {row for question in questions for bag in question.bags.get("user", ()) for row in bag}
-    return np.setdiff1d(np.arange(len(used) + UPDATED_ROWS), list(used))[:UPDATED_ROWS]
 
 
 @contextlib.asynccontextmanager
 async def running_trainer(
-    fleet: OracleFleet, config: UpdatingDrillConfig, counts: Counter[str], environment: Mapping[str, str] | None = None
+    fleet: OracleFleet, config: UpdatingDrillConfig, counts: Counter[str], environment: Mapping[str, str]
 ) -> AsyncIterator[tuple[Trainer, asyncio.Task[None]]]:
-    """Have a trainer publish until the block ends, or it is over; yield it and its task."""
+    """Have a trainer publish until the block ends, or it is over. Yields it and its task."""
     trainer = Trainer(fleet, config, counts)
+    trainer.start(environment)
     try:
-        await trainer.start(environment or {})
         running = fleet.load.tasks.create_task(trainer.run())
         yield trainer, running
         running.cancel()
     finally:
-        await trainer.close()
+        for process in trainer.processes:
+            with process:
+                process.kill()

@@ -12,21 +12,22 @@ import dataclasses
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
 from loader.deltas.chain import is_commit
 from loader.progress import Progress
+from loader.registry.fleet import delta_stream
 from loadtest.drill.config import Judged, Limit, Order, Report, RestartDrillConfig, UpgradeDrillConfig, answer_limits
 from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, OracleFleet, count_kinds, oracle_fleet, polled
-from loadtest.drill.oracle import version_rows
 from loadtest.drill.soak import SoakCourse, run_rollouts
-from loadtest.drill.trainer import CHANGED, Trainer, running_trainer
+from loadtest.drill.trainer import Trainer, running_trainer
 from loadtest.errors import LoadError
 from loadtest.load.result import Rows
 from loadtest.servers import THIS_CHECKOUT, checked_checkout, commit_of
@@ -74,46 +75,49 @@ async def run_drill(config: RestartDrillConfig | UpgradeDrillConfig, folder: Pat
         await asyncio.sleep(WATCH_S)
         codes = ((done["process"], done["exit_code"]) for done in restarts)
         problems = [f"{name}: after SIGTERM it ended with {describe_exit(code)}" for name, code in codes if code]
-        figures: dict[str, Any] = {}
-        if upgrade is None or rolling is None:
-            figures["restarts"] = restarts
-        else:
+        figures: dict[str, Any] = {"restarts": restarts}
+        if upgrade is not None and rolling is not None:
             if lag := await polled(fleet.lag, lambda lag: not lag, ROLLOUT_TIMEOUT_S):
                 problems.append(f"at the end: {lag}")
             rolling.cancel()
-            figures |= {
-                "old_commit": commit_of(upgrade.old.resolve()),
-                "new_commit": commit_of(THIS_CHECKOUT),
-                "order": upgrade.order,
-                "rollouts": course.counts["rollouts"],
-                "upgrades": restarts,
-                **await replace_publisher(fleet, trainer, environments[1]),
-            }
-        trainer.is_over = True
-        await training
-        if upgrade is not None:
-            differing = await polled(
-                partial(count_differing, fleet, trainer), lambda counts: not any(counts), VISIBLE_S
-            )
-            figures["lookups_with_last_delta"] = differing.count(0)
-            figures["updates_lost"] = await trainer.count_lost() + max(differing)
+            commits = {"old_commit": commit_of(upgrade.old.resolve()), "new_commit": commit_of(THIS_CHECKOUT)}
+            figures = {**commits, "order": upgrade.order, "rollouts": course.counts["rollouts"], "upgrades": restarts}
+        figures |= await replace_publisher(fleet, trainer, training, environments[1])
         progress("restarts", len(restarts), len(children))
-        figures["updates"] = course.counts["updates"]
         return await fleet.report(partial(restart_figures, figures), problems)
 
 
-async def replace_publisher(fleet: OracleFleet, trainer: Trainer, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Have both releases publish to the same stream, and then the old one once more. Returns figures of the report."""
+async def replace_publisher(
+    fleet: OracleFleet, trainer: Trainer, training: asyncio.Task[None], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Have the new release publish after the old one, which tries once more, and read all back. Returns figures."""
     await asyncio.sleep(WATCH_S)
-    await trainer.start(environment)
+    trainer.start(environment)
     await asyncio.sleep(WATCH_S)
-    figures: dict[str, Any] = {"old_publisher": "goes on", "old_publisher_refused": 0}
+    refusal = ""
     try:
-        await trainer.update(process=0)
+        await trainer.update(trainer.processes[0])
     except LoadError as error:
-        figures = {"old_publisher": str(error), "old_publisher_refused": 1}
-    formats = [1 + is_commit(delta.payload) for delta in await trainer.stream(await fleet.live_version())]
-    return {**figures, "delta_formats": formats[:: max(1, len(formats) - 1)]}
+        refusal = str(error)
+    trainer.is_over = True
+    await training
+    formats, kept = list[int](), set[tuple[int, int]]()
+    for version in sorted({version for version, _ in trainer.acknowledged}):
+        stream, after = delta_stream(fleet.spec.model, version), 0
+        formats.clear()
+        while deltas := await fleet.registry.registry.read(stream, after):
+            after = deltas[-1].sequence
+            kept |= {(version, delta.sequence) for delta in deltas}
+            formats += (1 + is_commit(delta.payload) for delta in deltas)
+    differing = await polled(partial(count_differing, fleet, trainer), lambda counts: not any(counts), VISIBLE_S)
+    return {
+        "old_publisher_refused": int(bool(refusal)),
+        "old_publisher_refusal": refusal,
+        "delta_formats": [formats[0], formats[-1]],
+        "lookups_with_last_delta": differing.count(0),
+        "updates": len(trainer.acknowledged),
+        "updates_lost": len(trainer.acknowledged - kept) + max(differing),
+    }
 
 
 async def restart(child: Child) -> dict[str, Any]:
@@ -139,27 +143,28 @@ async def restart(child: Child) -> dict[str, Any]:
 
 async def count_differing(fleet: OracleFleet, trainer: Trainer) -> list[int]:
     """Return how many changed rows are not as they were published last, in each of `LOOKUPS` answers."""
-    live, (table,) = await fleet.live_version(), (table for table in fleet.spec.tables if table.name == CHANGED)
-    factors = [trainer.factors[live].get(int(row), 1.0) for row in trainer.free]
-    expected = version_rows(table, live, trainer.free) * np.array(factors, np.float32)[:, None]
-    url = f"{fleet.server.target('json')}/v1/models/{fleet.spec.model}:lookup"
-    counts = []
+    url, live = f"{fleet.server.target('json')}/v1/models/{fleet.spec.model}:lookup", await fleet.live_version()
+    features, counts = {table.name: table.feature_names[0] for table in fleet.spec.tables}, list[int]()
+    rows, expected = defaultdict[str, list[list[int]]](list), defaultdict[str, list[list[float]]](list)
+    for (version, table, row), values in trainer.changed.items():
+        if version == live:
+            rows[features[table]].append([row])
+            expected[features[table]].append(values)
     for _ in range(LOOKUPS):
         # Each over its own connection, for any serving process and any replica.
         async with httpx.AsyncClient(trust_env=False) as http:
-            answer = (await http.post(url, json={"sparse": {"user": trainer.free[:, None].tolist()}})).json()
-        values = answer["embeddings"]["user"] if answer.get("version") == live else np.zeros_like(expected)
-        counts.append(int((values != expected).any(axis=1).sum()))
+            actual = (await http.post(url, json={"sparse": rows})).json().get("embeddings", {})
+        pairs = (zip_longest(expected[name], actual.get(name, ())) for name in expected)
+        counts.append(sum(expected != values for expected, values in chain.from_iterable(pairs)))
     return counts
 
 
 def restart_figures(figures: dict[str, Any], answers: Rows) -> Judged:
-    """Return the figures with those of answers, and the limits; of an upgrade, also of what must have gone on."""
+    """Return the figures with those of answers, and the limits, also of what must have gone on."""
     figures = {**count_kinds(answers["code"]), **figures}
-    if "upgrades" not in figures:
-        return figures, answer_limits(figures)
-    least = {"answers": 1, "rollouts": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
-    # No node of the old release's would have read what its publisher appends now.
-    least["old_publisher_refused"] = int(len(set(figures["delta_formats"])) > 1)
+    # What an old publisher appended behind a change of formats would be read by no node.
+    least = {"answers": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
+    least |= {"old_publisher_refused": int(len(set(figures["delta_formats"])) > 1)}
+    least |= {"rollouts": 1} if "rollouts" in figures else {}
     done = [Limit(name, figures[name], count, "at least") for name, count in least.items()]
     return figures, [*answer_limits(figures, "updates_lost"), *done]

@@ -110,10 +110,7 @@ class Readiness:
         return unready | {model: report.problem for model, report in reports.items() if report.problem}
 
     def degraded(self) -> dict[str, str]:
-        """Return why rows are older than `max_staleness_s` allows, by model, and by "" what the registry lacks.
-
-        Such a process is ready.
-        """
+        """Return why a ready process is not as it should be: by model, too old rows; by "", another registry."""
         live, now = self.versions.generations.live_versions(), self.wall_clock()
         reasons = {"": problem} if (problem := self.registry_problem()) else {}
         for model, limit_s in self._max_staleness_s.items():
